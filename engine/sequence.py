@@ -1,0 +1,74 @@
+"""One request's tokens, blocks and progress: all that the engine remembers of it between two steps."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from protos.block_keys import BlockKey
+from protos.messages import FinishReason, GenerateRequest, SpeculationStats, VerifyMode
+
+
+class SequenceStatus(Enum):
+    """WAITING holds no blocks; RUNNING holds blocks; FINISHED holds none and never comes back."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A request in the engine.
+
+    Invariants between steps: `token_ids` are committed (prompt, then output); the KV of
+    `token_ids[:num_computed_tokens]` is in the blocks of `block_table`; `num_computed_tokens < len(token_ids)`, because
+    the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`.
+    """
+
+    def __init__(self, request: GenerateRequest, *, num_draft_tokens: int, verify: VerifyMode, arrival_s: float) -> None:
+        self.request = request
+        self.sampling = request.sampling
+        self.verify = verify
+        self.num_draft_tokens = num_draft_tokens  # K this request wants; 0 is plain decoding
+        self.arrival_s = arrival_s
+        self.status = SequenceStatus.WAITING
+        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of the first admission; what usage reports
+        self.block_table: list[int] = []
+        self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
+        self.finish_reason: FinishReason | None = None
+        self.num_proposed = 0
+        self.num_accepted = 0
+        self.accepted_histogram: list[int] = []
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens the request may still generate."""
+        return self.sampling.max_tokens - self.num_output_tokens
+
+    @property
+    def num_wanted_drafts(self) -> int:
+        """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
+        return max(0, min(self.num_draft_tokens, self.num_remaining_tokens - 1))
+
+    def record_pass(self, num_proposed: int, num_accepted: int) -> None:
+        """Count one verification pass; a pass without drafts is plain decoding and is not counted."""
+        if num_proposed == 0:
+            return
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        missing = num_accepted + 1 - len(self.accepted_histogram)
+        self.accepted_histogram.extend([0] * missing)
+        self.accepted_histogram[num_accepted] += 1
+
+    def speculation_stats(self) -> SpeculationStats:
+        return SpeculationStats(self.num_proposed, self.num_accepted, tuple(self.accepted_histogram))
