@@ -1,0 +1,33 @@
+"""Proposers guess what comes next; no guess, however wrong, late or absent, changes the output's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from engine.batch import ScheduledSequence
+from engine.draft import Draft
+from engine.sequence import Sequence
+
+
+class Proposer(Protocol):
+    """The engine's side of drafting; a remote draft, an in-process model and a table of n-grams all look like this.
+
+    The order per sequence is `open`, then (`propose`, `commit`) for every pass, then `close`. A preempted sequence stays
+    open. Implementations never raise for a sequence they do not know and never block beyond their own deadline.
+    """
+
+    def open(self, sequence: Sequence) -> None:
+        """The sequence was added; its prompt may be read (a draft model can start its own prefill)."""
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        """One draft for each share, in order, of at most `share.max_draft_tokens` tokens; `NO_DRAFT` is always allowed.
+
+        Tokens continue `share.sequence.token_ids`, all of which are committed.
+        """
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """These sequences' `token_ids` have just grown; finished ones are not among them."""
+
+    def close(self, request_id: str) -> None:
+        """The sequence ended or was aborted; unknown ids are ignored."""

@@ -1,0 +1,31 @@
+"""Verifiers turn the target's rows and a draft into committed tokens, distributed exactly as the target alone.
+
+Vocabulary: *accepted* tokens are drafts that stand; the *recovered* token replaces the first draft that does not; the
+*bonus* token follows when all drafts stand. One pass commits the accepted tokens and one recovered or bonus token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.draft import Draft
+from engine.sequence import Sequence
+from protos.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTask:
+    """One sequence's rows of the step's logits: `[first_row, first_row + len(draft.token_ids) + 1)`."""
+
+    sequence: Sequence
+    draft: Draft
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token."""
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()

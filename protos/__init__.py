@@ -1,0 +1,1 @@
+"""The wire contract: what crosses between processes, and nothing of how it is computed."""

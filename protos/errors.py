@@ -1,0 +1,101 @@
+"""Every error a user can meet, with the HTTP status and the gRPC code it becomes.
+
+A message names the value that was wrong, the limit it broke, and the remedy. The faces map any `ServingError` to the wire by
+its class attributes alone; nothing else in the project knows a status code.
+"""
+
+from __future__ import annotations
+
+
+class ServingError(Exception):
+    """Base of all errors that reach a user.
+
+    Attributes:
+        http_status: status code of the HTTP answer.
+        grpc_code: name of the `grpc.StatusCode` member.
+        error_type: `type` of OpenAI's error object.
+        param: request field at fault, if one is.
+        retry_after_s: seconds after which a retry may succeed, if that is known.
+    """
+
+    http_status = 500
+    grpc_code = "INTERNAL"
+    error_type = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep `param` and `retry_after_s` across process borders; the default would pass `args` alone."""
+        return _rebuild, (type(self), self.message, self.param, self.retry_after_s)
+
+
+def _rebuild(kind: type[ServingError], message: str, param: str | None, retry_after_s: float | None) -> ServingError:
+    return kind(message, param=param, retry_after_s=retry_after_s)
+
+
+class RequestError(ServingError):
+    """The request itself is wrong; sending it again cannot help."""
+
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    error_type = "invalid_request_error"
+
+
+class AuthenticationError(ServingError):
+    """The API key is missing or unknown."""
+
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    error_type = "authentication_error"
+
+
+class NotFoundError(ServingError):
+    """The named model (or path) does not exist here."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    error_type = "not_found_error"
+
+
+class RequestTooLargeError(ServingError):
+    """The body is longer than the server reads."""
+
+    http_status = 413
+    grpc_code = "RESOURCE_EXHAUSTED"
+    error_type = "invalid_request_error"
+
+
+class OverloadedError(ServingError):
+    """More load than capacity: the request was not accepted, and may be sent again later."""
+
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    error_type = "rate_limit_error"
+
+
+class UnavailableError(ServingError):
+    """No healthy replica can take the request now (starting, draining, or restarting)."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    error_type = "service_unavailable_error"
+
+
+class DeadlineExceededError(ServingError):
+    """The request's own deadline passed before it finished."""
+
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+
+
+class EngineError(ServingError):
+    """The engine failed while it computed; the fault is ours."""
+
+
+class ConfigError(ServingError):
+    """deploy.yaml, a model folder or the machine does not allow what was asked; raised at start, never per request."""

@@ -1,0 +1,30 @@
+"""What a worker says of its prefix cache: which blocks it now holds, and which it no longer does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos.block_keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Full blocks that are now reusable; `parent` is the key before the first of them (a root key at a sequence's start)."""
+
+    keys: tuple[BlockKey, ...]
+    parent: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks whose memory was given to other tokens."""
+
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """Every block is gone (weights changed, or the cache was reset)."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | CacheCleared

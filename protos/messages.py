@@ -1,0 +1,115 @@
+"""What a request is and what comes back: the plain data that every process of Outrider passes on.
+
+Frozen dataclasses of built-in types only, so that any codec can carry them and any package may read them. Validation of user
+input happens once, at the faces (`router`); here values are already sound. Token ids are the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are OpenAI's, plus `abort` for one that its client left."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VerifyMode(StrEnum):
+    """How drafts are verified (ALGORITHMS.md 1-2); all of them leave the target's distribution as it is."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The law of the next token, applied to the target's logits in one fixed order (`engine.sampler`).
+
+    Neutral values switch a transform off. `seed` is always set: the ingress draws one when the client sends none, so a
+    request that moves to another replica goes on with the same randomness.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # counts prompt and generated tokens
+    presence_penalty: float = 0.0  # counts generated tokens
+    frequency_penalty: float = 0.0  # counts generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
+    stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included, unless the request ignores them
+    min_tokens: int = 0  # stop tokens are masked before this many generated tokens
+    max_tokens: int = 16
+    num_logprobs: int | None = None  # None: no logprobs; n: the token's own and the n largest
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """One request's wishes about speculation; None leaves the deployment's setting."""
+
+    enabled: bool = True
+    num_tokens: int | None = None
+    verify: VerifyMode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate. A client request with n > 1 becomes n of these that differ in `sample_index`.
+
+    `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed, count
+    as generated, and are not sent again.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    sample_index: int = 0
+    priority: int = 0  # lower is sooner, as in vLLM
+    timeout_s: float | None = None  # from arrival at the pair
+    cache_salt: str = ""
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position, from the target's raw logits (before any transform)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), largest first
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one sequence so far; the sums behind every acceptance figure.
+
+    `accepted_histogram[i]` is the number of verification passes that accepted exactly i drafts.
+    """
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_histogram: tuple[int, ...] = ()
+
+    @property
+    def num_passes(self) -> int:
+        return sum(self.accepted_histogram)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason and the sums."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for, else empty
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended the sequence; it is also the last of token_ids
+    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    speculation: SpeculationStats | None = None  # on the last chunk
