@@ -1,0 +1,49 @@
+# Everything a newcomer needs is `make serve` and `make test`; the rest is for those who change the code.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+BENCH_INSTALLED := .venv/.bench-installed
+
+.PHONY: help install serve test lint type protos demo-pair bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## create .venv with everything Outrider needs
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "[1/4] installing into .venv (a few minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: install  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
+	@$(BIN)/python -m cluster.cli serve deploy.yaml
+
+test: lint type  ## lint, type-check and run every test
+	@$(BIN)/python -m pytest
+
+lint: install  ## ruff, rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: install  ## mypy
+	@$(BIN)/mypy
+
+protos: install  ## regenerate the committed gRPC stubs
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. protos/outrider.proto
+
+demo-pair: install  ## train the bundled demo pair again
+	@$(BIN)/python -m models.train_demo_pair
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
+bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
+	@$(BIN)/python -m bench.pair
+
+clean:  ## remove the environment and every cache
+	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
