@@ -14,6 +14,7 @@ class ServingError(Exception):
         http_status: status code of the HTTP answer.
         grpc_code: name of the `grpc.StatusCode` member.
         error_type: `type` of OpenAI's error object.
+        code: `code` of OpenAI's error object, where a client may want to tell this error from others of its type.
         param: request field at fault, if one is.
         retry_after_s: seconds after which a retry may succeed, if that is known.
     """
@@ -21,6 +22,7 @@ class ServingError(Exception):
     http_status = 500
     grpc_code = "INTERNAL"
     error_type = "server_error"
+    code: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -45,12 +47,19 @@ class RequestError(ServingError):
     error_type = "invalid_request_error"
 
 
+class ContextLengthError(RequestError):
+    """Prompt and output together are longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
 class AuthenticationError(ServingError):
     """The API key is missing or unknown."""
 
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
     error_type = "authentication_error"
+    code = "invalid_api_key"
 
 
 class NotFoundError(ServingError):
@@ -59,6 +68,12 @@ class NotFoundError(ServingError):
     http_status = 404
     grpc_code = "NOT_FOUND"
     error_type = "not_found_error"
+
+
+class ModelNotFoundError(NotFoundError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
 
 
 class RequestTooLargeError(ServingError):
@@ -75,6 +90,7 @@ class OverloadedError(ServingError):
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(ServingError):

@@ -113,3 +113,15 @@ class TokenChunk:
     stop_token_id: int | None = None  # the stop token that ended the sequence; it is also the last of token_ids
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     speculation: SpeculationStats | None = None  # on the last chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What an ingress must know of the model behind a pair; the same for every replica of one deployment."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    eos_token_ids: tuple[int, ...]
+    model_version: str  # names the weights; part of every block key
+    block_size: int  # tokens per KV block
+    max_draft_tokens: int = 0  # the most a request may ask for in `SpeculationParams.num_tokens`
