@@ -12,8 +12,9 @@ from protos.messages import VerifyMode
 class ModelConfig:
     """Where a model is and how it is computed.
 
-    `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the processor
-    computes in it, float32 elsewhere. `num_threads` is the torch thread count of the process; None leaves torch's choice.
+    `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
+    processor computes in it, float32 elsewhere. `num_threads` is the torch thread count of the process; None leaves
+    torch's choice.
     """
 
     path: str
@@ -55,7 +56,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """The deployment's defaults: K drafts per pass, and how they are verified. `num_tokens` is also the limit per request."""
+    """The deployment's defaults: K drafts per pass, which is also a request's limit, and how they are verified."""
 
     num_tokens: int = 4
     verify: VerifyMode = VerifyMode.COUPLED

@@ -19,24 +19,30 @@ class SequenceStatus(Enum):
 class Sequence:
     """A request in the engine.
 
-    Invariants between steps: `token_ids` are committed (prompt, then output); the KV of
+    Invariants between steps: `token_ids` are committed (prompt, then output) and only ever grow; the KV of
     `token_ids[:num_computed_tokens]` is in the blocks of `block_table`; `num_computed_tokens < len(token_ids)`, because
     the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`.
     """
 
-    def __init__(self, request: GenerateRequest, *, num_draft_tokens: int, verify: VerifyMode, arrival_s: float) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, num_draft_tokens: int, verify: VerifyMode, arrival_s: float
+    ) -> None:
         self.request = request
         self.sampling = request.sampling
         self.verify = verify
         self.num_draft_tokens = num_draft_tokens  # K this request wants; 0 is plain decoding
         self.arrival_s = arrival_s
+        self.urgency = (request.priority, 0)  # lower goes first; the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # of the first admission; what usage reports
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
         self.block_table: list[int] = []
         self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
+        self.num_named_blocks = 0  # leading blocks of `block_table` that the prefix cache knows by these keys
         self.finish_reason: FinishReason | None = None
         self.num_proposed = 0
         self.num_accepted = 0
@@ -51,9 +57,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """Committed tokens whose KV is still to be written; 1 once the prompt is in the cache, never 0."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Tokens the request may still generate."""
-        return self.sampling.max_tokens - self.num_output_tokens
+        return self.max_output_tokens - self.num_output_tokens
 
     @property
     def num_wanted_drafts(self) -> int:

@@ -1,4 +1,4 @@
-"""What the model runner computes in one pass: stretches of sequences, with no word of requests, scheduling or drafts."""
+"""What the model runner computes in one pass: stretches of sequences, with no word of requests or drafts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Span:
     """Consecutive tokens of one sequence, computed in one pass.
 
     The tokens stand at positions [start, start + len(token_ids)). The KV of positions [0, start) is already in the
-    blocks of `block_table`, or is written there by another span of the same pass; this span's KV goes to the slots of its
-    own positions, which the table covers too. The last `num_logits` tokens yield a row of logits each.
+    blocks of `block_table`, or is written there by another span of the same pass; this span's KV goes to the slots of
+    its own positions, which the table covers too. The last `num_logits` tokens yield a row of logits each.
     """
 
     token_ids: Seq[int]  # at least one

@@ -11,11 +11,13 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are OpenAI's, plus `abort` for one that its client left."""
+    """Why a sequence ended; the values are OpenAI's, plus `abort` for one that its client left and `timeout` for one whose own
+    time-out passed, which the faces report as `DeadlineExceededError`."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TIMEOUT = "timeout"
 
 
 class VerifyMode(StrEnum):

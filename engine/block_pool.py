@@ -1,0 +1,140 @@
+"""Blocks without sequences: how often each is held, what it is known to contain, and which one is given away next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from protos.block_keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """What a full block contains: `token_ids` after the prefix that `parent` names. Equal names mean equal KV."""
+
+    key: BlockKey
+    parent: BlockKey
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Blocks that now belong to the caller, and the keys whose contents were given up for them."""
+
+    block_ids: list[int]
+    evicted_keys: tuple[BlockKey, ...]
+
+
+class BlockPool:
+    """N blocks, each in exactly one of three states:
+
+        blank free   nobody holds it and it contains nothing worth keeping
+        cached free  nobody holds it, but it has a name and can be held again
+        in use       held `ref_count` times; it may have a name too
+
+    `_free` keeps both kinds of free blocks in the order they are given away: blank ones, then cached ones from the
+    least to the most recently used. Every operation costs O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._names: list[BlockName | None] = [None] * num_blocks
+        self._by_key: dict[BlockKey, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blank and cached blocks together: how many `take` can give."""
+        return len(self._free)
+
+    @property
+    def keys(self) -> frozenset[BlockKey]:
+        """Keys of all named blocks, free or in use."""
+        return frozenset(self._by_key)
+
+    def is_free(self, block_id: int) -> bool:
+        return self._ref_counts[block_id] == 0
+
+    def find(self, name: BlockName) -> int | None:
+        """The block that contains exactly `name`: its tokens are compared, so an equal key alone is not a hit."""
+        block_id = self._by_key.get(name.key)
+        return block_id if block_id is not None and self._names[block_id] == name else None
+
+    def name(self, block_id: int, name: BlockName) -> bool:
+        """Let `find` return this block in use; False, and nothing changes, where another block has the key."""
+        if self._by_key.setdefault(name.key, block_id) != block_id:
+            return False
+        self._names[block_id] = name
+        return True
+
+    def take(self, num_blocks: int, after: int | None) -> Taken:
+        """Hold `num_blocks` free blocks once each, in ascending runs, and forget what they contained.
+
+        Blocks right behind block `after` are preferred while they are blank: the CPU's attention reads a contiguous run
+        in place. The caller has checked `num_free_blocks`.
+        """
+        block_ids = self._take_run(num_blocks, after)
+        oldest = sorted(self._free.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids)))
+        evicted_keys = tuple(self._forget(block_id) for block_id in oldest if self._names[block_id] is not None)
+        block_ids += oldest
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return Taken(block_ids, evicted_keys)
+
+    def hold(self, block_id: int) -> None:
+        """Hold a named block once more."""
+        if self._ref_counts[block_id] == 0:
+            del self._free[block_id]
+        self._ref_counts[block_id] += 1
+
+    def drop(self, block_id: int) -> None:
+        """Hold a block once less; the last one to let go makes it free, most recently used if it has a name."""
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id] == 0:
+            self._free[block_id] = None
+            if self._names[block_id] is None:
+                self._free.move_to_end(block_id, last=False)
+
+    def clear(self) -> None:
+        """Forget every name; no block may be in use."""
+        assert self.num_free_blocks == self.num_blocks, "blocks in use cannot lose their names"
+        self._names = [None] * self.num_blocks
+        self._by_key.clear()
+
+    def check_integrity(self, ref_counts: list[int]) -> None:
+        """Assert the pool's laws, given how often the sequences hold each block."""
+        assert self._ref_counts == ref_counts, "reference counts differ from the block tables"
+        assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}, "free is not: held by nobody"
+        named = {name.key: i for i, name in enumerate(self._names) if name is not None}
+        assert self._by_key == named, "keys and names differ"
+        is_cached = [self._names[block_id] is not None for block_id in self._free]
+        assert is_cached == sorted(is_cached), "a cached block would be given away before a blank one"
+        num_in_use = sum(count > 0 for count in ref_counts)
+        assert is_cached.count(False) + is_cached.count(True) + num_in_use == self.num_blocks, "a block is lost"
+
+    def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
+        """Assert that named blocks form trees under `root_keys`, and that no parent is given away before its child."""
+        ages = {block_id: age for age, block_id in enumerate(self._free)}
+        for block_id, name in enumerate(self._names):
+            if name is None or name.parent in root_keys:
+                continue
+            parent_id = self._by_key.get(name.parent)
+            assert parent_id is not None, "a named block has lost its parent"
+            assert ages.get(block_id, -1) < ages[parent_id] if parent_id in ages else True, "a parent would go first"
+
+    def _take_run(self, num_blocks: int, after: int | None) -> list[int]:
+        run: list[int] = []
+        candidate = self.num_blocks if after is None else after + 1
+        while len(run) < num_blocks and candidate in self._free and self._names[candidate] is None:
+            del self._free[candidate]
+            run.append(candidate)
+            candidate += 1
+        return run
+
+    def _forget(self, block_id: int) -> BlockKey:
+        name = self._names[block_id]
+        assert name is not None
+        self._names[block_id] = None
+        del self._by_key[name.key]
+        return name.key

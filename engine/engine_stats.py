@@ -1,0 +1,81 @@
+"""The engine's counters, as metrics, the router's load signal and benchmarks read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What speculation did since the engine started; plain decoding passes count nowhere.
+
+    `num_accepted_tokens_per_pos[i]` is the number of passes whose draft i + 1 was accepted, so the conditional
+    acceptance at a position is the ratio of neighbours (ALGORITHMS.md 1.3).
+    """
+
+    num_drafts: int = 0  # passes with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or beyond the limit, cut off before the pass
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per pass with drafts, the recovered or bonus token included; 1 where there was none."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """The running sums behind `DraftStats`."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_invalid_tokens: int = 0
+
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """Count one verification pass."""
+        if num_proposed == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_proposed - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+
+    def snapshot(self) -> DraftStats:
+        return DraftStats(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.num_accepted_tokens_per_pos),
+            self.num_invalid_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of an engine. Tokens and requests are counts; sums run since the engine started."""
+
+    num_running: int
+    num_waiting: int
+    num_queued_prefill_tokens: int  # accepted and not yet computed
+    num_running_decode_tokens: int  # context of the sequences that decode
+    num_blocks: int
+    num_used_blocks: int  # held by sequences; cached blocks that nobody holds are free
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    drafts: DraftStats
+    times: StepTimes
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that sequences hold, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks

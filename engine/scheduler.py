@@ -1,0 +1,274 @@
+"""Who computes how many tokens in the next step, and what a step's outcome means for each sequence.
+
+There is no prefill phase and no decode phase: every sequence has computed tokens that catch up with its committed ones.
+The scheduler knows no model, no tensor and no proposer, and its clock is injected.
+
+    add -> WAITING -> admitted, with slots for all its tokens -> RUNNING -> ended: finished, aborted or timed out
+              ^                                                     |
+              +------- preempted: blocks given back, tokens kept ---+
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from heapq import heappop, heappush
+from itertools import count
+from operator import attrgetter
+
+from engine.batch import Batch, ScheduledSequence
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
+from engine.ending import Cut, chunk_of, cut_output, finish, finished_before_start
+from engine.length_limit import LengthLimit
+from engine.sequence import Sequence, SequenceStatus
+from engine.verifier import Verified
+from protos.errors import RequestError
+from protos.messages import FinishReason, TokenChunk, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+_by_urgency = attrgetter("urgency")
+
+
+class Scheduler:
+    """Plans steps within a budget of tokens and a pool of blocks.
+
+    The more urgent of two sequences has the lower priority number, then the earlier arrival. The rules:
+
+    1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts. Every last
+       token gets its slot before any draft does; K shrinks to what budget and pool leave.
+    2. Prefill chunks fill the budget, running sequences before new ones.
+    3. New sequences are admitted in order of urgency, none overtakes, while there are blocks for all their tokens and
+       one to spare per running sequence. An idle pool holds whatever `add` accepts: admission cannot deadlock.
+    4. When a slot is missing, blocks kept for drafts are given back first; then the least urgent running sequence is
+       preempted. The most urgent one never is, so there is always progress.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_preemptions = 0
+        self._max_num_sequences = config.max_num_sequences
+        self._max_tokens_per_step = config.max_tokens_per_step
+        self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
+        self._blocks = blocks
+        self._clock = clock
+        self._arrivals = count()
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # most urgent first
+        self._running: list[Sequence] = []  # most urgent first
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; ended sequences are dropped when they surface
+        self._ended: list[TokenChunk] = []  # last chunks of sequences that ended outside `commit`
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would compute or report something."""
+        return bool(self._sequences or self._ended)
+
+    @property
+    def request_ids(self) -> Seq[str]:
+        """Of all sequences that wait or run."""
+        return tuple(self._sequences)
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Tokens accepted and not yet computed, cached or not; those of running prefills are included."""
+        num_waiting_tokens = sum(len(sequence.token_ids) for sequence in self._waiting)
+        return num_waiting_tokens + sum(s.num_uncomputed_tokens for s in self._running if not _is_ready(s))
+
+    @property
+    def num_running_decode_tokens(self) -> int:
+        """Context tokens of the sequences that decode now."""
+        return sum(len(sequence.token_ids) for sequence in self._running if _is_ready(sequence))
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence into the queue; its output is limited to what the model and the pool can hold.
+
+        Raises:
+            RequestError: it can never be computed here, or its id is taken.
+        """
+        self._limit.check_prompt(sequence.num_prompt_tokens)
+        if sequence.request_id in self._sequences:
+            raise RequestError(
+                f"request_id {sequence.request_id!r} is in use, and only 1 request may have it; choose another",
+                param="request_id",
+            )
+        sequence.urgency = (sequence.request.priority, next(self._arrivals))
+        max_output_tokens = self._limit.num_tokens - sequence.num_prompt_tokens
+        sequence.max_output_tokens = min(sequence.max_output_tokens, max_output_tokens)
+        if end := finished_before_start(sequence):
+            self._ended.append(finish(sequence, end))
+            return
+        self._sequences[sequence.request_id] = sequence
+        insort(self._waiting, sequence, key=_by_urgency)
+        if sequence.request.timeout_s is not None:
+            deadline_s = sequence.arrival_s + sequence.request.timeout_s
+            heappush(self._deadlines, (deadline_s, sequence.urgency[1], sequence))
+
+    def abort(self, request_id: str) -> TokenChunk | None:
+        """End a sequence now: its blocks are free when this returns.
+
+        Returns its last chunk, without tokens, or None if the id is unknown (it may have just finished).
+        """
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._end(sequence, Cut((), FinishReason.ABORT))
+
+    def schedule(self) -> Batch:
+        """Plan one step. All slots it writes are reserved, and the prefixes it completes are published."""
+        self._expire()
+        num_preemptions = self.num_preemptions
+        verifications = self._verification_shares(self._secure_ready())
+        budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_tokens for share in verifications)
+        prefills = self._prefill_shares(budget, may_admit=self.num_preemptions == num_preemptions)
+        prefills.sort(key=lambda share: not share.is_sampled)
+        return Batch((*verifications, *prefills))
+
+    def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
+        """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
+
+        Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave nothing
+        behind: the next pass writes their slots again. A sequence aborted since `schedule` is skipped.
+        """
+        chunks, self._ended = self._ended, []
+        sampled = batch.sampled
+        for share in batch.shares[len(sampled) :]:
+            share.sequence.num_computed_tokens = share.start + share.num_tokens
+        for share, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
+            if share.sequence.status is SequenceStatus.RUNNING:
+                chunks.append(self._commit_pass(share.sequence, num_proposed, outcome))
+        return chunks
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two steps; for tests."""
+        self._blocks.check_integrity(self._running)
+        assert self._running == sorted(self._running, key=_by_urgency)
+        assert self._waiting == sorted(self._waiting, key=_by_urgency)
+        assert {id(s) for s in [*self._running, *self._waiting]} == {id(s) for s in self._sequences.values()}
+        assert all(s.status is SequenceStatus.RUNNING for s in self._running)
+        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
+        assert all(s.num_uncomputed_tokens > 0 and s.num_remaining_tokens > 0 for s in self._sequences.values())
+        assert len(self._running) <= self._max_num_sequences
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            sequence = heappop(self._deadlines)[2]
+            if sequence.status is not SequenceStatus.FINISHED:
+                logger.info("request %s: timed out after %s s", sequence.request_id, sequence.request.timeout_s)
+                self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
+
+    def _secure_ready(self) -> list[Sequence]:
+        """The sequences that sample in this step whatever else happens, each with a slot for its last token."""
+        ready = [sequence for sequence in self._running if _is_ready(sequence)][: self._max_tokens_per_step]
+        for sequence in ready:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._secure_slot(sequence)
+        return [sequence for sequence in ready if sequence.status is SequenceStatus.RUNNING]
+
+    def _secure_slot(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.token_ids)
+        if self._blocks.reserve(sequence, num_tokens):
+            return
+        for other in self._running:
+            self._blocks.trim(other, len(other.token_ids))
+        while not self._blocks.reserve(sequence, num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return
+
+    def _verification_shares(self, ready: list[Sequence]) -> list[ScheduledSequence]:
+        budget = self._max_tokens_per_step - len(ready)
+        shares = []
+        for sequence in ready:
+            num_tokens = len(sequence.token_ids)
+            num_slots = self._blocks.num_available_slots(sequence) - num_tokens
+            num_drafts = min(sequence.num_wanted_drafts, budget, num_slots)
+            self._blocks.reserve(sequence, num_tokens + num_drafts)
+            budget -= num_drafts
+            shares.append(self._share(sequence, 1, num_drafts))
+        return shares
+
+    def _prefill_shares(self, budget: int, may_admit: bool) -> list[ScheduledSequence]:
+        """Chunks, without drafts: a draft model may still be reading the prompt, and the first token must not wait."""
+        shares: list[ScheduledSequence] = []
+        behind = self._behind(may_admit)
+        while budget > 0 and (sequence := next(behind, None)):
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            shares.append(self._share(sequence, num_tokens, 0))
+            budget -= num_tokens
+        return shares
+
+    def _behind(self, may_admit: bool) -> Iterator[Sequence]:
+        """Sequences with tokens to catch up. A new one is admitted only when it is asked for, and so can adopt what the
+        shares before it have just published."""
+        yield from [sequence for sequence in self._running if not _is_ready(sequence)]
+        while may_admit and self._waiting and self._admit(self._waiting[0]):
+            sequence = self._waiting.pop(0)
+            insort(self._running, sequence, key=_by_urgency)
+            yield sequence
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if self.num_running >= self._max_num_sequences or not self._blocks.admit(sequence, self.num_running):
+            return False
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        return True
+
+    def _share(self, sequence: Sequence, num_tokens: int, max_draft_tokens: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        self._blocks.publish(sequence, start + num_tokens)
+        return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue: its committed tokens are its whole state, and what it computed stays cached while it can."""
+        logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
+        self._blocks.publish(sequence, sequence.num_computed_tokens)
+        self._blocks.release(sequence)
+        self._running.remove(sequence)
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=_by_urgency)
+        self.num_preemptions += 1
+
+    def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: Verified) -> TokenChunk:
+        cut = cut_output(sequence, outcome.token_ids)
+        num_accepted = min(outcome.num_accepted, len(cut.token_ids))
+        sequence.record_pass(num_proposed, num_accepted)
+        sequence.num_computed_tokens = len(sequence.token_ids) + num_accepted
+        sequence.token_ids += cut.token_ids
+        logprobs = outcome.logprobs[: len(cut.token_ids)]
+        if cut.finish_reason is None:
+            return chunk_of(sequence, cut, logprobs)
+        return self._end(sequence, cut, logprobs)
+
+    def _end(self, sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+        """Drop the sequence; what it computed of committed tokens stays in the prefix cache."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._blocks.publish(sequence, sequence.num_computed_tokens)
+            self._blocks.release(sequence)
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        del self._sequences[sequence.request_id]
+        return finish(sequence, cut, logprobs)
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """It has caught up with its tokens, so its next pass samples."""
+    return sequence.num_uncomputed_tokens == 1

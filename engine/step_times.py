@@ -1,0 +1,60 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step, or of `num_steps` steps together, by part; everything but `forward_s` is overhead."""
+
+    schedule_s: float = 0.0
+    draft_s: float = 0.0  # asking the proposer and telling it the outcome
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.schedule_s + self.draft_s + self.forward_s + self.sample_s + self.commit_s
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(
+            self.schedule_s + other.schedule_s,
+            self.draft_s + other.draft_s,
+            self.forward_s + other.forward_s,
+            self.sample_s + other.sample_s,
+            self.commit_s + other.commit_s,
+            self.num_steps + other.num_steps,
+        )
+
+    def __sub__(self, other: StepTimes) -> StepTimes:
+        """The steps since `other`, an earlier total."""
+        return StepTimes(
+            self.schedule_s - other.schedule_s,
+            self.draft_s - other.draft_s,
+            self.forward_s - other.forward_s,
+            self.sample_s - other.sample_s,
+            self.commit_s - other.commit_s,
+            self.num_steps - other.num_steps,
+        )
+
+
+class StepTimer:
+    """Splits the time since it was made among the parts of a step."""
+
+    def __init__(self) -> None:
+        self._last_s = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """The time since the last lap went into `part`, a field of `StepTimes`."""
+        now_s = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    def times(self) -> StepTimes:
+        return StepTimes(**self._parts, num_steps=1)
