@@ -1,0 +1,72 @@
+"""What the target and the draft say to each other: token ids, one frame per engine step each way.
+
+Every message names the length of the committed tokens it speaks of, so a late or repeated one is recognised and ignored.
+The target replays `Open` with all committed tokens whenever it meets a new draft process, or one that lost a sequence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.draft import Draft
+from protos.messages import SamplingParams, VerifyMode
+
+PROTOCOL_VERSION = 1
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """Start (or start again) drafting for a sequence whose committed tokens are these; replaces what was known of it.
+
+    `num_drafts` is how many tokens to offer now; 0 asks the draft only to read the tokens.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    sample_index: int
+    verify: VerifyMode
+    num_drafts: int
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """`token_ids` follow the first `base_len` committed tokens; offer `num_drafts` more."""
+
+    request_id: str
+    base_len: int
+    token_ids: tuple[int, ...]
+    num_drafts: int
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts that continue the first `base_len` committed tokens; stale as soon as more are committed."""
+
+    request_id: str
+    base_len: int
+    draft: Draft
+
+
+class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One step's news for the draft, applied in this order: closes, opens, commits."""
+
+    closes: tuple[str, ...] = ()
+    opens: tuple[Open, ...] = ()
+    commits: tuple[Commit, ...] = ()
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The draft's first frame: it is loaded and speaks this protocol."""
+
+    protocol_version: int
+    draft_version: str
+
+
+class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a round; `lost` are sequences the draft was told to continue and does not know."""
+
+    offers: tuple[Offer, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+ToDraft = Round
+ToTarget = Hello | Offers

@@ -1,0 +1,124 @@
+"""The draft process's end of the channel: keeps mirrors of the target's sequences and answers each round with offers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence as Seq
+
+from actors.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round, ToDraft
+from actors.frames import ConnectionLostError, FrameConnection, FrameListener
+from engine.batch import ScheduledSequence
+from engine.proposer import Proposer
+from engine.sequence import Sequence
+from protos.messages import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_SEND_TIMEOUT_S = 5.0
+
+
+class DraftServer:
+    """Serves one target at a time with what `proposer` proposes; a target that leaves takes its sequences along."""
+
+    def __init__(self, listener: FrameListener, proposer: Proposer, draft_version: str) -> None:
+        self._listener = listener
+        self._proposer = proposer
+        self._draft_version = draft_version
+        self._mirrors: dict[str, Sequence] = {}
+        self._is_closing = threading.Event()
+
+    def run(self) -> None:
+        """Serve until `close`; raises what the proposer raises, which ends the process."""
+        while not self._is_closing.is_set():
+            connection = self._listener.accept(ToDraft, _POLL_S)
+            if connection is not None:
+                self._serve(connection)
+
+    def close(self) -> None:
+        """Make `run` return within half a second."""
+        self._is_closing.set()
+
+    def _serve(self, connection: FrameConnection[ToDraft]) -> None:
+        try:
+            connection.send(Hello(PROTOCOL_VERSION, self._draft_version), _SEND_TIMEOUT_S)
+            while not self._is_closing.is_set():
+                if rounds := _all_rounds(connection):
+                    self._answer(connection, rounds)
+        except ConnectionLostError as error:
+            logger.info("target left: %s", error)
+        finally:
+            connection.close()
+            self._forget(tuple(self._mirrors))
+
+    def _answer(self, connection: FrameConnection[ToDraft], rounds: list[Round]) -> None:
+        """Apply every round that has arrived, then offer once: older questions are stale by now."""
+        asked: dict[str, int] = {}
+        lost: set[str] = set()
+        for news in rounds:
+            self._forget(news.closes)
+            for opening in news.opens:
+                self._open(opening)
+                asked[opening.request_id] = opening.num_drafts
+            for commit in news.commits:
+                if self._follow(commit):
+                    asked[commit.request_id] = commit.num_drafts
+                else:
+                    lost.add(commit.request_id)
+        offers = self._draft({each: number for each, number in asked.items() if each in self._mirrors})
+        connection.send(Offers(offers, tuple(lost - self._mirrors.keys())), _SEND_TIMEOUT_S)
+
+    def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
+        shares = [_share(self._mirrors[request_id], number) for request_id, number in asked.items()]
+        drafts = self._proposer.propose(shares)
+        return tuple(
+            Offer(share.sequence.request_id, len(share.sequence.token_ids), draft)
+            for share, draft in zip(shares, drafts, strict=True)
+        )
+
+    def _open(self, opening: Open) -> None:
+        self._forget((opening.request_id,))
+        self._mirrors[opening.request_id] = mirror = _mirror(opening)
+        self._proposer.open(mirror)
+
+    def _follow(self, commit: Commit) -> bool:
+        """Append what is new; a repeated commit changes nothing, one with a gap means that the mirror is lost."""
+        mirror = self._mirrors.get(commit.request_id)
+        if mirror is None:
+            return False
+        num_known = len(mirror.token_ids) - commit.base_len
+        if num_known < 0:
+            self._forget((commit.request_id,))
+            return False
+        if new_ids := commit.token_ids[num_known:]:
+            mirror.token_ids.extend(new_ids)
+            self._proposer.commit((mirror,))
+        return True
+
+    def _forget(self, request_ids: Seq[str]) -> None:
+        for request_id in request_ids:
+            if self._mirrors.pop(request_id, None) is not None:
+                self._proposer.close(request_id)
+
+
+def _all_rounds(connection: FrameConnection[ToDraft]) -> list[Round]:
+    rounds = connection.receive(_POLL_S)
+    while rounds and (more := connection.receive(0.0)):
+        rounds += more
+    return rounds
+
+
+def _mirror(opening: Open) -> Sequence:
+    request = GenerateRequest(
+        request_id=opening.request_id,
+        prompt_token_ids=opening.token_ids[: opening.num_prompt_tokens],
+        output_token_ids=opening.token_ids[opening.num_prompt_tokens :],
+        sampling=opening.sampling,
+        sample_index=opening.sample_index,
+    )
+    return Sequence(request, num_draft_tokens=opening.num_drafts, verify=opening.verify, arrival_s=0.0)
+
+
+def _share(mirror: Sequence, num_drafts: int) -> ScheduledSequence:
+    return ScheduledSequence(mirror, len(mirror.token_ids) - 1, 1, num_drafts)

@@ -1,0 +1,174 @@
+"""Typed messages over Unix sockets: each frame is a 4-byte length and a msgpack body.
+
+The processes of a pair share a node and a folder only they may enter, so a stream socket is all the network there is
+(39 us a round trip, against 0.9 ms for an actor call). This file knows frames; `shell_messages` and `draft_messages` say what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+_RECEIVE_BYTES = 1 << 18
+
+Incoming = TypeVar("Incoming")
+
+
+class ConnectionLostError(ConnectionError):
+    """The other side closed, died, sent what is not a frame, or did not read in time."""
+
+
+def private_folder() -> Path:
+    """A new folder with mode 0700 for this pair's sockets; short, since a socket's path may have 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix="outrider-"))
+
+
+class FrameCodec(Generic[Incoming]):
+    """Encodes any message, and decodes the tagged union `incoming` out of a stream that arrives in pieces."""
+
+    def __init__(self, incoming: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._buffer = bytearray()
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        body = self._encoder.encode(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def feed(self, data: bytes) -> list[Incoming]:
+        """The messages that `data` completes, in order.
+
+        Raises:
+            ConnectionLostError: the stream is not frames of this protocol; nothing after this point can be understood.
+        """
+        self._buffer += data
+        messages: list[Incoming] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ConnectionLostError(f"a frame of {length} bytes is longer than the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def _decode(self, body: bytes) -> Incoming:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ConnectionLostError(f"a frame does not follow the protocol: {error}") from error
+
+
+class FrameConnection(Generic[Incoming]):
+    """A connected socket for threads: one may receive while others send; nothing waits longer than it was told to."""
+
+    def __init__(self, peer: socket.socket, incoming: Any) -> None:
+        peer.setblocking(False)
+        self._socket = peer
+        self._codec: FrameCodec[Incoming] = FrameCodec(incoming)
+        self._send_lock = threading.Lock()
+        self._readable = _poll(peer, select.POLLIN)
+        self._writable = _poll(peer, select.POLLOUT)
+
+    def send(self, message: msgspec.Struct, timeout_s: float) -> None:
+        """Send one frame whole.
+
+        Raises:
+            ConnectionLostError: the peer is gone, or its buffer stayed full for `timeout_s`; the stream may now end inside
+                a frame, so the connection must be closed.
+        """
+        data = memoryview(self._codec.encode(message))
+        deadline_s = time.monotonic() + timeout_s
+        with self._send_lock:
+            while data:
+                try:
+                    data = data[self._socket.send(data) :]
+                except BlockingIOError:
+                    if not self._writable.poll(_milliseconds(deadline_s)):
+                        raise ConnectionLostError(f"the peer did not read for {timeout_s} s") from None
+                except OSError as error:
+                    raise ConnectionLostError(f"the peer is gone: {error}") from error
+
+    def receive(self, timeout_s: float) -> list[Incoming]:
+        """The messages that have arrived, waiting up to `timeout_s` for the first bytes; empty when there are none.
+
+        Raises:
+            ConnectionLostError: the peer is gone or broke the protocol.
+        """
+        if timeout_s > 0 and not self._readable.poll(_milliseconds(time.monotonic() + timeout_s)):
+            return []
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ConnectionLostError(f"the peer is gone: {error}") from error
+        if not data:
+            raise ConnectionLostError("the peer closed the connection")
+        return self._codec.feed(data)
+
+    def close(self) -> None:
+        """Close the socket; a thread inside `receive` wakes up with `ConnectionLostError`. Closing twice is fine."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # already gone, which is what was asked for
+        self._socket.close()
+
+
+class FrameListener:
+    """The listening end of one Unix socket; a restarted process takes its own path over from its predecessor."""
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(os.fspath(path))
+        self._socket.listen(1)
+        self._readable = _poll(self._socket, select.POLLIN)
+
+    def accept(self, incoming: Any, timeout_s: float) -> FrameConnection[Any] | None:
+        """The next peer, or None when none came within `timeout_s`."""
+        if not self._readable.poll(_milliseconds(time.monotonic() + timeout_s)):
+            return None
+        peer, _ = self._socket.accept()
+        return FrameConnection(peer, incoming)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(path: Path, incoming: Any) -> FrameConnection[Any] | None:
+    """Connect to a listening path without waiting; None when nobody listens there (yet)."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.setblocking(False)
+    try:
+        peer.connect(os.fspath(path))
+    except OSError:
+        peer.close()
+        return None
+    return FrameConnection(peer, incoming)
+
+
+def _poll(peer: socket.socket, events: int) -> select.poll:
+    poll = select.poll()
+    poll.register(peer, events)
+    return poll
+
+
+def _milliseconds(deadline_s: float) -> float:
+    return max(0.0, (deadline_s - time.monotonic()) * 1000)

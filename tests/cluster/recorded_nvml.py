@@ -1,0 +1,40 @@
+"""A stand-in for the pynvml module that answers from a recorded topology."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+RECORDS = Path(__file__).parent / "topologies"
+
+
+class RecordedNvml:
+    """The six calls `cluster.topology` makes, on a machine we once saw."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+    NVMLError = RuntimeError
+
+    def __init__(self, name: str) -> None:
+        self._record = json.loads((RECORDS / f"{name}.json").read_text())
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self._record["num_devices"]
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return self._record["name"].encode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=self._record["memory_bytes"])
+
+    def nvmlDeviceGetP2PStatus(self, left: int, right: int, capability: int) -> int:
+        assert capability == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return 0 if [left, right] in self._record["nvlinks"] else 6
