@@ -1,0 +1,86 @@
+"""The physical KV pool: for every layer one tensor of keys and one of values, cut into N blocks of P tokens.
+
+It does not know who owns a block: `engine.block_manager` decides that, `engine.attention` reads and writes.
+
+    slot:    0    1  ...  P-1 |  P  ...
+           +---------------------------+
+    keys   |      block 0      | block 1 ...     [N, P, H, D] per layer; slot s is row s % P of block s // P
+           +---------------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import CacheConfig
+from protos.errors import ConfigError
+
+_MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV of one token in one layer. The head sizes of keys and values differ in some families (DeepSeek)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
+
+    `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
+    """
+
+    def __init__(
+        self, shapes: Seq[LayerShape], num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
+        self.keys: list[Tensor] = []  # L x [N, P, H, D]
+        self.values: list[Tensor] = []  # L x [N, P, H, D], D of the values
+        for shape in shapes:
+            head_shape = (num_blocks, block_size, shape.num_kv_heads)
+            self.keys.append(torch.zeros(*head_shape, shape.key_dim, dtype=dtype, device=device))
+            self.values.append(torch.zeros(*head_shape, shape.value_dim, dtype=dtype, device=device))
+
+    def write(self, layer: int, slots: slice | Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
+        for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
+            flat = pool.view(-1, pool.shape[2], pool.shape[3])
+            if isinstance(slots, slice):
+                flat[slots].copy_(new)
+            else:
+                flat.index_copy_(0, slots, new)
+
+
+def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one block takes in all layers together."""
+    return sum(shape.num_elements for shape in shapes) * block_size * dtype.itemsize
+
+
+def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
+    """Number of blocks the configuration pays for; `num_blocks` wins over `memory_bytes`."""
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    else:
+        assert config.memory_bytes is not None, "CacheConfig guarantees one of the two"
+        num_blocks = config.memory_bytes // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool of {config.memory_bytes} bytes holds no block: one takes {bytes_per_block} bytes; "
+            "raise cache.memory_gib or lower cache.block_size"
+        )
+    return num_blocks
