@@ -1,0 +1,129 @@
+"""From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
+
+The order is penalties, logit bias, forbidden tokens, temperature, top-k, top-p, min-p (ALGORITHMS.md 1.2). The
+sampler keeps no state: what it needs of a sequence is in the row, and the noise is a function of seed and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.draft import SparseLaw
+from engine.masks import add_bias, has_banned_tokens, has_bias, mask_banned_tokens
+from engine.noise import Purpose, gumbel, noise_keys, random_bits
+from engine.penalties import has_penalties, penalize
+from engine.row import Row
+from engine.sparse_law import WEIGHT_BITS, choose, quantize, sparse_laws
+from engine.truncation import (
+    divide_by_temperature,
+    has_min_p,
+    has_temperature,
+    has_top_k,
+    has_top_p,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`."""
+
+    is_needed: Callable[[Row], bool]
+    apply: Callable[[Tensor, Seq[Row]], Tensor]
+
+
+TRANSFORMS = (
+    Transform(has_penalties, penalize),
+    Transform(has_bias, add_bias),
+    Transform(has_banned_tokens, mask_banned_tokens),
+    Transform(has_temperature, divide_by_temperature),
+    Transform(has_top_k, keep_top_k),
+    Transform(has_top_p, keep_top_p),
+    Transform(has_min_p, keep_min_p),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSample:
+    """Drawn drafts and the laws they were drawn from, one of each per row."""
+
+    token_ids: tuple[int, ...]
+    laws: tuple[SparseLaw, ...]
+
+
+class Sampler:
+    """The one way from logits to tokens."""
+
+    def process(self, logits: Tensor, rows: Seq[Row]) -> Tensor:
+        """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
+
+        A row's law is the softmax of its scores, or their argmax where the row is greedy. The logits are left as they
+        are; when no row needs anything the result is the logits themselves, so do not write to it.
+        """
+        scores = logits
+        for transform in TRANSFORMS:
+            chosen = [index for index, row in enumerate(rows) if transform.is_needed(row)]
+            if not chosen:
+                continue
+            if len(chosen) == len(rows):
+                scores = transform.apply(scores, rows)
+                continue
+            if scores is logits:
+                scores = logits.clone()
+            index = torch.tensor(chosen, device=logits.device)
+            scores[index] = transform.apply(scores[index], [rows[i] for i in chosen])
+        return scores
+
+    def pick(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
+        """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
+
+        Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
+        they agree as often as their laws are alike (arXiv:2408.07978).
+        """
+        noisy = [index for index, row in enumerate(rows) if not row.is_greedy]
+        if not noisy:
+            return scores.argmax(dim=1)
+        noise = gumbel(row_keys([rows[i] for i in noisy], Purpose.TARGET_GUMBEL, scores.device), scores.shape[1])
+        if len(noisy) == len(rows):
+            return (noise + scores).argmax(dim=1)
+        index = torch.tensor(noisy, device=scores.device)
+        return scores.index_add(0, index, noise.to(scores.dtype)).argmax(dim=1)
+
+    def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
+        """Each row's law as probabilities `[R, V]`; a greedy row's is one-hot at its argmax."""
+        probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
+        greedy = [index for index, row in enumerate(rows) if row.is_greedy]
+        if greedy:
+            index = torch.tensor(greedy, device=scores.device)
+            probs[index] = torch.zeros_like(probs[index]).scatter_(1, scores[index].argmax(dim=1, keepdim=True), 1.0)
+        return probs
+
+    def sample_sparse(self, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
+        """Draw a draft from each row's k likeliest tokens, for verification by rejection.
+
+        The law is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the returned
+        law is exactly the one the token came from. The noise is independent of what verifies the draft.
+        """
+        probs, token_ids = self.law(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
+        weights = quantize(probs / probs.sum(dim=1, keepdim=True))
+        bits = random_bits(row_keys(rows, Purpose.DRAFT, scores.device), WEIGHT_BITS)
+        drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
+        return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
+
+
+def row_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    """The noise key of the token each row samples, `[R] int64`."""
+    return noise_keys(
+        (row.sampling.seed for row in rows),
+        (row.sample_index for row in rows),
+        (row.position for row in rows),
+        purpose,
+        device,
+    )

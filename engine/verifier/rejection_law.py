@@ -1,0 +1,85 @@
+"""The formulas of rejection verification: which draft stands, and the law of the token that follows.
+
+All are pure and take any floating dtype. The verifier computes with exactly these functions, and the tests enumerate
+them. p is the target's law and q the draft's, both after every sampling parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.draft import WEIGHT_SUM, Draft, SparseLaw
+from engine.sparse_law import is_consistent, one_hot, probability_of
+
+NO_PROPOSAL = SparseLaw((), ())
+
+
+def proposals_of(draft: Draft) -> tuple[SparseLaw, ...]:
+    """The law q of each drafted token, one-hot where none came with it.
+
+    A law that its token cannot have come from is not believed: one-hot is exact for any token that was chosen without
+    knowledge of the verifier's noise (ALGORITHMS.md 2.4).
+    """
+    if len(draft.laws) != len(draft.token_ids):
+        return tuple(one_hot(token_id) for token_id in draft.token_ids)
+    pairs = zip(draft.laws, draft.token_ids, strict=True)
+    return tuple(law if is_consistent(law, token_id) else one_hot(token_id) for law, token_id in pairs)
+
+
+def target_probs_of(laws: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
+    """p of one token in each chosen row of `laws [R, V]`: `[n] float64`; 0 outside the vocabulary."""
+    rows = torch.tensor(row_ids, dtype=torch.int64, device=laws.device)
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=laws.device)
+    is_known = (ids >= 0) & (ids < laws.shape[1])
+    return torch.where(is_known, laws[rows, ids.clamp(0, laws.shape[1] - 1)].double(), 0.0)
+
+
+def draft_probs_of(laws: Seq[SparseLaw], token_ids: Seq[int]) -> Tensor:
+    """q of one token in each law: `[n] float64`."""
+    pairs = zip(laws, token_ids, strict=True)
+    return torch.tensor([probability_of(law, token_id) for law, token_id in pairs], dtype=torch.float64)
+
+
+def is_accepted(coins: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Accept iff u q(x) < p(x), all `[n] float64`, u in [0, 1). Strict: a coin of zero must not accept p(x) = 0."""
+    return coins * draft_probs < target_probs
+
+
+def count_accepted(stands: Seq[bool]) -> int:
+    """The drafts before the first that falls; coins after it were tossed for a prefix that never came to be."""
+    return next((index for index, is_standing in enumerate(stands) if not is_standing), len(stands))
+
+
+def final_row(first_row: int, num_accepted: int) -> int:
+    """The row of the recovered or bonus token: the one right after the accepted drafts, never simply the last."""
+    return first_row + num_accepted
+
+
+def final_proposal(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+    """The law of the draft that fell. A bonus competes with no draft: its q is zero everywhere, its residual is p."""
+    return proposals[num_accepted] if num_accepted < len(proposals) else NO_PROPOSAL
+
+
+def dense_laws(laws: Seq[SparseLaw], like: Tensor) -> Tensor:
+    """The laws as probabilities `[n, V]`, dtype and V of `like [*, V]`; mass outside the vocabulary is left out."""
+    entries = [
+        (index, token_id, weight / WEIGHT_SUM)
+        for index, law in enumerate(laws)
+        for token_id, weight in zip(law.token_ids, law.weights, strict=True)
+        if 0 <= token_id < like.shape[1]
+    ]
+    probs = like.new_zeros(len(laws), like.shape[1])
+    if entries:
+        index, token_ids, values = zip(*entries, strict=True)
+        probs[list(index), list(token_ids)] = like.new_tensor(values)
+    return probs
+
+
+def recovered_law(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """norm(max(0, p - q)), `[n, V]`; p itself where rounding leaves nothing, as it can only where p and q agree."""
+    excess = (target_probs - draft_probs).clamp_(min=0)
+    mass = excess.sum(dim=1, keepdim=True)
+    return torch.where(mass > 0, excess / mass, target_probs)
