@@ -25,8 +25,8 @@ class BlockManager:
     """Block tables of all sequences over one pool, with copy-free prefix sharing.
 
     Full blocks of committed tokens are *named* by their chained key (`protos.block_keys`) and stay findable after the
-    last sequence lets go of them, until their memory is needed: least recently used first. A sequence's named blocks are
-    its leading `num_named_blocks`; a named block is never written again, and its parent is named as long as it is.
+    last sequence lets go of them, until their memory is needed: least recently used first. A sequence's named blocks
+    are its leading `num_named_blocks`; a named block is never written again, and its parent is named as long as it is.
 
     Conservation, at any time: blank free + cached free + in use = `num_blocks`.
 
@@ -157,6 +157,10 @@ class BlockManager:
             assert len(set(table)) == len(table), "a block is twice in one table"
             assert sequence.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
 
+    def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
+        """Assert that named blocks form trees under `root_keys`, those of all salts in use; for tests, O(N)."""
+        self._pool.check_parents(root_keys)
+
     def _match_prefix(self, sequence: Sequence) -> list[int]:
         matched: list[int] = []
         num_full = (len(sequence.token_ids) - 1) // self.block_size if self._is_caching else 0
@@ -180,7 +184,7 @@ class BlockManager:
         return num_tokens
 
     def _share(self, sequence: Sequence, index: int, name: BlockName) -> bool:
-        """Change the table over to the block that has the name; False where the keys collide or the copy is unwritten."""
+        """Change the table over to the block that has the name; False where keys collide or the copy is unwritten."""
         shared_id = self._pool.find(name)
         if shared_id is None or (index + 1) * self.block_size > sequence.num_computed_tokens:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.draft import NO_DRAFT, Draft
+from engine.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class CheckedDraft:
 NOTHING = CheckedDraft(NO_DRAFT, 0)
 
 
-def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> CheckedDraft:
-    """Cut a draft to `max_tokens`, and behind its first id outside [0, vocab_size)."""
+def check_draft(draft: Draft, max_tokens: int, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to `max_tokens`, and behind its first id that the target does not have."""
     token_ids = draft.token_ids[:max_tokens]
-    num_valid = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
+    num_valid = vocabulary.num_known(token_ids)
     num_kept = min(num_valid + 1, len(token_ids))
     return CheckedDraft(Draft(token_ids[:num_kept], draft.laws[:num_kept]), num_valid)

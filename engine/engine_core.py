@@ -40,7 +40,8 @@ from engine.span import Span
 from engine.step_times import StepTimer, StepTimes
 from engine.verifier import Verified, VerifyTask
 from engine.verifier.verifier import Verifier
-from protos.errors import EngineError, RequestError
+from engine.vocabulary import Vocabulary
+from protos.errors import EngineError
 from protos.messages import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class EngineCore:
         self._proposer = proposer
         self._verifier = verifier
         self._speculation = speculation
+        self._vocabulary = Vocabulary(runner.vocab_size)
         self._clock = clock
         self._drafts = DraftCounters()
         self._total_times = StepTimes()
@@ -113,7 +115,7 @@ class EngineCore:
             RequestError: it can never be computed here: its length, its token ids, or its id is taken.
         """
         self._check_alive()
-        _check_token_ids(request, self.runner.vocab_size)
+        self._vocabulary.check(request)
         sequence = Sequence(
             request,
             num_draft_tokens=_num_draft_tokens(request, self._speculation),
@@ -196,7 +198,7 @@ class EngineCore:
             if share.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            checked.append(check_draft(next(drafts), share.max_draft_tokens, self.runner.vocab_size))
+            checked.append(check_draft(next(drafts), share.max_draft_tokens, self._vocabulary))
             self._drafts.num_invalid_tokens += checked[-1].is_cut
         return checked
 
@@ -232,20 +234,3 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
     if not wish.enabled:
         return 0
     return deployment.num_tokens if wish.num_tokens is None else min(wish.num_tokens, deployment.num_tokens)
-
-
-def _check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
-    sampling = request.sampling
-    _check_ids("prompt", (*request.prompt_token_ids, *request.output_token_ids), vocab_size)
-    _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
-    _check_ids("bad_words", [token_id for word in sampling.bad_words for token_id in word], vocab_size)
-    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-
-
-def _check_ids(param: str, token_ids: Seq[int], vocab_size: int) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise RequestError(
-            f"{param} has token id {wrong}, but the model's are 0 to {vocab_size - 1}; encode with its own tokenizer",
-            param=param,
-        )

@@ -1,4 +1,4 @@
-"""How long a sequence may become: the model's positions and the pool's slots, and what to say when a prompt is longer."""
+"""How long a sequence may become: the model's positions and the pool's slots, and what to say of a longer prompt."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ class Scheduler:
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
         """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
 
-        Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave nothing
-        behind: the next pass writes their slots again. A sequence aborted since `schedule` is skipped.
+        Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave
+        nothing behind: the next pass writes their slots again. A sequence aborted since `schedule` is skipped.
         """
         chunks, self._ended = self._ended, []
         sampled = batch.sampled
@@ -237,7 +237,7 @@ class Scheduler:
         return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue: its committed tokens are its whole state, and what it computed stays cached while it can."""
+        """Back to the queue: its committed tokens are its whole state. What it computed stays cached while it can."""
         logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
         self._blocks.publish(sequence, sequence.num_computed_tokens)
         self._blocks.release(sequence)

@@ -1,0 +1,36 @@
+"""The token ids a model knows, and the check that keeps all others away from its embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from protos.errors import RequestError
+from protos.messages import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token ids [0, size)."""
+
+    size: int
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise RequestError where a request names an id that the model does not have."""
+        sampling = request.sampling
+        self._check_ids("prompt", (*request.prompt_token_ids, *request.output_token_ids))
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        self._check_ids("bad_words", [token_id for word in sampling.bad_words for token_id in word])
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+
+    def num_known(self, token_ids: Seq[int]) -> int:
+        """How many ids stand before the first one that the model does not have."""
+        return next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self.size), len(token_ids))
+
+    def _check_ids(self, param: str, token_ids: Seq[int]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.size:
+            unknown_id = token_ids[self.num_known(token_ids)]
+            raise RequestError(
+                f"{param} has token id {unknown_id}, but the model's are 0 to {self.size - 1}; encode with its tokenizer",
+                param=param,
+            )
