@@ -2,7 +2,7 @@
 
 Sync discipline: a commit leaves the moment the target has committed, so the draft works while the target finishes its step
 and plans the next; `propose` then waits for the offers up to a deadline and goes on with what is there. Nothing the draft
-does, or fails to do, changes a token.
+does, or fails to do, changes a token; what it sends is checked by the engine like any other proposal.
 """
 
 from __future__ import annotations
@@ -16,21 +16,13 @@ from pathlib import Path
 from actors.draft_link import DraftLink
 from actors.draft_messages import Commit, Offer, Offers, Open, Round
 from actors.patience import Patience
+from actors.shell_messages import DraftChannelStats
 from engine.batch import ScheduledSequence
-from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft
+from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.sequence import Sequence
 
 _NEVER = -1
-
-
-@dataclass(slots=True)
-class ChannelStats:
-    """What went wrong so far; each of these cost speed and nothing else."""
-
-    num_stale_offers: int = 0
-    num_invalid_drafts: int = 0
-    num_missed_offers: int = 0
 
 
 @dataclass(slots=True)
@@ -39,7 +31,7 @@ class _Followed:
 
     sequence: Sequence
     told_len: int = 0  # 0: this draft process was told nothing
-    asked_len: int = _NEVER  # committed length at which drafts were last asked for
+    asked_len: int = _NEVER  # committed length at which a commit last asked for drafts
     offer: Offer | None = None
 
     @property
@@ -60,12 +52,8 @@ class ChannelProposer:
     `fallback` proposes where the draft has nothing: it is away, late, or was not asked. Used by the engine's thread alone.
     """
 
-    def __init__(
-        self, path: Path, *, vocab_size: int, fallback: Proposer, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.stats = ChannelStats()
+    def __init__(self, path: Path, fallback: Proposer, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = DraftLink(path, clock)
-        self._vocab_size = vocab_size
         self._fallback = fallback
         self._clock = clock
         self._patience = Patience()
@@ -74,10 +62,20 @@ class ChannelProposer:
         self._opens: list[_Followed] = []
         self._asked_at_s = 0.0
         self._generation = 0
+        self._num_stale_offers = 0
+        self._num_missed_offers = 0
 
     @property
-    def is_connected(self) -> bool:
-        return self._link.is_connected
+    def stats(self) -> DraftChannelStats:
+        """What the channel has lived through; may be read from any thread."""
+        return DraftChannelStats(
+            self._link.is_connected, self._generation, self._num_stale_offers, self._num_missed_offers
+        )
+
+    def flush(self) -> None:
+        """Send what `open` and `close` have left to say, and meet a draft process that has come back."""
+        self._receive(0.0)
+        self._send_news(())
 
     def open(self, sequence: Sequence) -> None:
         self._fallback.open(sequence)
@@ -88,8 +86,7 @@ class ChannelProposer:
         self._opens.append(followed)
 
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        self._receive(0.0)
-        self._send_news(())
+        self.flush()
         self._await_offers([share for share in shares if share.max_draft_tokens > 0])
         drafts = [self._take(share) for share in shares]
         missing = [index for index, draft in enumerate(drafts) if draft is None]
@@ -113,7 +110,7 @@ class ChannelProposer:
         self._link.close()
 
     def _send_news(self, grown: Seq[_Followed]) -> None:
-        opens = [followed for followed in self._opens if followed.sequence.request_id in self._followed]
+        opens = [each for each in self._opens if self._followed.get(each.sequence.request_id) is each]
         if not (self._closes or opens or grown):
             return
         news = Round(tuple(self._closes), tuple(map(_open, opens)), tuple(map(_commit, grown)))
@@ -123,7 +120,9 @@ class ChannelProposer:
         self._opens = []
         self._asked_at_s = self._clock()
         for followed in (*opens, *grown):
-            followed.told_len = followed.asked_len = len(followed.sequence.token_ids)
+            followed.told_len = len(followed.sequence.token_ids)
+        for followed in grown:
+            followed.asked_len = followed.told_len
 
     def _await_offers(self, shares: Seq[ScheduledSequence]) -> None:
         followed = [self._followed[each] for share in shares if (each := share.sequence.request_id) in self._followed]
@@ -131,7 +130,7 @@ class ChannelProposer:
         while num_missing := sum(each.is_awaited for each in followed):
             remaining_s = deadline_s - self._clock()
             if remaining_s <= 0 or not self._link.is_connected:
-                self.stats.num_missed_offers += num_missing
+                self._num_missed_offers += num_missing
                 self._patience.missed()
                 return
             self._receive(remaining_s)
@@ -148,12 +147,9 @@ class ChannelProposer:
         for offer in message.offers:
             followed = self._followed.get(offer.request_id)
             if followed is None or offer.base_len != len(followed.sequence.token_ids):
-                self.stats.num_stale_offers += 1
-            elif is_sound(offer.draft, self._vocab_size):
-                followed.offer = offer
+                self._num_stale_offers += 1
             else:
-                self.stats.num_invalid_drafts += 1
-                followed.offer = Offer(offer.request_id, offer.base_len, NO_DRAFT)
+                followed.offer = offer
         self._replay([self._followed[each] for each in message.lost if each in self._followed])
 
     def _start_over(self) -> None:
@@ -182,22 +178,6 @@ class ChannelProposer:
         return Draft(draft.token_ids[:limit], draft.laws[:limit])
 
 
-def is_sound(draft: Draft, vocab_size: int) -> bool:
-    """Whether a draft may be verified at all: ids in the vocabulary, and laws (if any) that could have drawn them."""
-    if not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
-        return False
-    if not draft.laws:
-        return True
-    return len(draft.laws) == len(draft.token_ids) and all(
-        token_id in law.token_ids
-        and len(law.token_ids) == len(set(law.token_ids)) == len(law.weights)
-        and min(law.weights) > 0
-        and sum(law.weights) == WEIGHT_SUM
-        and all(0 <= each < vocab_size for each in law.token_ids)
-        for token_id, law in zip(draft.token_ids, draft.laws, strict=True)
-    )
-
-
 def _open(followed: _Followed) -> Open:
     sequence = followed.sequence
     return Open(
@@ -207,7 +187,7 @@ def _open(followed: _Followed) -> Open:
         sampling=sequence.sampling,
         sample_index=sequence.request.sample_index,
         verify=sequence.verify,
-        num_drafts=sequence.num_wanted_drafts,
+        num_drafts=sequence.num_wanted_drafts if sequence.num_computed_tokens > 0 else 0,
     )
 
 

@@ -66,8 +66,12 @@ class DraftServer:
                     asked[commit.request_id] = commit.num_drafts
                 else:
                     lost.add(commit.request_id)
-        offers = self._draft({each: number for each, number in asked.items() if each in self._mirrors})
-        connection.send(Offers(offers, tuple(lost - self._mirrors.keys())), _SEND_TIMEOUT_S)
+        answer = Offers(
+            self._draft({each: number for each, number in asked.items() if each in self._mirrors}),
+            tuple(lost - self._mirrors.keys()),
+        )
+        if answer.offers or answer.lost:
+            connection.send(answer, _SEND_TIMEOUT_S)
 
     def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
         shares = [_share(self._mirrors[request_id], number) for request_id, number in asked.items()]
@@ -75,6 +79,7 @@ class DraftServer:
         return tuple(
             Offer(share.sequence.request_id, len(share.sequence.token_ids), draft)
             for share, draft in zip(shares, drafts, strict=True)
+            if share.max_draft_tokens > 0
         )
 
     def _open(self, opening: Open) -> None:

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
+from engine.engine_stats import EngineStats
 from protos import errors
 from protos.errors import EngineError, ServingError
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base: an array whose first item names the message, so that a union of them decodes in one pass."""
-
-
-class Add(_Message):
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Generate this; chunks follow until one carries a finish reason."""
 
     request: GenerateRequest
 
 
-class Abort(_Message):
-    """The client left. Its blocks are free after the running step; no further chunk is awaited."""
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client left. Its blocks are free after the running step, and nothing more is sent of it."""
 
     request_id: str
 
 
-class Ping(_Message):
-    """Answered at once by the target's reader thread, whatever the engine is doing."""
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for a `Pong`; they are answered in order, and at once whatever the engine is doing."""
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's gauges and running sums, as they were after a step."""
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The target's first frame: it is loaded, holds no request, and serves this model."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_queried_tokens: int = 0  # prompt tokens looked up there
-    num_computed_prompt_tokens: int = 0
-    num_steps: int = 0
-    num_invalid_drafts: int = 0  # offers with impossible content
-    num_stale_offers: int = 0
-    num_missed_offers: int = 0  # drafts that were wanted and not there at the deadline
-    is_draft_connected: bool = False
+    card: ModelCard
 
 
-class StepOutput(_Message):
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Everything one engine step produced, for all requests together."""
 
     chunks: tuple[TokenChunk, ...]
-    stats: EngineStats
 
 
-class Refused(_Message):
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The engine did not take a request; `kind` names a class of `protos.errors`."""
 
     request_id: str
@@ -68,16 +55,27 @@ class Refused(_Message):
 
     def error(self) -> ServingError:
         """The error as the engine raised it."""
-        kind = getattr(errors, self.kind, EngineError)
+        kind: type[ServingError] = getattr(errors, self.kind, EngineError)
         return kind(self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
-class Pong(_Message):
-    """The target is alive; its current step has run for `step_age_s` (0 when it waits for work)."""
+@dataclass(frozen=True, slots=True)
+class DraftChannelStats:
+    """What the draft channel has lived through; each of these cost speed and nothing else."""
+
+    is_connected: bool = False
+    num_connections: int = 0  # draft processes that have greeted
+    num_stale_offers: int = 0
+    num_missed_offers: int = 0  # wanted, and not there at the deadline
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The target is alive; its step has run for `step_age_s` (0 between steps), and this is how it stood before it."""
 
     step_age_s: float
-    stats: EngineStats
+    engine: EngineStats
+    draft: DraftChannelStats
 
 
 ToTarget = Add | Abort | Ping
-ToShell = StepOutput | Refused | Pong
+ToShell = Ready | StepOutput | Refused | Pong

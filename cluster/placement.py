@@ -6,11 +6,15 @@ only there Ray tells which ones they are; the shell hands them to its children b
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
-from cluster.topology import NodeTopology
+from actors.settings import PairDevices, ProcessShare
+from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SHELL_CPUS = 0.1
 INGRESS_CPUS = 0.1
@@ -37,12 +41,10 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node; threads are of torch, cpus and gpus are Ray's accounting."""
+    """One pair's share of a node. Without a draft model there is no draft process."""
 
-    target_threads: int
-    draft_threads: int
-    target_cpus: float
-    draft_cpus: float
+    target: ProcessShare
+    draft: ProcessShare | None
     num_gpus: int
 
     @property
@@ -51,8 +53,7 @@ class PairPlacement:
         shell: dict[str, float] = {"CPU": SHELL_CPUS}
         if self.num_gpus:
             shell["GPU"] = self.num_gpus
-        bundles = [shell, {"CPU": self.target_cpus}]
-        return [*bundles, {"CPU": self.draft_cpus}] if self.draft_cpus else bundles
+        return [shell, *({"CPU": share.num_cpus} for share in (self.target, self.draft) if share)]
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
@@ -97,7 +98,8 @@ def _claim(threads: _Threads, share: float, num_gpus: int, topology: NodeTopolog
             f"a pair's share of its node is {share:.2f} CPUs, too little for a target and a draft; "
             f"lower pair.num_replicas or ingress.num_replicas, or add cores (seen: {topology})"
         )
-    return PairPlacement(threads.target, threads.draft, target_cpus, draft_cpus, num_gpus)
+    draft = ProcessShare(threads.draft, draft_cpus) if threads.draft else None
+    return PairPlacement(ProcessShare(threads.target, target_cpus), draft, num_gpus)
 
 
 def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
@@ -111,14 +113,6 @@ def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topolo
         f"{request.num_pairs} pairs need a GPU each and the cluster has {sum(node.num_gpus for node in nodes)}; "
         f"lower pair.num_replicas (or autoscaling.max_replicas), or add GPUs (seen: {topology})"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PairDevices:
-    """Node-wide indices of the devices of target and draft; None where they compute on the CPU."""
-
-    target: int | None = None
-    draft: int | None = None
 
 
 def choose_devices(assigned: tuple[int, ...], topology: NodeTopology) -> PairDevices:
@@ -136,3 +130,11 @@ def choose_devices(assigned: tuple[int, ...], topology: NodeTopology) -> PairDev
             f"or start Ray with CUDA_VISIBLE_DEVICES set to complete groups (seen: {topology})"
         )
     return PairDevices(target, draft)
+
+
+def pin_devices(assigned: tuple[int, ...]) -> PairDevices:
+    """`choose_devices` on the node this runs on."""
+    devices = choose_devices(assigned, topology := read_topology())
+    if assigned:
+        logger.info("target on GPU %s, draft on GPU %s of %s", devices.target, devices.draft, topology)
+    return devices

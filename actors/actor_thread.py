@@ -1,0 +1,48 @@
+"""The thread in which an actor loads its model and serves it, so that the actor itself stays answerable."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from protos.errors import EngineError, ServingError
+
+logger = logging.getLogger(__name__)
+
+
+class ActorThread:
+    """Runs `main(is_ready)`, which calls `is_ready()` once it serves and returns when it was told to close.
+
+    A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
+    restarts the actor, and those who talked to it start over.
+    """
+
+    def __init__(self, name: str, main: Callable[[Callable[[], None]], None]) -> None:
+        self._main = main
+        self._is_settled = threading.Event()
+        self._failure: ServingError | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the actor serves; raises what kept it from doing so."""
+        if not self._is_settled.wait(timeout_s):
+            raise EngineError(f"{self._thread.name} did not start within {timeout_s} s; look for it in Ray's logs")
+        if self._failure is not None:
+            raise self._failure
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for `main` to return."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._main(self._is_settled.set)
+        except Exception as error:
+            logger.exception("%s failed", self._thread.name)
+            if self._is_settled.is_set():
+                os._exit(1)
+            self._failure = error if isinstance(error, ServingError) else EngineError(f"{self._thread.name}: {error}")
+            self._is_settled.set()

@@ -1,0 +1,79 @@
+"""The actors of one pair: started in the replica's placement group, restarted by Ray, killed with the replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.draft import DraftActor
+from actors.settings import DraftKind, PairDevices, PairSettings, ProcessShare
+from actors.target import TARGET_SOCKET, TargetActor
+
+logger = logging.getLogger(__name__)
+
+_TARGET_BUNDLE = 1
+_DRAFT_BUNDLE = 2
+
+
+class PairActors:
+    """A `TargetActor`, a `DraftActor` where the settings name one, and the folder of their sockets."""
+
+    def __init__(self, settings: PairSettings, folder: Path, devices: PairDevices) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._devices = devices
+        self._actors: list[ActorHandle] = []
+
+    @property
+    def target_socket(self) -> Path:
+        return self._folder / TARGET_SOCKET
+
+    async def start(self) -> None:
+        """Create the actors and wait until both serve.
+
+        Raises:
+            ServingError: what kept one of them from it.
+        """
+        settings = self._settings
+        target = TargetActor.options(**_options(settings.target_share, _TARGET_BUNDLE, self._devices.target))
+        self._actors = [target.remote(settings, self._folder)]
+        if settings.draft.kind is DraftKind.MODEL:
+            draft = DraftActor.options(**_options(settings.draft_share, _DRAFT_BUNDLE, self._devices.draft))
+            self._actors.append(draft.remote(settings, self._folder))
+        await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
+
+    def restart_target(self) -> None:
+        """Kill the target's process; Ray starts a new one."""
+        ray.kill(self._actors[0], no_restart=False)
+
+    def close(self) -> None:
+        """Kill the actors for good and remove the folder; a second call does nothing."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, object]:
+    """Options of a child: its bundle, and an environment in which it sees its device alone.
+
+    Idle OpenMP threads sleep instead of spinning, since target and draft take turns on the same cores.
+    """
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "" if device is None else str(device),
+        "OMP_NUM_THREADS": str(share.num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    group = ray.util.get_current_placement_group()
+    strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
+    return {
+        "num_cpus": share.num_cpus,
+        "runtime_env": {"env_vars": environment},
+        **({"scheduling_strategy": strategy} if strategy else {}),
+    }

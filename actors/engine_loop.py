@@ -1,0 +1,122 @@
+"""Runs an `EngineCore` in a thread of its own: commands go in from any thread, what each step produced comes out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from actors.shell_messages import Abort, Add, Refused, StepOutput
+from engine.engine_stats import EngineStats
+from protos.errors import ServingError
+from protos.messages import GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the loop needs of `engine.engine_core.EngineCore`."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str) -> TokenChunk | None: ...
+
+    def step(self) -> list[TokenChunk]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+class AbortAll:
+    """The shell is gone, and all its requests with it."""
+
+
+Command = Add | Abort | AbortAll
+
+
+class EngineLoop:
+    """Turns of: take commands, compute a step, emit its output.
+
+    `emit` and `before_step` are called in the loop's thread. `stats` and `step_age_s` may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        emit: Callable[[StepOutput | Refused], None],
+        before_step: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = engine.stats()
+        self._engine = engine
+        self._emit = emit
+        self._before_step = before_step
+        self._clock = clock
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._step_began_s: float | None = None
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else self._clock() - began_s
+
+    def submit(self, command: Command) -> None:
+        """Hand a command to the loop; it is carried out before the next step."""
+        self._commands.append(command)
+        self._wake.set()
+
+    def run(self) -> None:
+        """Compute until `close`. Raises what a step raises; the engine is of no use after that."""
+        while not self._is_closing:
+            self._carry_out_commands()
+            self._before_step()
+            if self._engine.has_work:
+                self._step()
+            self.stats = self._engine.stats()
+            if not self._engine.has_work:
+                self._sleep()
+        self._engine.close()
+
+    def close(self) -> None:
+        """Make `run` return after its current step."""
+        self._is_closing = True
+        self._wake.set()
+
+    def _step(self) -> None:
+        self._step_began_s = self._clock()
+        chunks = self._engine.step()
+        self._step_began_s = None
+        if chunks:
+            self._emit(StepOutput(tuple(chunks)))
+
+    def _sleep(self) -> None:
+        if not self._commands and not self._is_closing:
+            self._wake.wait()
+        self._wake.clear()
+
+    def _carry_out_commands(self) -> None:
+        while self._commands:
+            match self._commands.popleft():
+                case Add(request):
+                    self._add(request)
+                case Abort(request_id):
+                    self._engine.abort(request_id)
+                case AbortAll():
+                    self._engine.close()
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request)
+        except ServingError as error:
+            logger.info("request %s: refused: %s", request.request_id, error)
+            self._emit(Refused.of(request.request_id, error))

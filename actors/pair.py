@@ -1,0 +1,100 @@
+"""The shell of one draft-target pair: lets requests in, carries their tokens out, and watches its actors.
+
+Its event loop never computes and knows no model: everything numeric happens in the actors behind the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+
+import ray
+from ray import serve
+
+from actors.admission import Admission
+from actors.children import PairActors
+from actors.frames import private_folder
+from actors.metrics import PairMetrics
+from actors.process_logging import configure_logging
+from actors.settings import PairDevices, PairSettings
+from actors.shell_messages import Pong
+from actors.target_client import TargetClient
+from actors.watchdog import Watchdog
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+@serve.deployment(name="Pair")
+class Pair:
+    """One replica is one pair.
+
+    `pin_devices` chooses, among the device indices Ray gave this replica, those of target and draft.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it; the replica is not ready before
+        self, settings: PairSettings, pin_devices: Callable[[tuple[int, ...]], PairDevices]
+    ) -> None:
+        configure_logging()
+        self._admission = Admission(settings.max_requests)
+        self._metrics = PairMetrics()
+        self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()))
+        await self._actors.start()
+        self._client = TargetClient(self._actors.target_socket)
+        self._watchdog = Watchdog(self._client, settings, self._actors.restart_target, self._on_pong)
+        self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
+        self._ping_timeout_s = settings.pong_timeout_s
+        await self._client.wait_connected(settings.pong_timeout_s)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
+        """The request's chunks, all that have queued up at a time; the last one carries the finish reason.
+
+        Closing the generator aborts the request.
+
+        Raises:
+            OverloadedError: refused, the pair is full.
+            UnavailableError: the target is away, or died meanwhile; what was yielded stands.
+        """
+        arrived_s = time.monotonic()
+        self._admission.enter()
+        is_accepted = False
+        try:
+            stream = self._client.add(request)
+            is_accepted = True
+            is_finished = False
+            while not is_finished:
+                chunks = await stream.next()
+                is_finished = chunks[-1].finish_reason is not None
+                yield chunks
+        finally:
+            self._admission.leave(time.monotonic() - arrived_s)
+            if is_accepted:
+                self._client.drop(request.request_id)
+
+    async def describe(self) -> ModelCard:
+        """The model this pair serves."""
+        return await self._client.wait_connected(self._ping_timeout_s)
+
+    async def metrics_text(self) -> str:
+        """This replica's metrics in Prometheus text format, as they are now."""
+        if self._client.is_connected:
+            self._on_pong(await self._client.ping(self._ping_timeout_s))
+        return self._metrics.text()
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when this replica should be replaced."""
+        self._watchdog.check()
+
+    def __del__(self) -> None:
+        """Called by Serve once the last request has left, or the time for that is up."""
+        if hasattr(self, "_actors"):
+            self._actors.close()
+
+    def _on_pong(self, pong: Pong) -> None:
+        self._metrics.update(pong, self._admission.num_refused)
+
+
+def _assigned_gpus() -> tuple[int, ...]:
+    return tuple(int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))

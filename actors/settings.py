@@ -1,0 +1,60 @@
+"""What a pair is built from; `cluster` fills it from deploy.yaml and from what the node offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig
+
+
+class DraftKind(StrEnum):
+    """Who guesses."""
+
+    MODEL = "model"
+    NGRAM = "ngram"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`."""
+
+    kind: DraftKind = DraftKind.NONE
+    model: ModelConfig | None = None
+    cache: CacheConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessShare:
+    """One process's share of its node: torch's threads, and the CPUs Ray accounts for it."""
+
+    num_threads: int = 1
+    num_cpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PairDevices:
+    """Node-wide indices of the GPUs of target and draft; None where they compute on the CPU."""
+
+    target: int | None = None
+    draft: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """Everything a pair's shell needs to start its actors and to judge their health.
+
+    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or sits in one step
+    for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s` makes the replica unhealthy.
+    """
+
+    engine: EngineConfig
+    draft: DraftSettings = DraftSettings()
+    target_share: ProcessShare = ProcessShare()
+    draft_share: ProcessShare = ProcessShare()
+    max_requests: int = 320
+    start_timeout_s: float = 1800.0
+    pong_timeout_s: float = 10.0
+    step_timeout_s: float = 120.0
+    restart_timeout_s: float = 300.0

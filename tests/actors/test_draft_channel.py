@@ -1,0 +1,244 @@
+"""The channel's target side against a scripted draft: late, stale, lying, dead and reborn."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from actors.draft_channel import ChannelProposer
+from actors.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers, Round, ToDraft
+from actors.frames import FrameConnection, FrameListener
+from engine.draft import NO_DRAFT, Draft
+from engine.proposer.ngram import NgramProposer
+from engine.proposer.none import NoProposer
+from engine.sequence import Sequence
+
+SHORT_S = 0.3  # far below the first deadline of a second, far above a round trip
+
+
+class ScriptedDraft:
+    """The other end of the socket, driven by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.listener = FrameListener(path)
+        self.connection: FrameConnection | None = None
+
+    def greet(self, version: int = PROTOCOL_VERSION) -> None:
+        self.connection = self.listener.accept(ToDraft, 1.0)
+        assert self.connection is not None
+        self.connection.send(Hello(version, "draft-1"), 1.0)
+
+    def rounds(self, timeout_s: float = 0.05) -> list[Round]:
+        assert self.connection is not None
+        return self.connection.receive(timeout_s)
+
+    def offer(self, *offers: Offer, lost: tuple[str, ...] = ()) -> None:
+        assert self.connection is not None
+        self.connection.send(Offers(offers, lost), 1.0)
+
+    def die(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def draft(folder: Path) -> Iterator[ScriptedDraft]:
+    scripted = ScriptedDraft(folder / "draft.sock")
+    yield scripted
+    scripted.die()
+
+
+@pytest.fixture
+def channel(folder: Path, draft: ScriptedDraft) -> Iterator[ChannelProposer]:
+    proposer = ChannelProposer(folder / "draft.sock", NoProposer())
+    proposer.flush()
+    draft.greet()
+    proposer.flush()
+    assert proposer.stats.is_connected
+    yield proposer
+    proposer.disconnect()
+
+
+def grow(channel: ChannelProposer, sequence: Sequence, *token_ids: int) -> None:
+    sequence.num_computed_tokens = len(sequence.token_ids)
+    sequence.token_ids.extend(token_ids)
+    channel.commit([sequence])
+
+
+def test_opening_tells_the_prompt_and_asks_for_nothing_yet(channel, draft, sequence):
+    channel.open(sequence)
+    channel.flush()
+    (news,) = draft.rounds()
+    (opening,) = news.opens
+    assert (opening.token_ids, opening.num_drafts, opening.sampling.seed) == ((1, 2, 3), 0, 5)
+
+
+def test_a_commit_carries_only_what_is_new_and_asks_for_drafts(channel, draft, sequence):
+    channel.open(sequence)
+    grow(channel, sequence, 7)
+    draft.rounds()
+    channel.flush()
+    grow(channel, sequence, 8, 9)
+    (news,) = draft.rounds()
+    (commit,) = news.commits
+    assert (commit.base_len, commit.token_ids, commit.num_drafts) == (4, (8, 9), 4)
+
+
+def test_all_sequences_of_a_step_share_one_frame(channel, draft, new_sequence):
+    sequences = [new_sequence(name) for name in "abcd"]
+    for sequence in sequences:
+        channel.open(sequence)
+    channel.flush()
+    for sequence in sequences:
+        sequence.token_ids.append(9)
+    channel.commit(sequences)
+    opening, committing = draft.rounds()
+    assert len(opening.opens) == len(committing.commits) == 4
+
+
+def test_a_fresh_offer_is_proposed_and_cut_to_what_was_asked(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    draft.offer(Offer("a", 4, Draft((11, 12, 13, 14))))
+    assert channel.propose([new_share(sequence, 2)]) == [Draft((11, 12))]
+
+
+def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    draft.offer(Offer("a", 3, Draft((11,))), Offer("a", 4, Draft((12,))), Offer("unknown", 4, Draft((13,))))
+    assert channel.propose([new_share(sequence)]) == [Draft((12,))]
+    assert channel.stats.num_stale_offers == 2
+
+
+def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
+    assert channel.stats.num_missed_offers == 1
+    began_s = time.monotonic()
+    for token_id in range(20):
+        grow(channel, sequence, token_id)
+        assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
+    assert time.monotonic() - began_s < SHORT_S
+
+
+def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    channel.propose([new_share(sequence)])
+    grow(channel, sequence, 8)
+    draft.offer(Offer("a", 4, Draft((11,))))  # stale, but a sign of life
+    draft.offer(Offer("a", 5, Draft((12,))))
+    assert channel.propose([new_share(sequence)]) == [Draft((12,))]
+
+
+def test_a_draft_that_has_nothing_is_not_waited_for(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    draft.offer(Offer("a", 4, NO_DRAFT))
+    began_s = time.monotonic()
+    assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
+    assert time.monotonic() - began_s < SHORT_S
+
+
+def test_death_is_noticed_at_once(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    draft.die()
+    began_s = time.monotonic()
+    assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
+    assert time.monotonic() - began_s < SHORT_S
+    assert not channel.stats.is_connected
+
+
+def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    draft.die()
+    grow(channel, sequence, 7)
+    grow(channel, sequence, 8, 9)
+    reborn = ScriptedDraft(folder / "draft.sock")
+    time.sleep(0.15)
+    channel.flush()
+    reborn.greet()
+    channel.flush()
+    (news,) = reborn.rounds()
+    (opening,) = news.opens
+    assert (opening.token_ids, opening.num_prompt_tokens, opening.num_drafts) == ((1, 2, 3, 7, 8, 9), 3, 4)
+    reborn.offer(Offer("a", 6, Draft((20,))))
+    assert channel.propose([new_share(sequence)]) == [Draft((20,))]
+    assert channel.stats.num_connections == 2
+    reborn.die()
+
+
+def test_a_sequence_the_draft_lost_is_opened_again(channel, draft, sequence):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    draft.rounds()
+    draft.offer(lost=("a", "unknown"))
+    channel.flush()
+    (news,) = draft.rounds()
+    assert [opening.token_ids for opening in news.opens] == [(1, 2, 3, 7)]
+
+
+def test_a_closed_sequence_is_closed_at_the_draft(channel, draft, sequence):
+    channel.open(sequence)
+    channel.flush()
+    draft.rounds()
+    channel.close("a")
+    channel.close("unknown")
+    channel.flush()
+    assert draft.rounds() == [Round(closes=("a",))]
+
+
+def test_a_sequence_closed_before_it_was_sent_is_never_mentioned(channel, draft, sequence):
+    channel.open(sequence)
+    channel.close("a")
+    channel.flush()
+    assert draft.rounds() == []
+
+
+def test_a_reused_id_is_closed_and_opened_in_one_round(channel, draft, new_sequence):
+    channel.open(new_sequence("a", (1, 2)))
+    channel.flush()
+    draft.rounds()
+    channel.close("a")
+    channel.open(new_sequence("a", (8, 9)))
+    channel.flush()
+    (news,) = draft.rounds()
+    assert news.closes == ("a",)
+    assert [opening.token_ids for opening in news.opens] == [(8, 9)]
+
+
+def test_a_plain_sequence_costs_the_channel_nothing(channel, draft, new_sequence, new_share):
+    plain = new_sequence(num_drafts=0)
+    channel.open(plain)
+    grow(channel, plain, 7)
+    assert channel.propose([new_share(plain, 0)]) == [NO_DRAFT]
+    assert draft.rounds() == []
+
+
+def test_the_fallback_drafts_while_the_draft_is_away(folder: Path, new_sequence, new_share):
+    channel = ChannelProposer(folder / "nobody.sock", NgramProposer())
+    sequence = new_sequence(prompt=(5, 6, 7, 8, 5, 6))
+    channel.open(sequence)
+    assert channel.propose([new_share(sequence, 2)]) == [Draft((7, 8))]
+
+
+def test_another_protocol_is_refused(folder: Path, sequence):
+    scripted = ScriptedDraft(folder / "draft.sock")
+    channel = ChannelProposer(folder / "draft.sock", NoProposer())
+    channel.flush()
+    scripted.greet(version=PROTOCOL_VERSION + 1)
+    channel.flush()
+    assert not channel.stats.is_connected
+    scripted.die()

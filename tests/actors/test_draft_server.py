@@ -1,0 +1,122 @@
+"""The channel's draft side: mirrors follow commits, whatever is repeated, missing or out of order."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from actors.draft_messages import Commit, Hello, Offers, Open, Round, ToTarget
+from actors.draft_server import DraftServer
+from actors.frames import FrameConnection, FrameListener, connect
+from engine.draft import Draft
+from protos.messages import SamplingParams, VerifyMode
+
+
+class CountingProposer:
+    """Drafts the numbers after the last token, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.open_ids: set[str] = set()
+        self.read: list[tuple[str, tuple[int, ...]]] = []
+
+    def open(self, sequence) -> None:
+        self.open_ids.add(sequence.request_id)
+
+    def propose(self, shares) -> list[Draft]:
+        self.read += [(share.sequence.request_id, tuple(share.sequence.token_ids)) for share in shares]
+        return [Draft(tuple(share.sequence.token_ids[-1] + 1 + i for i in range(share.max_draft_tokens))) for share in shares]
+
+    def commit(self, sequences) -> None:
+        pass
+
+    def close(self, request_id: str) -> None:
+        self.open_ids.discard(request_id)
+
+
+@pytest.fixture
+def proposer() -> CountingProposer:
+    return CountingProposer()
+
+
+@pytest.fixture
+def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection]:
+    server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1")
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    connection = connect(folder / "draft.sock", ToTarget)
+    assert connection is not None
+    assert connection.receive(2.0) == [Hello(1, "draft-1")]
+    yield connection
+    connection.close()
+    server.close()
+    thread.join(5.0)
+
+
+def opening(request_id: str = "a", token_ids: tuple[int, ...] = (1, 2), num_drafts: int = 0) -> Open:
+    return Open(request_id, token_ids, 2, SamplingParams(), 0, VerifyMode.COUPLED, num_drafts)
+
+
+def ask(target: FrameConnection, *rounds: Round) -> Offers:
+    for news in rounds:
+        target.send(news, 1.0)
+    (answer,) = target.receive(2.0)
+    return answer
+
+
+def drafts_of(answer: Offers) -> dict[str, tuple[int, tuple[int, ...]]]:
+    return {offer.request_id: (offer.base_len, offer.draft.token_ids) for offer in answer.offers}
+
+
+def test_a_commit_is_answered_with_an_offer_on_top_of_it(target):
+    target.send(Round(opens=(opening(),)), 1.0)
+    answer = ask(target, Round(commits=(Commit("a", 2, (7, 8), 3),)))
+    assert drafts_of(answer) == {"a": (4, (9, 10, 11))}
+
+
+def test_an_opening_alone_is_read_and_not_answered(target, proposer):
+    target.send(Round(opens=(opening(),)), 1.0)
+    assert target.receive(0.1) == []
+    assert proposer.read == [("a", (1, 2))]
+
+
+def test_a_replayed_opening_is_answered_where_drafts_are_wanted(target):
+    answer = ask(target, Round(opens=(opening(token_ids=(1, 2, 5), num_drafts=2),)))
+    assert drafts_of(answer) == {"a": (3, (6, 7))}
+
+
+def test_all_sequences_are_answered_in_one_frame(target):
+    target.send(Round(opens=(opening("a"), opening("b"))), 1.0)
+    answer = ask(target, Round(commits=(Commit("a", 2, (7,), 1), Commit("b", 2, (9,), 1))))
+    assert drafts_of(answer) == {"a": (3, (8,)), "b": (3, (10,))}
+
+
+def test_a_repeated_commit_changes_nothing(target):
+    target.send(Round(opens=(opening(),)), 1.0)
+    commit = Commit("a", 2, (7, 8), 1)
+    ask(target, Round(commits=(commit,)))
+    assert drafts_of(ask(target, Round(commits=(commit,)))) == {"a": (4, (9,))}
+
+
+def test_an_unknown_sequence_and_one_with_a_gap_are_reported_lost(target, proposer):
+    target.send(Round(opens=(opening(),)), 1.0)
+    answer = ask(target, Round(commits=(Commit("a", 5, (7,), 1), Commit("b", 2, (7,), 1))))
+    assert sorted(answer.lost) == ["a", "b"]
+    assert answer.offers == ()
+    assert proposer.open_ids == set()
+
+
+def test_a_closed_sequence_is_forgotten(target, proposer):
+    target.send(Round(opens=(opening(),)), 1.0)
+    assert ask(target, Round(closes=("a", "unknown"), commits=(Commit("a", 2, (7,), 1),))).lost == ("a",)
+    assert proposer.open_ids == set()
+
+
+def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer):
+    target.send(Round(opens=(opening(),)), 1.0)
+    assert target.receive(0.1) == []
+    target.close()
+    successor = connect(folder / "draft.sock", ToTarget)
+    assert successor is not None
+    assert successor.receive(2.0) == [Hello(1, "draft-1")]
+    assert proposer.open_ids == set()
+    successor.close()

@@ -1,0 +1,94 @@
+"""Who gets which cores and devices, on machines we only remember."""
+
+import pytest
+from actors.settings import PairDevices
+from cluster.placement import NodeResources, PairPlacement, PlacementRequest, choose_devices, plan_pair
+from cluster.topology import NodeTopology, read_topology
+from protos.errors import ConfigError
+from recorded_nvml import RecordedNvml
+
+NO_GPU = NodeTopology()
+
+
+def recorded(name: str) -> NodeTopology:
+    return read_topology(RecordedNvml(name))
+
+
+def plan(nodes: list[NodeResources], topology: NodeTopology = NO_GPU, num_pairs: int = 1, **more: object) -> PairPlacement:
+    request = {"num_pairs": num_pairs, "num_ingresses": 1, "has_draft_model": True, **more}
+    return plan_pair(PlacementRequest(**request), nodes, topology)
+
+
+def total_cpus(placement: PairPlacement) -> float:
+    return sum(bundle["CPU"] for bundle in placement.bundles)
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("num_pairs", [1, 2, 3])
+def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int):
+    placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs)
+    assert total_cpus(placement) * num_pairs + 0.1 <= num_cpus + 1e-9
+    threads = placement.target.num_threads + placement.draft.num_threads
+    assert threads <= max(2, num_cpus // num_pairs)
+
+
+def test_threads_the_user_sets_are_kept():
+    placement = plan([NodeResources(8)], target_threads=8, draft_threads=2)
+    assert (placement.target.num_threads, placement.draft.num_threads) == (8, 2)
+
+
+def test_without_a_draft_model_the_target_gets_every_core_and_there_is_no_third_bundle():
+    placement = plan([NodeResources(8)], has_draft_model=False)
+    assert placement.target.num_threads == 8
+    assert len(placement.bundles) == 2
+
+
+def test_pairs_spread_over_nodes():
+    assert plan([NodeResources(8), NodeResources(8)], num_pairs=2).target.num_threads == 6
+
+
+def test_a_pair_gets_two_gpus_where_all_pairs_can():
+    node = NodeResources(64, 8)
+    assert plan([node], recorded("nvswitch_8"), num_pairs=4).bundles[0]["GPU"] == 2
+    assert plan([node], recorded("nvswitch_8"), num_pairs=5).bundles[0]["GPU"] == 1
+
+
+def test_a_plain_target_takes_one_gpu():
+    assert plan([NodeResources(64, 8)], recorded("nvswitch_8"), has_draft_model=False).num_gpus == 1
+
+
+def test_too_few_gpus_are_refused_with_the_topology():
+    with pytest.raises(ConfigError, match=r"5 pairs need a GPU each and the cluster has 4.*NVLink groups \{0,1\} \{2,3\}"):
+        plan([NodeResources(64, 4)], recorded("bridged_pairs"), num_pairs=5)
+
+
+def test_too_few_cores_are_refused():
+    with pytest.raises(ConfigError, match="too little for a target and a draft"):
+        plan([NodeResources(1)], num_pairs=20)
+
+
+def test_a_cluster_without_cpus_is_refused():
+    with pytest.raises(ConfigError, match="no node of the cluster offers a CPU"):
+        plan([NodeResources(0)])
+
+
+def test_devices_of_a_bridged_pair_are_taken():
+    assert choose_devices((2, 3), recorded("bridged_pairs")) == PairDevices(target=2, draft=3)
+
+
+def test_devices_of_two_bridges_are_refused_with_the_topology():
+    with pytest.raises(ConfigError, match=r"GPUs 1 and 2, which no NVLink joins.*\{0,1\} \{2,3\}"):
+        choose_devices((1, 2), recorded("bridged_pairs"))
+
+
+def test_any_two_devices_behind_an_nvswitch_will_do():
+    assert choose_devices((1, 6), recorded("nvswitch_8")) == PairDevices(target=1, draft=6)
+
+
+def test_without_any_nvlink_neighbours_are_not_asked_for():
+    assert choose_devices((0, 3), recorded("pcie_only")) == PairDevices(target=0, draft=3)
+
+
+def test_one_gpu_is_shared_and_none_means_the_cpu():
+    assert choose_devices((5,), recorded("nvswitch_8")) == PairDevices(target=5, draft=5)
+    assert choose_devices((), NO_GPU) == PairDevices(target=None, draft=None)
