@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft import DraftActor
-from actors.settings import DraftKind, PairDevices, PairSettings, ProcessShare
+from actors.settings import PairDevices, PairSettings, ProcessShare
 from actors.target import TARGET_SOCKET, TargetActor
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class PairActors:
         settings = self._settings
         target = TargetActor.options(**_options(settings.target_share, _TARGET_BUNDLE, self._devices.target))
         self._actors = [target.remote(settings, self._folder)]
-        if settings.draft.kind is DraftKind.MODEL:
+        if settings.draft_share is not None:
             draft = DraftActor.options(**_options(settings.draft_share, _DRAFT_BUNDLE, self._devices.draft))
             self._actors.append(draft.remote(settings, self._folder))
         await asyncio.gather(*(actor.ready.remote() for actor in self._actors))

@@ -14,7 +14,6 @@ from actors.frames import FrameListener
 from actors.process_logging import configure_logging
 from actors.settings import PairSettings
 from actors.target import DRAFT_SOCKET
-from engine.proposer.model import ModelProposer
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ class DraftActor:
         self._thread.join(timeout_s=self._settings.pong_timeout_s)
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
+        from engine.proposer.model import ModelProposer
+
         proposer = ModelProposer(self._settings)
         self._server = DraftServer(FrameListener(self._folder / DRAFT_SOCKET), proposer, proposer.model_version)
         is_ready()

@@ -74,8 +74,8 @@ class Pair:
                 self._client.drop(request.request_id)
 
     async def describe(self) -> ModelCard:
-        """The model this pair serves."""
-        return await self._client.wait_connected(self._ping_timeout_s)
+        """The model this pair serves. Raises UnavailableError while the target is away."""
+        return self._client.require_card()
 
     async def metrics_text(self) -> str:
         """This replica's metrics in Prometheus text format, as they are now."""

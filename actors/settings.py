@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig
 
 
 class DraftKind(StrEnum):
@@ -18,11 +18,10 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`."""
+    """`model` is set where the kind is a model, which then runs in a `DraftActor`."""
 
     kind: DraftKind = DraftKind.NONE
     model: ModelConfig | None = None
-    cache: CacheConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class PairSettings:
     engine: EngineConfig
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
-    draft_share: ProcessShare = ProcessShare()
+    draft_share: ProcessShare | None = None  # where the draft has a process
     max_requests: int = 320
     start_timeout_s: float = 1800.0
     pong_timeout_s: float = 10.0

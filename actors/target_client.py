@@ -7,13 +7,12 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from actors.frames import ConnectionLostError, FrameCodec
 from actors.shell_messages import Abort, Add, Ping, Pong, Ready, Refused, StepOutput, ToShell, ToTarget
 from actors.token_stream import TokenStream
-from protos.errors import UnavailableError
+from protos.errors import RequestError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -25,13 +24,12 @@ _READ_BYTES = 1 << 18
 class TargetClient:
     """Connects whenever a target listens at `path`; between two targets every request fails at once.
 
-    `card` is that of the last target that has greeted. `on_chunks` sees every step's chunks as they arrive.
+    `card` is that of the last target that has greeted.
     """
 
-    def __init__(self, path: Path, on_output: Callable[[StepOutput], None] = lambda output: None) -> None:
+    def __init__(self, path: Path) -> None:
         self.card: ModelCard | None = None
         self._path = path
-        self._on_output = on_output
         self._writer: asyncio.StreamWriter | None = None
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
@@ -51,7 +49,12 @@ class TargetClient:
         """Return when a target has greeted. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self._is_ready.wait()
-        assert self.card is not None, "a target greets with its card"
+        return self.require_card()
+
+    def require_card(self) -> ModelCard:
+        """The card of the target that is connected now. Raises UnavailableError if none is."""
+        if self.card is None or not self.is_connected:
+            raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
         return self.card
 
     def add(self, request: GenerateRequest) -> TokenStream:
@@ -59,9 +62,11 @@ class TargetClient:
 
         Raises:
             UnavailableError: no target is there now.
+            RequestError: the request's id is in use.
         """
-        if not self.is_connected:
-            raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use; choose another", param="request_id")
+        self.require_card()
         stream = self._streams[request.request_id] = TokenStream()
         self._send(Add(request))
         return stream
@@ -73,8 +78,7 @@ class TargetClient:
 
     async def ping(self, timeout_s: float) -> Pong:
         """How the target stands now. Raises TimeoutError or UnavailableError."""
-        if not self.is_connected:
-            raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
+        self.require_card()
         pong: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         self._pongs.append(pong)
         self._send(Ping())
@@ -131,7 +135,6 @@ class TargetClient:
                 self._is_ready.set()
 
     def _deliver(self, output: StepOutput) -> None:
-        self._on_output(output)
         for chunk in output.chunks:
             stream = self._streams.get(chunk.request_id)
             if stream is None:

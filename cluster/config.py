@@ -1,7 +1,7 @@
 """The schema of deploy.yaml's `args`, the only place where a deployment is configured.
 
 Every key is checked once, at start: an unknown one is refused with the nearest valid one, a value this version cannot honour
-with those it can. Nothing is ignored. The rest of the code sees frozen dataclasses built from it (`cluster.settings`).
+with those it can. Nothing is ignored. The rest of the code sees frozen dataclasses built from it.
 """
 
 from __future__ import annotations
@@ -141,10 +141,14 @@ class RouterSection(_Section):
 
 
 class LimitsSection(_Section):
-    """What one client request may ask for before it is refused."""
+    """What one client request may ask for, and how long an answer is waited for (`router.config.IngressLimits`)."""
 
-    max_body_bytes: int = Field(default=4 << 20, ge=1024)
-    max_sequences_per_request: int = Field(default=128, ge=1)
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    max_choices: int = Field(default=128, ge=1)
+    first_token_timeout_s: float = Field(default=600.0, gt=0, strict=False)
+    inter_token_timeout_s: float = Field(default=30.0, gt=0, strict=False)
+    migration_deadline_s: float = Field(default=60.0, gt=0, strict=False)
+    max_migrations: int = Field(default=16, ge=0)
 
 
 class IngressSection(_Section):

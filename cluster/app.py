@@ -1,0 +1,132 @@
+"""Builds the Serve application from deploy.yaml's `args`: `import_path: cluster.app:build`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.serve import Application
+
+from actors.pair import Pair
+from actors.settings import DraftKind, DraftSettings, PairSettings
+from cluster.config import DeployConfig, parse_config
+from cluster.model_path import resolve_model_path
+from cluster.placement import INGRESS_CPUS, SHELL_CPUS, NodeResources, PairPlacement, PlacementRequest, pin_devices
+from cluster.placement import plan_pair
+from cluster.serve_environment import warn_of_missing_variables
+from cluster.topology import read_topology
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from protos.messages import VerifyMode
+from router.config import IngressConfig, IngressLimits
+from router.ingress import Ingress
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_DEFAULT_CACHE_BYTES = _GIB
+_EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
+_DRAIN_S = 30.0
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application `outrider`: `Ingress` in front of `Pair`.
+
+    Raises:
+        ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
+    """
+    config = parse_config(args)
+    warn_of_missing_variables()
+    placement = plan_pair(_placement_request(config), _nodes(), read_topology())
+    settings = pair_settings(config, placement)
+    logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
+    pair = Pair.options(**_pair_options(config, settings, placement)).bind(settings, pin_devices)
+    return Ingress.options(**_ingress_options(config)).bind(pair, _ingress_config(config))
+
+
+def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
+    """What each pair replica is started with."""
+    threads = placement.target.num_threads
+    target = ModelConfig(resolve_model_path(config.target.path), config.target.dtype, num_threads=threads)
+    return PairSettings(
+        engine=EngineConfig(
+            model=target,
+            cache=_cache_config(config),
+            scheduler=SchedulerConfig(**config.scheduler.model_dump()),
+            speculation=SpeculationConfig(config.speculation.num_tokens, VerifyMode(config.speculation.verify)),
+        ),
+        draft=_draft_settings(config, placement),
+        target_share=placement.target,
+        draft_share=placement.draft,
+        max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
+    )
+
+
+def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
+    draft = config.draft
+    if draft.path is None or placement.draft is None:
+        return DraftSettings(DraftKind(draft.kind))
+    model = ModelConfig(resolve_model_path(draft.path), draft.dtype, num_threads=placement.draft.num_threads)
+    return DraftSettings(DraftKind.MODEL, model)
+
+
+def _cache_config(config: DeployConfig) -> CacheConfig:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return CacheConfig(cache.block_size, num_blocks=cache.num_blocks, memory_bytes=None)
+    memory_bytes = _DEFAULT_CACHE_BYTES if cache.memory_gib is None else int(cache.memory_gib * _GIB)
+    return CacheConfig(cache.block_size, memory_bytes=memory_bytes)
+
+
+def _placement_request(config: DeployConfig) -> PlacementRequest:
+    return PlacementRequest(
+        num_pairs=config.pair.max_replicas,
+        num_ingresses=config.ingress.num_replicas,
+        has_draft_model=config.draft.kind == DraftKind.MODEL,
+        target_threads=config.target.num_threads,
+        draft_threads=config.draft.num_threads,
+    )
+
+
+def _nodes() -> list[NodeResources]:
+    """What Ray's nodes offer, or this machine where the application is built without a cluster (`serve build`)."""
+    if not ray.is_initialized():
+        return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in resources]
+
+
+def _pair_options(config: DeployConfig, settings: PairSettings, placement: PairPlacement) -> dict[str, Any]:
+    scaling = config.pair.autoscaling
+    count = {"autoscaling_config": scaling.model_dump()} if scaling else {"num_replicas": config.pair.num_replicas or 1}
+    return {
+        **count,
+        "ray_actor_options": {"num_cpus": SHELL_CPUS, "num_gpus": placement.num_gpus},
+        "placement_group_bundles": placement.bundles,
+        "placement_group_strategy": "STRICT_PACK",
+        "max_ongoing_requests": settings.max_requests + _EXTRA_CALLS,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+    }
+
+
+def _ingress_options(config: DeployConfig) -> dict[str, Any]:
+    return {
+        "num_replicas": config.ingress.num_replicas,
+        "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+        "max_ongoing_requests": 4096,
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+    }
+
+
+def _ingress_config(config: DeployConfig) -> IngressConfig:
+    keys = config.ingress.api_keys_file
+    return IngressConfig(
+        model_id=config.model_id,
+        model_path=resolve_model_path(config.target.path),
+        api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
+        limits=IngressLimits(**config.ingress.limits.model_dump()),
+    )

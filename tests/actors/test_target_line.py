@@ -1,0 +1,220 @@
+"""Shell and target over a real socket, with an engine that counts: streams, refusals, aborts, death and return."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from actors.engine_loop import EngineLoop
+from actors.frames import FrameListener
+from actors.shell_messages import DraftChannelStats, Refused
+from actors.shell_server import ShellServer
+from actors.target_client import TargetClient
+from engine.engine_stats import DraftStats, EngineStats
+from engine.step_times import StepTimes
+from protos.errors import EngineError, RequestError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+
+CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
+
+
+class CountingEngine:
+    """Generates 0, 1, 2, ... for every request; prompt token 13 is refused."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, GenerateRequest] = {}
+        self.counts: dict[str, int] = {}
+        self.step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: GenerateRequest) -> None:
+        if 13 in request.prompt_token_ids:
+            raise RequestError("13 is not served; choose another", param="prompt")
+        self.requests[request.request_id] = request
+        self.counts[request.request_id] = 0
+
+    def abort(self, request_id: str) -> TokenChunk | None:
+        self.requests.pop(request_id, None)
+        return None
+
+    def step(self) -> list[TokenChunk]:
+        time.sleep(self.step_s)
+        return [self._advance(request) for request in list(self.requests.values())]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.requests), 0, 0, 0, 8, len(self.requests), 0, 0, 0, DraftStats(), StepTimes())
+
+    def close(self) -> None:
+        self.requests.clear()
+
+    def _advance(self, request: GenerateRequest) -> TokenChunk:
+        token_id = self.counts[request.request_id]
+        self.counts[request.request_id] += 1
+        is_last = token_id + 1 == request.sampling.max_tokens
+        if is_last:
+            del self.requests[request.request_id]
+        return TokenChunk(request.request_id, (token_id,), finish_reason=FinishReason.LENGTH if is_last else None)
+
+
+class Target:
+    """An engine loop behind a socket, as a `TargetActor` runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine = CountingEngine()
+        self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
+        self.loop = EngineLoop(self.engine, self.server.emit)
+        self._threads = [
+            threading.Thread(target=self.loop.run, daemon=True),
+            threading.Thread(target=self.server.run, args=(self.loop,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def die(self) -> None:
+        self.server.close()
+        self.loop.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+
+@contextmanager
+def running_target(path: Path) -> Iterator[Target]:
+    target = Target(path)
+    try:
+        yield target
+    finally:
+        target.die()
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[Target]:
+    with running_target(folder / "target.sock") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(folder: Path) -> AsyncIterator[TargetClient]:
+    line = TargetClient(folder / "target.sock")
+    yield line
+    await line.close()
+
+
+def request(request_id: str = "a", prompt: tuple[int, ...] = (1,), max_tokens: int = 5) -> GenerateRequest:
+    return GenerateRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(client: TargetClient, asked: GenerateRequest) -> list[int]:
+    stream = client.add(asked)
+    token_ids: list[int] = []
+    while True:
+        for chunk in await stream.next():
+            token_ids += chunk.token_ids
+            if chunk.finish_reason is not None:
+                return token_ids
+
+
+async def test_the_target_greets_with_its_card(target, client):
+    assert await client.wait_connected(2.0) == CARD
+
+
+async def test_streams_are_told_apart_and_complete(target, client):
+    await client.wait_connected(2.0)
+    answers = await asyncio.gather(*(collect(client, request(str(n), max_tokens=n)) for n in range(1, 9)))
+    assert answers == [list(range(n)) for n in range(1, 9)]
+    assert client.num_requests == 0
+
+
+async def test_a_slow_reader_gets_all_that_queued_up_at_once(target, client):
+    await client.wait_connected(2.0)
+    stream = client.add(request(max_tokens=20))
+    await asyncio.sleep(0.2)
+    assert len(await stream.next()) == 20
+
+
+async def test_a_refusal_fails_its_stream_and_no_other(target, client):
+    await client.wait_connected(2.0)
+    good, bad = await asyncio.gather(
+        collect(client, request("good")), collect(client, request("bad", (13,))), return_exceptions=True
+    )
+    assert good == [0, 1, 2, 3, 4]
+    assert isinstance(bad, RequestError)
+    assert bad.param == "prompt"
+
+
+async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
+    await client.wait_connected(2.0)
+    target.engine.step_s = 0.005
+    stream = client.add(request(max_tokens=10_000))
+    await stream.next()
+    client.drop("a")
+    client.drop("unknown")
+    async with asyncio.timeout(2.0):
+        while (await client.ping(1.0)).engine.num_used_blocks:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_id_in_use_is_refused(target, client):
+    await client.wait_connected(2.0)
+    target.engine.step_s = 0.005
+    client.add(request(max_tokens=1000))
+    with pytest.raises(RequestError, match="in use"):
+        client.add(request())
+
+
+async def test_a_ping_is_answered_during_a_step_and_tells_its_age(target, client):
+    await client.wait_connected(2.0)
+    target.engine.step_s = 0.5
+    client.add(request())
+    await asyncio.sleep(0.2)
+    began_s = time.monotonic()
+    pong = await client.ping(1.0)
+    assert time.monotonic() - began_s < 0.2
+    assert 0.05 < pong.step_age_s < 0.6
+
+
+async def test_death_fails_streams_at_once_and_fences_until_the_target_is_back(folder, client):
+    with running_target(folder / "target.sock") as target:
+        await client.wait_connected(2.0)
+        target.engine.step_s = 0.01
+        stream = client.add(request(max_tokens=10_000))
+        await stream.next()
+    with pytest.raises(UnavailableError, match="was lost"):
+        while True:
+            await stream.next()
+    with pytest.raises(UnavailableError, match="restarting"):
+        client.add(request())
+    with running_target(folder / "target.sock"):
+        await client.wait_connected(2.0)
+        assert await collect(client, request()) == [0, 1, 2, 3, 4]
+
+
+async def test_a_fenced_target_loses_its_streams(target, client):
+    await client.wait_connected(2.0)
+    target.engine.step_s = 0.01
+    stream = client.add(request(max_tokens=10_000))
+    client.fence()
+    with pytest.raises(UnavailableError):
+        while True:
+            await stream.next()
+
+
+async def test_a_shell_that_leaves_takes_its_requests_along(folder, target):
+    client = TargetClient(folder / "target.sock")
+    await client.wait_connected(2.0)
+    target.engine.step_s = 0.005
+    client.add(request(max_tokens=10_000))
+    await asyncio.sleep(0.1)
+    await client.close()
+    async with asyncio.timeout(2.0):
+        while target.engine.requests:
+            await asyncio.sleep(0.01)
+
+
+async def test_unknown_error_kinds_become_engine_errors():
+    assert type(Refused("a", "NoSuchError", "x").error()) is EngineError
