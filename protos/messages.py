@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 
 
 class FinishReason(StrEnum):
@@ -102,6 +103,24 @@ class SpeculationStats:
     @property
     def num_passes(self) -> int:
         return sum(self.accepted_histogram)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verification pass, the target's own included; 0 without a pass."""
+        return 1 + self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted; 0 without a draft."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        histograms = zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
+        return SpeculationStats(
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            tuple(left + right for left, right in histograms),
+        )
 
 
 @dataclass(frozen=True, slots=True)

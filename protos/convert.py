@@ -1,0 +1,53 @@
+"""Between the gRPC messages and the project's own plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos import outrider_pb2 as pb2
+from protos.messages import SpeculationStats, TokenLogprobs
+
+
+def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
+    """The fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
+
+    So one schema validates both faces. `prompt_token_ids` becomes `prompt`, unless there is a text as well.
+    """
+    fields: dict[str, object] = {}
+    for descriptor, value in request.ListFields():
+        fields[descriptor.name] = _plain(descriptor.name, value)
+    token_ids = fields.pop("prompt_token_ids", None)
+    if token_ids is not None:
+        fields.setdefault("prompt", token_ids)
+    return fields
+
+
+def _plain(name: str, value: object) -> object:
+    if isinstance(value, pb2.Speculation):
+        return {descriptor.name: item for descriptor, item in value.ListFields()}
+    if name == "logit_bias":
+        assert hasattr(value, "items")
+        return {str(token_id): bias for token_id, bias in value.items()}
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def logprobs_message(logprobs: TokenLogprobs) -> pb2.TokenLogprobs:
+    """One position's log-probabilities as its message."""
+    return pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top=[pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
+    )
+
+
+def speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
+    """The sums of speculation as their message; a count that never occurred is left out of the histogram."""
+    histogram = {accepted: passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
+    return pb2.SpeculativeDecoding(
+        mean_acceptance_length=stats.mean_acceptance_length,
+        draft_acceptance_rate=stats.draft_acceptance_rate,
+        acceptance_histogram=histogram,
+        num_accepted_draft_tokens=stats.num_accepted_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_spec_steps=stats.num_passes,
+    )

@@ -1,0 +1,105 @@
+"""A chat as the text that the model was trained on, by the Jinja template that comes with its tokenizer.
+
+Templates come from model repositories, so they run in Jinja's immutable sandbox, with the functions that the
+transformers library documents for template authors: `raise_exception`, `strftime_now`, a `tojson` that leaves HTML
+alone, `break` and `continue`, and `{% generation %}` blocks, which only matter for training and are rendered as they
+stand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protos.errors import ConfigError, RequestError
+
+ChatMessage = Mapping[str, object]
+
+
+class ChatTemplate:
+    """One model's template, compiled once.
+
+    Raises:
+        ConfigError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"the model's chat template is not valid Jinja, line {error.lineno}: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt for `messages`, ready for encoding without further special tokens.
+
+        Args:
+            variables: further names that the template may read, as `chat_template_kwargs` of a request.
+
+        Raises:
+            RequestError: the template refuses these messages (roles out of order, say), or fails on them.
+        """
+        names = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(names)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %} ... {% endgeneration %}` renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 -- Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

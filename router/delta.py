@@ -1,0 +1,38 @@
+"""What a choice gains: the unit in which generated text leaves for a client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.messages import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice and the tokens that became final with it.
+
+    Text lags behind tokens while a character or a stop string may be incomplete. The stop token that ended a choice
+    is among the tokens, not in the text.
+    """
+
+    index: int  # the choice
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # one per token if asked for; None for an echoed prompt token
+    text_offsets: tuple[int, ...] = ()  # where each token's text begins, in characters; with logprobs only
+    finish_reason: FinishReason | None = None
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        text_offsets=tuple(offset for delta in deltas for offset in delta.text_offsets),
+        finish_reason=deltas[-1].finish_reason,
+    )

@@ -1,0 +1,189 @@
+"""A validated client request, whatever face it came through, and the sequences it becomes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from protos.errors import ContextLengthError, RequestError
+from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams
+from router.config import IngressLimits
+from router.openai_requests import GenerationFields, SpeculationFields
+from router.tokenizer import Tokenizer
+
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its tokens, and its text where the client may want it back."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """What both faces make of a request: prompts in tokens, and every parameter in its range."""
+
+    request_id: str
+    fields: GenerationFields
+    prompts: tuple[Prompt, ...]
+    max_tokens: int | None
+    is_chat: bool = False
+    num_logprobs: int | None = None
+    does_echo: bool = False
+
+    @property
+    def num_choices_per_prompt(self) -> int:
+        return self.fields.n or 1
+
+
+def generate_requests(
+    params: GenerateParams, card: ModelCard, tokenizer: Tokenizer, limits: IngressLimits
+) -> list[GenerateRequest]:
+    """The sequences of one client request: choice i is sample i mod n of prompt i div n.
+
+    All of them share a seed, drawn here if the client sent none, so that any of them can go on elsewhere with the
+    same randomness.
+
+    Raises:
+        RequestError: a parameter does not fit the model, or the request asks for too many choices.
+    """
+    num_choices = len(params.prompts) * params.num_choices_per_prompt
+    if num_choices > limits.max_choices:
+        raise RequestError(
+            f"{len(params.prompts)} prompts with n = {params.num_choices_per_prompt} ask for {num_choices} choices; "
+            f"one request may have {limits.max_choices}.",
+            param="n",
+        )
+    seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
+    requests: list[GenerateRequest] = []
+    for prompt in params.prompts:
+        sampling = _sampling(params, prompt, seed, card, tokenizer)
+        for sample in range(params.num_choices_per_prompt):
+            requests.append(_request(params, prompt, sampling, sample, len(requests), card))
+    return requests
+
+
+def _request(
+    params: GenerateParams, prompt: Prompt, sampling: SamplingParams, sample: int, index: int, card: ModelCard
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{params.request_id}-{index}",
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling,
+        speculation=_speculation(params.fields.speculation, card),
+        sample_index=sample,
+        priority=params.fields.priority or 0,
+        timeout_s=params.fields.timeout_s,
+        cache_salt=params.fields.cache_salt or "",
+    )
+
+
+def _sampling(
+    params: GenerateParams, prompt: Prompt, seed: int, card: ModelCard, tokenizer: Tokenizer
+) -> SamplingParams:
+    fields = params.fields
+    check_token_ids(prompt.token_ids, card, "prompt")
+    max_tokens = _max_tokens(params, len(prompt.token_ids), card)
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {min_tokens}; it must be at most max_tokens, {max_tokens}.", param="min_tokens"
+        )
+    return SamplingParams(
+        seed=seed,
+        temperature=_default(fields.temperature, 1.0),
+        top_k=max(fields.top_k or 0, 0),
+        top_p=_default(fields.top_p, 1.0),
+        min_p=_default(fields.min_p, 0.0),
+        repetition_penalty=_default(fields.repetition_penalty, 1.0),
+        presence_penalty=_default(fields.presence_penalty, 0.0),
+        frequency_penalty=_default(fields.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias or {}, card),
+        bad_words=_bad_words(fields.bad_words or (), tokenizer),
+        stop_token_ids=_stop_token_ids(fields, card),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        num_logprobs=params.num_logprobs,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _max_tokens(params: GenerateParams, num_prompt_tokens: int, card: ModelCard) -> int:
+    """What is left of the context, or less where the client or the endpoint says so."""
+    room = card.max_model_len - num_prompt_tokens
+    name = "messages" if params.is_chat else "prompt"
+    if room < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {card.max_model_len} tokens. The {name} has {num_prompt_tokens}; "
+            f"shorten it to {card.max_model_len - 1} or fewer.",
+            param=name,
+        )
+    if params.max_tokens is None:
+        return room if params.is_chat else min(_COMPLETION_MAX_TOKENS, room)
+    if params.max_tokens > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {card.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + params.max_tokens} tokens ({num_prompt_tokens} in the {name}, {params.max_tokens} "
+            f"in the completion). Shorten the {name} or set max_tokens to {room} or less.",
+            param="max_tokens",
+        )
+    return params.max_tokens
+
+
+def check_token_ids(token_ids: Sequence[int], card: ModelCard, name: str) -> None:
+    """Raises `RequestError` if there are none or one is not in the vocabulary; `name` is the parameter they came in."""
+    if not token_ids:
+        raise RequestError(f"{name} is empty; send at least one token.", param=name)
+    for worst in (min(token_ids), max(token_ids)):
+        if not 0 <= worst < card.vocab_size:
+            raise RequestError(
+                f"{name} holds token id {worst}; this model's vocabulary is [0, {card.vocab_size}).", param=name
+            )
+
+
+def _logit_bias(biases: dict[str, float], card: ModelCard) -> tuple[tuple[int, float], ...]:
+    parsed = []
+    for name, bias in biases.items():
+        try:
+            token_id = int(name)
+        except ValueError:
+            raise RequestError(f"logit_bias has the key {name!r}; keys are token ids.", param="logit_bias") from None
+        check_token_ids([token_id], card, "logit_bias")
+        parsed.append((token_id, bias))
+    return tuple(sorted(parsed))
+
+
+def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenized at the start of a text and after a space."""
+    forms: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word):
+            forms[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(form for form in forms if form)
+
+
+def _stop_token_ids(fields: GenerationFields, card: ModelCard) -> tuple[int, ...]:
+    stop_token_ids = fields.stop_token_ids or []
+    if stop_token_ids:
+        check_token_ids(stop_token_ids, card, "stop_token_ids")
+    ends = () if fields.ignore_eos else card.eos_token_ids
+    return tuple(sorted({*stop_token_ids, *ends}))
+
+
+def _speculation(wishes: SpeculationFields | None, card: ModelCard) -> SpeculationParams:
+    if wishes is None:
+        return SpeculationParams()
+    if wishes.num_tokens is not None and 0 < card.max_draft_tokens < wishes.num_tokens:
+        raise RequestError(
+            f"speculation.num_tokens is {wishes.num_tokens}; this deployment drafts at most {card.max_draft_tokens}.",
+            param="speculation.num_tokens",
+        )
+    is_enabled = True if wishes.enabled is None else wishes.enabled
+    return SpeculationParams(enabled=is_enabled, num_tokens=wishes.num_tokens, verify=wishes.verify)

@@ -1,0 +1,116 @@
+"""One client request in flight: its choices, what they gain, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from protos.messages import GenerateRequest
+from router.backend import Backend
+from router.choice_text import ChoiceText
+from router.delta import Delta, join_deltas
+from router.detokenizer import make_detokenizer
+from router.fan_in import fan_in
+from router.generate_params import GenerateParams
+from router.metrics import IngressMetrics
+from router.openai_requests import GenerationFields
+from router.tokenizer import Tokenizer
+from router.usage import Usage, UsageMeter
+
+
+class Generation:
+    """The choices of one client request: run once, read as deltas or as a whole."""
+
+    def __init__(
+        self,
+        params: GenerateParams,
+        requests: list[GenerateRequest],
+        *,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        metrics: IngressMetrics,
+        model_version: str,
+    ) -> None:
+        self.params = params
+        self.model_version = model_version
+        self.created_s = int(time.time())
+        self._requests = requests
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._meter = UsageMeter(requests, params.num_choices_per_prompt)
+
+    @property
+    def id(self) -> str:
+        return self.params.request_id
+
+    @property
+    def fields(self) -> GenerationFields:
+        return self.params.fields
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._requests)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far; complete when every choice has ended."""
+        return self._meter.usage()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Runs all choices at once and yields what they gain. Closing it aborts those that still run."""
+        streams = [self._choice(index, request) for index, request in enumerate(self._requests)]
+        async with aclosing(fan_in(streams)) as merged:
+            async for delta in merged:
+                yield delta
+
+    async def choices(self) -> list[Delta]:
+        """Runs all choices to their end."""
+        gained: list[list[Delta]] = [[] for _ in self._requests]
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                gained[delta.index].append(delta)
+        return [join_deltas(deltas_of_choice) for deltas_of_choice in gained]
+
+    async def _choice(self, index: int, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        echo = self._echo(index, request) if self.params.does_echo else None
+        text = ChoiceText(
+            index,
+            request,
+            self._tokenizer,
+            stop_strings=self.fields.stop_strings,
+            skip_special_tokens=self.fields.skip_special_tokens is not False,
+            num_echoed_characters=len(echo.text) if echo else 0,
+        )
+        clock = self._metrics.token_clock()
+        async with aclosing(self._backend.generate(request)) as batches:
+            async for batch in batches:
+                gained = [text.feed(chunk) for chunk in batch if not text.is_finished]
+                if not gained:
+                    continue
+                self._meter.record(index, gained, batch)
+                clock.tick(sum(len(delta.token_ids) for delta in gained))
+                yield join_deltas([echo, *gained] if echo else gained)
+                echo = None
+                if text.is_finished:
+                    return
+
+    def _echo(self, index: int, request: GenerateRequest) -> Delta:
+        """The prompt, as the beginning of the answer. The log-probabilities of its tokens are not known."""
+        detokenizer = make_detokenizer(self._tokenizer, (), skip_special_tokens=True)
+        offsets, pieces = [], [""]
+        num_characters = 0
+        for token_id in request.prompt_token_ids:
+            offsets.append(num_characters)
+            pieces.append(detokenizer.push(token_id))
+            num_characters += len(pieces[-1])
+        decoded = "".join(pieces) + detokenizer.flush()
+        prompt = self.params.prompts[index // self.params.num_choices_per_prompt]
+        return Delta(
+            index=index,
+            text=prompt.text or decoded,
+            token_ids=request.prompt_token_ids,
+            logprobs=(None,) * len(offsets) if self.params.num_logprobs is not None else (),
+            text_offsets=tuple(offsets) if self.params.num_logprobs is not None else (),
+        )

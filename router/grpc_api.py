@@ -1,0 +1,234 @@
+"""The gRPC face: `outrider.v1.Generation` and `grpc.health.v1`, over the same service as the HTTP face.
+
+The methods take any servicer context: that of grpc.aio, and Ray Serve's, which knows neither `abort` nor the call's
+deadline (there the client's deadline ends the call by cancelling it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2
+from pydantic import ValidationError
+
+from protos import convert
+from protos import outrider_pb2 as pb2
+from protos.errors import EngineError, NotFoundError, OverloadedError, ServingError
+from router.api_keys import ApiKeys
+from router.delta import Delta
+from router.generation import Generation
+from router.generation_service import GenerationService
+from router.openai_requests import CompletionRequest
+from router.usage import Usage
+from router.validation_errors import as_request_error
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_HEALTH_PERIOD_S = 5.0
+
+
+class CallContext(Protocol):
+    """What a handler needs of its context; `grpc.aio.ServicerContext` and `RayServegRPCContext` both have it."""
+
+    def invocation_metadata(self) -> Any: ...
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+    def set_details(self, details: str) -> None: ...
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
+
+
+class GrpcApi:
+    """The calls, as methods over one service. Errors become status codes with the error's own message."""
+
+    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
+        self._service = service
+        self._api_keys = api_keys
+
+    async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
+        """The whole answer."""
+        return await self._answer("Generate", context, self._generate(request, context))
+
+    async def _generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
+        generation = await self._start(request, context)
+        choices = await generation.choices()
+        return pb2.GenerateResponse(
+            id=generation.id,
+            created=generation.created_s,
+            model=generation.fields.model,
+            choices=[_choice(choice, generation) for choice in choices],
+            usage=_usage(generation.usage),
+        )
+
+    async def generate_stream(
+        self, request: pb2.GenerateRequest, context: CallContext
+    ) -> AsyncGenerator[pb2.GenerateChunk, None]:
+        """The answer as it grows; usage comes with the last message."""
+        try:
+            generation = await self._start(request, context)
+            num_open = generation.num_choices
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    chunk = _chunk(delta, generation)
+                    num_open -= delta.finish_reason is not None
+                    if num_open == 0:
+                        chunk.usage.CopyFrom(_usage(generation.usage))
+                    yield chunk
+        except Exception as error:  # the edge of the process
+            await self._fail("GenerateStream", context, error)
+        self._service.metrics.count_request("grpc", "GenerateStream", grpc.StatusCode.OK.name)
+
+    async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
+        """Token ids of a text."""
+        return await self._answer("Tokenize", context, self._tokenize(request, context))
+
+    async def _tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
+        self._authenticate(context)
+        self._service.check_model(request.model)
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        tokens = await self._service.files.tokenizer.encode_async(request.prompt, add_special_tokens=add_special_tokens)
+        card = await self._service.card()
+        return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
+
+    async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
+        """The model that is served."""
+        return await self._answer("GetModel", context, self._get_model(request, context))
+
+    async def _get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
+        self._authenticate(context)
+        if request.model:
+            self._service.check_model(request.model)
+        card = await self._service.card()
+        return pb2.Model(
+            id=self._service.config.model_id,
+            created=self._service.created_s,
+            owned_by="outrider",
+            max_model_len=card.max_model_len,
+            vocab_size=card.vocab_size,
+        )
+
+    async def check(
+        self, request: health_pb2.HealthCheckRequest, context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        """Health, as probes ask for it: of the server, or of a service by name."""
+        return await self._answer("Check", context, self._check(request))
+
+    async def _check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE_NAME):
+            raise NotFoundError(f"There is no service {request.service!r} here.")
+        return health_pb2.HealthCheckResponse(status=await self._health())
+
+    async def watch(
+        self, request: health_pb2.HealthCheckRequest, context: CallContext
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """Health now, and again whenever it changes."""
+        last = None
+        while True:
+            is_known = request.service in ("", SERVICE_NAME)
+            status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+    async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        try:
+            await self._service.fresh_card()
+        except OverloadedError:  # busy is healthy
+            pass
+        except ServingError:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
+
+    async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
+        self._authenticate(context)
+        fields = convert.request_fields(request)
+        fields.setdefault("return_token_ids", True)
+        remaining_s = _remaining_s(context)
+        if remaining_s is not None:
+            timeout_s = fields.get("timeout_s", remaining_s)
+            assert isinstance(timeout_s, float)
+            fields["timeout_s"] = min(remaining_s, timeout_s)
+        try:
+            body = CompletionRequest.model_validate(fields)
+        except ValidationError as error:
+            raise as_request_error(error, CompletionRequest) from None
+        return await self._service.complete(body)
+
+    def _authenticate(self, context: CallContext) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        self._api_keys.check(metadata.get("authorization"))
+
+    async def _answer(self, operation: str, context: CallContext, work: Awaitable[Answer]) -> Answer:
+        try:
+            answer = await work
+        except Exception as error:  # the edge of the process
+            await self._fail(operation, context, error)
+        self._service.metrics.count_request("grpc", operation, grpc.StatusCode.OK.name)
+        return answer
+
+    async def _fail(self, operation: str, context: CallContext, error: Exception) -> NoReturn:
+        """End the call with the error's status."""
+        if not isinstance(error, ServingError):
+            logger.exception("%s failed", operation)
+            error = EngineError("The server failed while it handled this request; the fault is ours.")
+        code = grpc.StatusCode[error.grpc_code]
+        self._service.metrics.count_request("grpc", operation, code.name)
+        if error.retry_after_s is not None:
+            context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
+        if isinstance(context, grpc.aio.ServicerContext):
+            await context.abort(code, error.message)
+        context.set_code(code)
+        context.set_details(error.message)
+        raise error
+
+
+def _remaining_s(context: CallContext) -> float | None:
+    """Seconds until the call's deadline, where the context knows it."""
+    return context.time_remaining() if isinstance(context, grpc.aio.ServicerContext) else None
+
+
+def _choice(choice: Delta, generation: Generation) -> pb2.Choice:
+    assert choice.finish_reason is not None
+    return pb2.Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids if generation.fields.return_token_ids else (),
+        finish_reason=choice.finish_reason.value,
+        logprobs=_logprobs(choice),
+    )
+
+
+def _chunk(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
+    return pb2.GenerateChunk(
+        id=generation.id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids if generation.fields.return_token_ids else (),
+        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
+        logprobs=_logprobs(delta),
+    )
+
+
+def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
+    return [convert.logprobs_message(position) for position in delta.logprobs if position is not None]
+
+
+def _usage(usage: Usage) -> pb2.Usage:
+    message = pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+    if usage.speculation is not None:
+        message.accepted_prediction_tokens = usage.speculation.num_accepted_tokens
+        message.rejected_prediction_tokens = usage.speculation.num_draft_tokens - usage.speculation.num_accepted_tokens
+        message.speculative_decoding.CopyFrom(convert.speculation_message(usage.speculation))
+    return message

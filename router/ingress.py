@@ -1,0 +1,73 @@
+"""The Serve deployment that clients reach: both faces over the pairs' handle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import FastAPI
+from grpc_health.v1 import health_pb2
+from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from protos import outrider_pb2 as pb2
+from router.api_keys import ApiKeys
+from router.config import IngressConfig
+from router.generation_service import GenerationService
+from router.grpc_api import GrpcApi
+from router.metrics import IngressMetrics
+from router.openai_api import build_app
+from router.serve_backend import ServeBackend
+from router.tokenizer_files import load_tokenizer_files
+
+GRPC_SERVICER_FUNCTIONS = (
+    "protos.outrider_pb2_grpc.add_GenerationServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+
+
+@serve.deployment(name="Ingress")
+@serve.ingress()
+class Ingress:
+    """One ingress replica. Serve calls the ASGI app for HTTP, and for gRPC the method named like the call."""
+
+    def __init__(self, pair: DeploymentHandle, config: IngressConfig) -> None:
+        self._api_keys = ApiKeys.from_file(config.api_keys_file)
+        self._service = GenerationService(
+            ServeBackend(pair), load_tokenizer_files(config.model_path), config, IngressMetrics()
+        )
+        self._grpc = GrpcApi(self._service, self._api_keys)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_app(self._service, self._api_keys)
+
+    async def Generate(self, request: pb2.GenerateRequest, grpc_context: RayServegRPCContext) -> pb2.GenerateResponse:
+        return await self._grpc.generate(request, grpc_context)
+
+    async def GenerateStream(
+        self, request: pb2.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb2.GenerateChunk, None]:
+        stream = self._grpc.generate_stream(request, grpc_context)
+        async with aclosing(stream):
+            async for chunk in stream:
+                yield chunk
+
+    async def Tokenize(self, request: pb2.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb2.TokenizeResponse:
+        return await self._grpc.tokenize(request, grpc_context)
+
+    async def GetModel(self, request: pb2.GetModelRequest, grpc_context: RayServegRPCContext) -> pb2.Model:
+        return await self._grpc.get_model(request, grpc_context)
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthCheckResponse:
+        return await self._grpc.check(request, grpc_context)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        stream = self._grpc.watch(request, grpc_context)
+        async with aclosing(stream):
+            async for answer in stream:
+                yield answer

@@ -1,0 +1,63 @@
+"""Every failure as OpenAI's error object."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from protos.errors import EngineError, NotFoundError, RequestError, ServingError
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metrics
+
+
+def error_object(error: ServingError) -> dict[str, dict[str, str | None]]:
+    """The JSON body of an error."""
+    return {
+        "error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code},
+    }
+
+
+def error_response(error: ServingError, status: int | None = None) -> JSONResponse:
+    """The HTTP answer for an error; `status` where it is another than the error's own."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JSONResponse(error_object(error), status_code=status or error.http_status, headers=headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make the app answer every exception in OpenAI's form."""
+    app.add_exception_handler(ServingError, _on_serving_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+
+
+async def _on_serving_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The framework's own refusals: unknown path, wrong method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return error_response(NotFoundError(f"There is nothing at {request.url.path}."))
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    response = error_response(RequestError(message), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _on_unexpected_error(_: Request, error: Exception) -> Response:
+    """A fault of ours. Starlette raises it again after this answer, so that the server logs it once."""
+    return error_response(EngineError("The server failed while it handled this request; the fault is ours."))

@@ -1,0 +1,277 @@
+"""The bodies that the OpenAI API accepts, and our own fields beside them: types and ranges of every parameter.
+
+One schema for both faces: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
+fields are refused, and so are parameters whose meaning is not served here, unless they hold the value that means
+"off".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from protos.errors import RequestError
+from protos.messages import VerifyMode
+
+MAX_LOGPROBS = 20
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
+
+# Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
+_NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class Body(BaseModel):
+    """Base of all bodies: JSON types are taken as they are, numbers must be finite, unknown names are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """`stream_options`. Obfuscation is accepted and not done: it pads chunks, which a client may ignore anyway."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculationFields(Body):
+    """`speculation`: one request's wishes; what is left out stays as deployed."""
+
+    enabled: bool | None = None
+    num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    verify: Annotated[VerifyMode, Field(strict=False)] | None = None
+
+
+class GenerationFields(Body):
+    """What both endpoints accept. A field that is null or left out takes the default of OpenAI's API."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Ours, named as in vLLM where it has them.
+    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    speculation: SpeculationFields | None = None
+
+    # Accepted, because they change nothing in the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Refused unless they ask for nothing (`_NOT_SERVED`).
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_served(self) -> GenerationFields:
+        for name, neutral in _NOT_SERVED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def does_include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def _check_prompt(value: object) -> object:
+    """A text, token ids, or a list of either; pydantic's message for such a union names everything but the fault."""
+    if isinstance(value, str):
+        return _refuse_empty(value, "prompt")
+    if not isinstance(value, list):
+        raise RequestError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
+    _refuse_empty(value, "prompt")
+    if all(type(item) is int for item in value):
+        return value
+    for rank, item in enumerate(value):
+        _check_one_prompt(item, f"prompt[{rank}]")
+    return value
+
+
+def _check_one_prompt(value: object, name: str) -> None:
+    is_token_ids = isinstance(value, list) and all(type(item) is int for item in value)
+    if not is_token_ids and not isinstance(value, str):
+        raise RequestError(f"{name} is neither a string nor a list of token ids.", param="prompt")
+    _refuse_empty(value, name)
+
+
+def _refuse_empty(value: object, name: str) -> object:
+    if not value:
+        raise RequestError(f"{name} is empty; send at least one token.", param="prompt")
+    return value
+
+
+class CompletionRequest(GenerationFields):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    max_tokens: TokenCount | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_best_of(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}; choosing among hidden candidates is not supported, ask for n.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several, each a text or token ids."""
+        is_single = isinstance(self.prompt, str) or type(self.prompt[0]) is int
+        return [self.prompt] if is_single else self.prompt
+
+
+def _join_text_parts(value: object) -> object:
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for rank, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f"content[{rank}] is of type {kind!r}; this model reads text only.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class ChatMessageFields(Body):
+    """One message. `developer` is OpenAI's newer name of `system`; templates know the older one."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> ChatMessageFields:
+        if self.content is None and self.role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has no content.", param="messages")
+        return self
+
+    def for_template(self) -> dict[str, object]:
+        """The message as chat templates expect it."""
+        fields = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            fields["role"] = "system"
+        return fields
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1)]
+    max_tokens: TokenCount | None = None  # OpenAI's older name of max_completion_tokens
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # read by the templates of reasoning models
+
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class TokenizeRequest(Body):
+    """The body of `/tokenize`: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True  # of a text; a chat template writes its own
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _needs_one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send either prompt or messages.", param="prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False

@@ -1,0 +1,174 @@
+"""Answers in OpenAI's form: the `openai` package's own types, with our fields beside theirs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+    chat_completion,
+    chat_completion_chunk,
+)
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
+from pydantic import BaseModel
+
+from protos.messages import SpeculationStats, TokenLogprobs
+from router.delta import Delta
+from router.tokenizer import Tokenizer
+from router.usage import Usage
+
+_MIN_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI's word for "very unlikely"
+
+
+class SpeculativeDecoding(BaseModel):
+    """What speculation did for one request; the names are vLLM's, which aiperf reads."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: dict[str, int]  # verification passes by number of accepted drafts
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_steps: int
+
+    @classmethod
+    def of(cls, stats: SpeculationStats) -> SpeculativeDecoding:
+        histogram = {str(accepted): passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
+        return cls(
+            mean_acceptance_length=stats.mean_acceptance_length,
+            draft_acceptance_rate=stats.draft_acceptance_rate,
+            acceptance_histogram=histogram,
+            num_accepted_draft_tokens=stats.num_accepted_tokens,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_spec_steps=stats.num_passes,
+        )
+
+
+class ResponseMetrics(BaseModel):
+    """`metrics` of a response body or of a stream's last chunk."""
+
+    speculative_decoding: SpeculativeDecoding | None = None
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseMetrics | None:
+        return cls(speculative_decoding=SpeculativeDecoding.of(usage.speculation)) if usage.speculation else None
+
+
+class CompletionLogprobs(Logprobs):
+    """As OpenAI's, whose servers also send null for a token without a prediction (an echoed prompt's)."""
+
+    token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
+    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+
+
+class TextChoice(CompletionChoice):
+    """A choice of `/v1/completions`; in a stream the finish reason is null until the end, as OpenAI sends it."""
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None = None  # type: ignore[assignment]
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class TextCompletion(Completion):
+    """The answer of `/v1/completions`, whole or one chunk of it."""
+
+    choices: list[TextChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+
+
+class ChatChoice(chat_completion.Choice):
+    """A choice of `/v1/chat/completions`."""
+
+    token_ids: list[int] | None = None
+
+
+class Chat(ChatCompletion):
+    """The whole answer of `/v1/chat/completions`."""
+
+    choices: list[ChatChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+
+
+class ChatChunkChoice(chat_completion_chunk.Choice):
+    """A choice in a chunk of `/v1/chat/completions`."""
+
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(ChatCompletionChunk):
+    """One chunk of a streamed `/v1/chat/completions`."""
+
+    choices: list[ChatChunkChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+
+
+def usage_object(usage: Usage) -> CompletionUsage:
+    """`usage`: accepted and rejected drafts are reported where OpenAI reports predictions."""
+    stats = usage.speculation or SpeculationStats()
+    return CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=stats.num_accepted_tokens,
+            rejected_prediction_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,
+        ),
+    )
+
+
+def completion_logprobs(delta: Delta, tokenizer: Tokenizer) -> CompletionLogprobs | None:
+    """The logprobs of `/v1/completions`: parallel lists, the alternatives by text. None if there are none."""
+    if not delta.logprobs:
+        return None
+    return CompletionLogprobs(
+        tokens=[tokenizer.token_text(token_id) for token_id in delta.token_ids],
+        token_logprobs=[_finite(position.logprob) if position else None for position in delta.logprobs],
+        top_logprobs=[_top_by_text(position, tokenizer) if position else None for position in delta.logprobs],
+        text_offset=list(delta.text_offsets),
+    )
+
+
+def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> list[ChatCompletionTokenLogprob] | None:
+    """The logprobs of `/v1/chat/completions`: one object per token, with its bytes. None if there are none."""
+    positions = [position for position in delta.logprobs if position is not None]
+    if not positions:
+        return None
+    return [
+        ChatCompletionTokenLogprob(
+            token=tokenizer.token_text(position.token_id),
+            bytes=list(tokenizer.token_bytes(position.token_id)),
+            logprob=_finite(position.logprob),
+            top_logprobs=[
+                TopLogprob(
+                    token=tokenizer.token_text(token_id),
+                    bytes=list(tokenizer.token_bytes(token_id)),
+                    logprob=_finite(logprob),
+                )
+                for token_id, logprob in position.top
+            ],
+        )
+        for position in positions
+    ]
+
+
+def chat_message(text: str) -> ChatCompletionMessage:
+    """The assistant's message."""
+    return ChatCompletionMessage(role="assistant", content=text, refusal=None)
+
+
+def _top_by_text(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    """The most likely tokens and the chosen one; of two tokens with the same text the likelier one is shown."""
+    top: dict[str, float] = {}
+    for token_id, logprob in (*position.top, (position.token_id, position.logprob)):
+        top.setdefault(tokenizer.token_text(token_id), _finite(logprob))
+    return top
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

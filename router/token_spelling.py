@@ -1,0 +1,68 @@
+"""The bytes that one token adds to the text, for the two ways in which almost every causal language model spells them.
+
+Byte-level BPE (GPT-2, Llama 3, Qwen, ...) writes each byte as one printable character. SentencePiece (Llama 2,
+Mistral, Gemma, ...) writes a space as U+2581 and a byte that has no token of its own as `<0xXX>`. In both, the text
+of a sequence is the concatenation of its tokens' bytes, so it can be decoded as it grows without looking back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+
+from tokenizers import Tokenizer as TokenizerCore
+
+Spelling = Callable[[str], bytes]
+
+_SPACE_MARK = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def find_spelling(core: TokenizerCore) -> Spelling | None:
+    """The function from a token's name to its bytes, told from the tokenizer's decoder; None for an unusual decoder."""
+    kinds = {}
+    for decoder in _decoders(core):
+        kinds[decoder["type"]] = decoder
+    if "ByteLevel" in kinds:
+        return spell_byte_level
+    if "Metaspace" in kinds or _SPACE_MARK in json.dumps(kinds.get("Replace"), ensure_ascii=False):
+        return spell_sentencepiece
+    return None
+
+
+def spell_byte_level(name: str) -> bytes:
+    """Bytes of a byte-level token; a name with a character that stands for no byte (an added token) is plain text."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in name])
+    except KeyError:
+        return name.encode()
+
+
+def spell_sentencepiece(name: str) -> bytes:
+    """Bytes of a SentencePiece token: a byte token's byte, or the text with its space marks turned into spaces."""
+    if match := _BYTE_TOKEN.fullmatch(name):
+        return bytes([int(match[1], 16)])
+    return name.replace(_SPACE_MARK, " ").encode()
+
+
+def _decoders(core: TokenizerCore) -> Iterator[dict[str, object]]:
+    if core.decoder is None:
+        return
+    pending = [json.loads(core.decoder.__getstate__())]
+    while pending:
+        decoder = pending.pop()
+        yield decoder
+        pending.extend(decoder.get("decoders", ()))
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map: a printable Latin-1 byte is its own character, the others follow from U+0100 in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(0x100) if chr(byte) not in alphabet]
+    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()

@@ -1,0 +1,50 @@
+"""Counting what a client pays for, over all choices of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.messages import GenerateRequest, SpeculationStats, TokenChunk
+from router.delta import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one client request; a prompt with several choices counts once.
+
+    `speculation` is None while no choice has reported it.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    speculation: SpeculationStats | None = None
+
+
+class UsageMeter:
+    """Adds up deltas and chunks as they come."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], num_choices_per_prompt: int) -> None:
+        self._firsts = range(0, len(requests), num_choices_per_prompt)  # the first choice of each prompt stands for it
+        self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._firsts)
+        self._num_cached = [0] * len(requests)
+        self._num_generated = [0] * len(requests)
+        self._speculation: list[SpeculationStats | None] = [None] * len(requests)
+
+    def record(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk]) -> None:
+        """Count what choice `index` gained from `batch`."""
+        self._num_generated[index] += sum(len(delta.token_ids) for delta in gained)
+        for chunk in batch:
+            self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
+            self._speculation[index] = chunk.speculation or self._speculation[index]
+
+    def usage(self) -> Usage:
+        """The sums so far."""
+        known = [stats for stats in self._speculation if stats is not None]
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(self._num_generated),
+            cached_tokens=sum(self._num_cached[index] for index in self._firsts),
+            speculation=sum(known, SpeculationStats()) if known else None,
+        )
