@@ -21,8 +21,9 @@ from engine.span import Span
 class FlatPass:
     """What one forward takes; valid for one forward, and only while the blocks of its spans stay theirs."""
 
-    input_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    num_positions: int  # one more than the largest position
     logit_rows: Tensor | None  # [R] int64; None: every row, in order
     attention: PagedAttentionPass
 
@@ -36,8 +37,9 @@ class FlatPass:
             plan_reads, spans, cache.block_size, min_view_tokens=cache.min_view_tokens, dtype=cache.dtype, device=device
         )
         return cls(
-            input_ids=torch.from_numpy(token_ids)[None].to(device),
-            position_ids=torch.from_numpy(positions)[None].to(device),
+            input_ids=torch.from_numpy(token_ids).to(device),
+            position_ids=torch.from_numpy(positions).to(device),
+            num_positions=max(span.end for span in spans),
             logit_rows=_logit_rows(spans, len(token_ids), device),
             attention=PagedAttentionPass(cache, _slots(spans, cache.block_size, device), reads),
         )

@@ -16,8 +16,8 @@ from engine.config import CacheConfig, ModelConfig
 from engine.flat_pass import FlatPass
 from engine.kv_cache import KVCache, block_bytes, pool_size
 from engine.model_loader import load_model, model_version
-from engine.packed_linear import pack_linears
-from engine.paged_model import PagedModel, max_positions
+from engine.paged_model import PagedModel
+from engine.position_limit import max_positions
 from engine.span import Span
 from protos.errors import ConfigError
 
@@ -41,9 +41,6 @@ class ModelRunner:
             torch.set_num_threads(model.num_threads)
         stock = load_model(model)
         self._model = PagedModel(stock)
-        if stock.device.type == "cpu":
-            pack_linears(stock)
-        self._model.check_agreement(cache.block_size)
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(self._model.layer_shapes, cache.block_size, stock.dtype)

@@ -1,42 +1,60 @@
 """Linear layers whose weight is reordered once for the processor's matrix kernels.
 
 oneDNN reads a reordered bf16 weight at nearly the machine's memory speed, `F.linear` at half of it for a few rows. The
-two operators are private to torch: its version is pinned, `is_packing_available` guards them, a test compares them.
+two operators are private to torch: its version is pinned, `can_pack` guards them, and a test compares both ways.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
+
 _ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 to 8, and larger passes lose nothing
+_MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, and a call of oneDNN costs 18 us alone
 
 
-def is_packing_available(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this processor multiply by reordered weights of `dtype`."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+def can_pack(weight: Tensor) -> bool:
+    """Whether this build of torch and this processor multiply by a reordered `weight`, and gain from it."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if dtype == torch.bfloat16:
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return weight.dtype == torch.float32 and weight.numel() >= _MIN_FLOAT32_ELEMENTS
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own copy of what it packs."""
+    if not can_pack(weight):
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def multiply_packed(x: Tensor) -> Tensor:
+        return multiply(x, packed, bias, "none", [], "")
+
+    return multiply_packed
 
 
 class PackedLinear(nn.Module):
-    """`F.linear(x, weight, bias)` with the weight held in oneDNN's own layout; inference only."""
+    """A linear layer around `linear_of`, to stand in for `nn.Linear` inside a stock model; inference only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
-        self.bias = bias
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        self.forward = linear_of(weight, bias)
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every linear layer of `model` by a packed one, in place; returns how many.
+    """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.
@@ -44,17 +62,17 @@ def pack_linears(model: nn.Module) -> int:
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _pack(child)
+            packed = _packed_twin(child)
             if packed is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
     return num_packed
 
 
-def _pack(module: nn.Module) -> PackedLinear | None:
-    """The packed twin of a plain linear layer; None for any other, as a subclass may compute something else."""
-    if type(module) is nn.Linear and is_packing_available(module.weight.dtype):
+def _packed_twin(module: nn.Module) -> PackedLinear | None:
+    """None for anything but a plain linear layer: a subclass may compute something else."""
+    if type(module) is nn.Linear and can_pack(module.weight):
         return PackedLinear(module.weight, module.bias)
-    if type(module) is Conv1D and is_packing_available(module.weight.dtype):  # GPT-2's linear, stored as [in, out]
+    if type(module) is Conv1D and can_pack(module.weight):  # GPT-2's linear, stored as [in, out]
         return PackedLinear(module.weight.t(), module.bias)
     return None

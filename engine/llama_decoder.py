@@ -1,0 +1,145 @@
+"""Llama-shaped models in as few operations as torch allows; every other family runs through transformers' own modules.
+
+A small model on a processor is limited by the number of operations, not by arithmetic. Here q, k and v are one product,
+gate and up another, rotary tables are computed once, and no module is called. The agreement check of `PagedModel` holds
+this forward to the stock model's logits at every start, as it does the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from engine.attention import LayerOptions
+from engine.flat_pass import FlatPass
+from engine.packed_linear import Linear, linear_of
+from engine.position_limit import max_positions
+
+_FIRST_POSITIONS = 2048
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear
+    down: Linear
+    options: LayerOptions
+
+
+class LlamaDecoder:
+    """The forward of one loaded model; takes over its weights and leaves its layers empty."""
+
+    def __init__(self, model: Any, options: Seq[LayerOptions]) -> None:
+        """`options` are what each layer passes to its attention."""
+        config = model.config
+        attention = model.model.layers[0].self_attn
+        self._head_dim = attention.head_dim
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = config.num_key_value_heads
+        self._epsilon = config.rms_norm_eps
+        self._embedding = model.model.embed_tokens.weight
+        self._rotary_embedding = model.model.rotary_emb
+        self._max_positions = max_positions(config)
+        self._rotary = self._rotary_table(_FIRST_POSITIONS)
+        self._layers = []
+        for index, layer_options in enumerate(options):
+            self._layers.append(self._take_layer(model.model.layers[index], layer_options))
+            model.model.layers[index] = nn.Identity()
+        self._final_norm = model.model.norm.weight
+        self._lm_head = linear_of(model.lm_head.weight, model.lm_head.bias)
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        config = model.config
+        return config.model_type in _FAMILIES and config.hidden_act == "silu"
+
+    def logits(self, flat_pass: FlatPass) -> Tensor:
+        """Logits of the pass's rows, [R, V]."""
+        hidden = F.embedding(flat_pass.input_ids, self._embedding)  # [T, hidden]
+        if flat_pass.num_positions > self._rotary.shape[0]:
+            self._rotary = self._rotary_table(2 * flat_pass.num_positions)
+        rotary = self._rotary.index_select(0, flat_pass.position_ids)  # [T, 2, D]
+        cos, sin = rotary[:, :1], rotary[:, 1:]
+        for index, layer in enumerate(self._layers):
+            hidden = hidden + self._attend(index, layer, hidden, cos, sin, flat_pass)
+            hidden = hidden + self._feed_forward(layer, hidden)
+        if flat_pass.logit_rows is not None:
+            hidden = hidden.index_select(0, flat_pass.logit_rows)
+        return self._lm_head(self._norm(hidden, self._final_norm))
+
+    def _attend(
+        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: FlatPass
+    ) -> Tensor:
+        num_rows = hidden.shape[0]
+        num_rotated = self._num_heads + self._num_kv_heads
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(num_rows, -1, self._head_dim)
+        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]  # [T, Hq + H, D], [T, H, D]
+        if layer.head_norm is not None:
+            query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._epsilon) * layer.head_norm
+        query_key = _rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
+        attended = flat_pass.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
+        return layer.output(attended.reshape(num_rows, -1))
+
+    def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
+
+    def _rotary_table(self, num_positions: int) -> Tensor:
+        """Cosines and sines [positions, 2, D] by the model's own rotary module, the first half of the sines negated.
+
+        Never longer than `max_positions`: past it some rotary scalings change the early positions too.
+        """
+        num_positions = min(num_positions, self._max_positions or num_positions)
+        positions = torch.arange(num_positions, device=self._embedding.device)[None]
+        cos, sin = self._rotary_embedding(self._embedding, positions)  # [1, positions, D]
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        return torch.stack((cos[0], sin[0]), dim=1)
+
+    def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return _Layer(
+            input_norm=layer.input_layernorm.weight,
+            qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norm=self._head_norm(attention),
+            output=linear_of(attention.o_proj.weight, attention.o_proj.bias),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+            down=linear_of(mlp.down_proj.weight, mlp.down_proj.bias),
+            options=options,
+        )
+
+    def _head_norm(self, attention: Any) -> Tensor | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        query, key = attention.q_norm.weight, attention.k_norm.weight
+        return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
+
+
+def _joined(*linears: nn.Linear) -> Linear:
+    """One product in place of several with the same input; outputs lie side by side."""
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    return linear_of(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [T, heads, D]; sin's sign makes up for the halves that change places."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)

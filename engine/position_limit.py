@@ -1,0 +1,20 @@
+"""How far a model's positions reach before a token's law would depend on the sequences computed beside it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Positions a model may use without a token's law depending on its batch mates; None where nothing limits them.
+
+    Rotary scalings that depend on the longest sequence of a pass are held below the length where they begin to change,
+    and chunked attention below its first chunk.
+    """
+    config = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "attention_chunk_size")
+    limits = [getattr(config, name, None) for name in names]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limits.append(rope.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
