@@ -166,7 +166,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Abort everything; a second call finds nothing to do."""
+        """Abort everything that waits or runs; a second call finds nothing to do."""
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
 

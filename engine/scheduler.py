@@ -130,7 +130,10 @@ class Scheduler:
         return None if sequence is None else self._end(sequence, Cut((), FinishReason.ABORT))
 
     def schedule(self) -> Batch:
-        """Plan one step. All slots it writes are reserved, and the prefixes it completes are published."""
+        """Plan one step. All slots it writes are reserved, and the prefixes it completes are published.
+
+        The step must then be computed and committed: nothing is added or aborted in between.
+        """
         self._expire()
         num_preemptions = self.num_preemptions
         verifications = self._verification_shares(self._secure_ready())
@@ -143,15 +146,14 @@ class Scheduler:
         """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
 
         Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave
-        nothing behind: the next pass writes their slots again. A sequence aborted since `schedule` is skipped.
+        nothing behind: the next pass writes their slots again.
         """
         chunks, self._ended = self._ended, []
         sampled = batch.sampled
         for share in batch.shares[len(sampled) :]:
             share.sequence.num_computed_tokens = share.start + share.num_tokens
         for share, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
-            if share.sequence.status is SequenceStatus.RUNNING:
-                chunks.append(self._commit_pass(share.sequence, num_proposed, outcome))
+            chunks.append(self._commit_pass(share.sequence, num_proposed, outcome))
         return chunks
 
     def check_integrity(self) -> None:
@@ -250,8 +252,8 @@ class Scheduler:
         cut = cut_output(sequence, outcome.token_ids)
         num_accepted = min(outcome.num_accepted, len(cut.token_ids))
         sequence.record_pass(num_proposed, num_accepted)
-        sequence.num_computed_tokens = len(sequence.token_ids) + num_accepted
         sequence.token_ids += cut.token_ids
+        sequence.num_computed_tokens = len(sequence.token_ids) - 1
         logprobs = outcome.logprobs[: len(cut.token_ids)]
         if cut.finish_reason is None:
             return chunk_of(sequence, cut, logprobs)

@@ -81,6 +81,7 @@ def test_released_blocks_are_found_again() -> None:
     first = run(blocks, make_sequence(*range(10)))
     table = list(first.block_table)
     blocks.release(first)
+    assert (first.block_table, first.num_named_blocks, first.num_computed_tokens) == ([], 0, 0)
     assert blocks.num_free_blocks == 4
     second = make_sequence(*range(12))
     assert blocks.adopt_prefix(second) == 8
