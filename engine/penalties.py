@@ -6,7 +6,9 @@ wrong: the second draft would be judged by another law than plain decoding uses 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ def has_penalties(row: Row) -> bool:
 
 def penalize(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """Repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI has them; `[R, V]` -> `[R, V]`."""
-    generated = _count(rows, scores.shape[1], in_prompt=False).to(scores)  # [R, V]
+    generated = _count_generated(rows, scores)  # [R, V]
     if any(row.sampling.repetition_penalty != 1.0 for row in rows):
-        is_seen = (generated + _count(rows, scores.shape[1], in_prompt=True).to(scores)) > 0
+        is_seen = (generated + _count_prompt(rows, scores)) > 0
         repetition = _column([row.sampling.repetition_penalty for row in rows], scores)
         scores = torch.where(is_seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
     frequency = _column([row.sampling.frequency_penalty for row in rows], scores)
@@ -31,23 +33,36 @@ def penalize(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return scores - frequency * generated - presence * (generated > 0)
 
 
-def _count(rows: Seq[Row], num_tokens: int, *, in_prompt: bool) -> Tensor:
-    """How often each token occurs in each row's prompt, or after it: `[R, V] int64`."""
-    committed: dict[int, Tensor] = {}  # rows of one sequence share their list of committed tokens
-    counts = []
+def _count_generated(rows: Seq[Row], like: Tensor) -> Tensor:
+    """How often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
+    counts = _count_by_sequence(rows, like, lambda row: row.token_ids[row.num_prompt_tokens :])
+    if any(row.draft_ids for row in rows):
+        counts += _histograms([row.draft_ids for row in rows], like)
+    return counts
+
+
+def _count_prompt(rows: Seq[Row], like: Tensor) -> Tensor:
+    return _count_by_sequence(rows, like, lambda row: row.token_ids[: row.num_prompt_tokens])
+
+
+def _count_by_sequence(rows: Seq[Row], like: Tensor, part: Callable[[Row], Seq[int]]) -> Tensor:
+    """Count one part of the committed tokens once per sequence, for all of its rows: `[R, V]`."""
+    first_rows: dict[int, Row] = {}  # rows of one sequence share their list of committed tokens
     for row in rows:
-        if id(row.token_ids) not in committed:
-            part = row.token_ids[: row.num_prompt_tokens] if in_prompt else row.token_ids[row.num_prompt_tokens :]
-            committed[id(row.token_ids)] = _histogram(part, num_tokens)
-        count = committed[id(row.token_ids)]
-        counts.append(count if in_prompt or not row.draft_ids else count + _histogram(row.draft_ids, num_tokens))
-    return torch.stack(counts)
+        first_rows.setdefault(id(row.token_ids), row)
+    counts = _histograms([part(row) for row in first_rows.values()], like)  # [sequences, V]
+    places = {key: place for place, key in enumerate(first_rows)}
+    return counts[[places[id(row.token_ids)] for row in rows]]
 
 
-def _histogram(token_ids: Seq[int], num_tokens: int) -> Tensor:
-    """Occurrences of [0, num_tokens); others are left out, for a draft model may know fewer tokens."""
-    ids = torch.tensor(token_ids, dtype=torch.int64)
-    return torch.bincount(ids[ids < num_tokens], minlength=num_tokens)
+def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
+    """Occurrences of each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
+    num_tokens = like.shape[1]
+    token_ids = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=like.device)
+    sizes = torch.tensor([len(part) for part in parts], device=like.device)
+    places = torch.arange(len(parts), device=like.device).repeat_interleave(sizes) * num_tokens + token_ids
+    counts = torch.bincount(places[token_ids < num_tokens], minlength=len(parts) * num_tokens)
+    return counts.view(len(parts), num_tokens).to(like.dtype)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed these last few tokens before may follow them again (arXiv:2304.04487).
+"""Prompt lookup: what followed these last few tokens before may follow them again (Saxena 2023).
 
 No model and no GPU. The draft is a function of the prefix, so both verification modes treat it as certain (q one-hot).
 """
