@@ -31,6 +31,6 @@ class Vocabulary:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.size:
             unknown_id = token_ids[self.num_known(token_ids)]
             raise RequestError(
-                f"{param} has token id {unknown_id}, but the model's are 0 to {self.size - 1}; encode with its tokenizer",
+                f"{param} has token id {unknown_id}, but the model's are 0 to {self.size - 1}; use its tokenizer",
                 param=param,
             )

@@ -1,7 +1,8 @@
-"""A model of twenty lines for the engine's bookkeeping: its KV is the token ids themselves, so a wrong block is seen at once."""
+"""A model of twenty lines: its KV is the token ids themselves, so reading a wrong block is seen at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
@@ -40,7 +41,7 @@ def logits_after(prefix: Seq[int | None], vocab_size: int) -> Tensor:
 
 
 class FakeRunner:
-    """Stands where `ModelRunner` does; `num_passes` and `spans` tell what was asked of it."""
+    """Stands where `ModelRunner` does; `spans` is what it was last asked for."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 16) -> None:
         self.vocab_size = vocab_size
@@ -62,7 +63,7 @@ class FakeRunner:
 class ScriptedProposer:
     """Proposes what `draft_of(sequence, max_tokens)` says and remembers what it was told."""
 
-    def __init__(self, draft_of: object) -> None:
+    def __init__(self, draft_of: Callable[[Sequence, int], Iterable[int]]) -> None:
         self._draft_of = draft_of
         self.opened: list[str] = []
         self.closed: list[str] = []

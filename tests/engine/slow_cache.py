@@ -1,4 +1,4 @@
-"""The block manager's rules told slowly: prefixes instead of keys, counts instead of tables, a scan instead of every index."""
+"""The block manager's rules told slowly: prefixes instead of keys, counts instead of tables, scans instead of indices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ ROOT = root_key("model")
 def test_keys_are_what_they_were_when_first_released() -> None:
     root = root_key("model", "tenant")
     assert root.hex() == "eaff68a967bce82b6ce53dfad9e99967"
-    assert [key.hex() for key in block_keys([1, 2, 3, 4, 5], 2, root)] == ["6d4e74fda564042776584f0e3eb541bb", "4741e5c70f36dd1dbdff05b41054efdc"]
+    assert [key.hex() for key in block_keys([1, 2, 3, 4, 5], 2, root)] == [
+        "6d4e74fda564042776584f0e3eb541bb",
+        "4741e5c70f36dd1dbdff05b41054efdc",
+    ]
 
 
 @given(TOKENS, st.integers(1, 8))

@@ -233,7 +233,8 @@ def test_rejected_slots_are_written_again_by_the_next_pass() -> None:
     bench.step(num_right=0)
     table = list(sequence.block_table)
     assert len(table) == 3, "the surplus stays reserved"
-    assert shares_of(batch := bench.scheduler.schedule()) == [("0", 4, 1, 6)]
+    batch = bench.scheduler.schedule()
+    assert shares_of(batch) == [("0", 4, 1, 6)]
     assert sequence.block_table == table
     bench.finish(batch)
 
@@ -491,7 +492,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.restart(6, 3, 10, 20, True)
 
     @rule(
-        prompt=st.builds(lambda size, tail: [*range(size), *tail], st.integers(1, 14), st.lists(st.just(0), max_size=4)),
+        prompt=st.builds(
+            lambda size, tail: [*range(size), *tail], st.integers(1, 14), st.lists(st.just(0), max_size=4)
+        ),
         max_tokens=st.integers(0, 12),
         num_drafts=st.integers(0, 6),
         priority=st.integers(0, 1),
@@ -562,7 +565,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_plan(self, batch: Batch, before: list[Sequence]) -> None:
         num_tokens = sum(share.num_tokens + share.max_draft_tokens for share in batch.shares)
         assert num_tokens <= self.bench.max_tokens_per_step
-        assert [share.is_sampled for share in batch.shares] == sorted((s.is_sampled for s in batch.shares), reverse=True)
+        assert [share.is_sampled for share in batch.shares] == sorted(
+            (s.is_sampled for s in batch.shares), reverse=True
+        )
         assert all(share.is_sampled or share.max_draft_tokens == 0 for share in batch.shares)
         assert len({share.sequence.request_id for share in batch.shares}) == len(batch.shares)
         planned = [share.sequence for share in batch.shares]

@@ -1,0 +1,298 @@
+"""The engine around a fake model whose KV is its tokens, and the documented example around a real one."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.engine_core
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig, SpeculationConfig
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.none import NoProposer
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.span import Span
+from engine.verifier.verifier import Verifier
+from protos.errors import EngineError, RequestError
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
+from tests.engine.checkpoints import write_checkpoint
+from tests.engine.fakes import FakeRunner, ScriptedProposer, logits_after
+
+V = 16
+PROMPTS = [(1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8), (4,), (9,) * 11]
+
+
+def make_core(
+    proposer: Proposer | None = None,
+    *,
+    runner: FakeRunner | None = None,
+    num_blocks: int = 64,
+    num_drafts: int = 4,
+    max_tokens_per_step: int = 256,
+    enable_prefix_caching: bool = True,
+) -> EngineCore:
+    blocks = BlockManager(num_blocks, 4, "m", enable_prefix_caching=enable_prefix_caching)
+    return EngineCore(
+        runner or FakeRunner(num_blocks, 4, V),
+        Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
+        blocks,
+        proposer or NoProposer(),
+        Verifier(Sampler()),
+        SpeculationConfig(num_drafts),
+    )
+
+
+def request(
+    name: str, prompt: Iterable[int] = (1, 2, 3), *, k: int | None = None, **sampling: object
+) -> GenerateRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(name, tuple(prompt), params, SpeculationParams(num_tokens=k))
+
+
+def run(core: EngineCore) -> list[TokenChunk]:
+    chunks: list[TokenChunk] = []
+    for _ in range(1000):
+        if not core.has_work:
+            return chunks
+        chunks += core.step()
+        core.scheduler.check_integrity()
+    raise AssertionError("the engine makes no progress")
+
+
+def outputs(chunks: Iterable[TokenChunk]) -> dict[str, list[int]]:
+    texts: dict[str, list[int]] = {}
+    for chunk in chunks:
+        texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    return texts
+
+
+def greedy(prompt: Seq[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(logits_after(tokens, V).argmax()))
+    return tokens[len(prompt) :]
+
+
+def right(sequence: Sequence, max_tokens: int) -> list[int]:
+    return greedy(sequence.token_ids, max_tokens)
+
+
+def wrong(sequence: Sequence, max_tokens: int) -> list[int]:
+    return [(token + 1) % V for token in right(sequence, max_tokens)]
+
+
+def half_right(sequence: Sequence, max_tokens: int) -> list[int]:
+    return [*right(sequence, 2), 0, 0, 0, 0][:max_tokens]
+
+
+def senseless(sequence: Sequence, max_tokens: int) -> list[int]:
+    return [*right(sequence, 1), V, -1, 3, 10**9, 5, 5, 5]
+
+
+DRAFTERS = [right, wrong, half_right, senseless]
+
+
+def test_greedy_output_is_the_argmax_chain() -> None:
+    core = make_core()
+    for index, prompt in enumerate(PROMPTS):
+        core.add(request(str(index), prompt))
+    assert outputs(run(core)) == {str(i): greedy(prompt, 8) for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft_of", DRAFTERS)
+@pytest.mark.parametrize(
+    ("num_blocks", "budget", "is_caching"), [(64, 256, True), (8, 256, True), (64, 5, False), (9, 7, True)]
+)
+def test_drafts_pool_budget_and_cache_change_no_token(
+    draft_of: Callable[[Sequence, int], list[int]], temperature: float, num_blocks: int, budget: int, is_caching: bool
+) -> None:
+    plain = make_core(enable_prefix_caching=False)
+    other = make_core(
+        ScriptedProposer(draft_of), num_blocks=num_blocks, max_tokens_per_step=budget, enable_prefix_caching=is_caching
+    )
+    for core in (plain, other):
+        for index, prompt in enumerate(PROMPTS):
+            core.add(request(str(index), prompt, temperature=temperature, max_tokens=12, seed=index))
+    assert outputs(run(other)) == outputs(run(plain))
+
+
+def test_right_drafts_save_passes() -> None:
+    core = make_core(ScriptedProposer(right))
+    core.add(request("a", max_tokens=11))
+    run(core)
+    stats = core.stats()
+    assert stats.times.num_steps == 3, "one prefill, then twice four drafts and a bonus"
+    assert (stats.drafts.num_drafts, stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens) == (2, 8, 8)
+    assert stats.drafts.num_accepted_tokens_per_pos == (2, 2, 2, 2)
+    assert stats.drafts.acceptance_length == 5.0
+
+
+def test_ids_outside_the_vocabulary_never_reach_the_model() -> None:
+    runner = FakeRunner(64, 4, V)
+    core = make_core(ScriptedProposer(senseless), runner=runner)
+    core.add(request("a", max_tokens=6))
+    while core.has_work:
+        core.step()
+        assert all(0 <= token < V for span in runner.spans for token in span.token_ids)
+    drafts = core.stats().drafts
+    assert (drafts.num_invalid_tokens, drafts.num_draft_tokens) == (drafts.num_drafts, drafts.num_drafts)
+
+
+def test_a_draft_is_cut_to_what_was_planned() -> None:
+    runner = FakeRunner(64, 4, V)
+    core = make_core(ScriptedProposer(lambda sequence, max_tokens: [1] * 50), runner=runner, num_drafts=3)
+    core.add(request("a", max_tokens=20))
+    core.step()
+    core.step()
+    assert [len(span.token_ids) for span in runner.spans] == [4]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        (SpeculationParams(), 4),
+        (SpeculationParams(num_tokens=2), 2),
+        (SpeculationParams(num_tokens=9), 4),
+        (SpeculationParams(num_tokens=0), 0),
+        (SpeculationParams(enabled=False), 0),
+    ],
+)
+def test_a_request_chooses_its_drafts_within_the_deployments_limit(
+    speculation: SpeculationParams, expected: int
+) -> None:
+    asked: list[int] = []
+    proposer = ScriptedProposer(lambda sequence, max_tokens: asked.append(max_tokens) or ())
+    core = make_core(proposer)
+    core.add(GenerateRequest("a", (1, 2), SamplingParams(max_tokens=30), speculation))
+    core.step()
+    core.step()
+    assert asked == ([expected] if expected else [])
+    assert proposer.opened == (["a"] if expected else [])
+
+
+def test_a_proposer_hears_of_every_life_from_open_to_close() -> None:
+    proposer = ScriptedProposer(right)
+    core = make_core(proposer)
+    core.add(request("short", max_tokens=3))
+    core.add(request("long", max_tokens=30))
+    core.step()
+    assert proposer.committed == ["short", "long"]
+    core.step()
+    assert (proposer.closed, proposer.committed) == (["short"], ["short", "long", "long"])
+    core.abort("long")
+    assert (proposer.opened, proposer.closed) == (["short", "long"], ["short", "long"])
+
+
+def test_logprobs_follow_the_tokens() -> None:
+    core = make_core(ScriptedProposer(half_right))
+    core.add(request("a", max_tokens=7, num_logprobs=2))
+    chunks = run(core)
+    assert all([entry.token_id for entry in chunk.logprobs] == list(chunk.token_ids) for chunk in chunks)
+    tokens = [1, 2, 3]
+    for entry in (entry for chunk in chunks for entry in chunk.logprobs):
+        assert entry.logprob == pytest.approx(float(logits_after(tokens, V).log_softmax(0)[entry.token_id]), abs=1e-5)
+        tokens.append(entry.token_id)
+
+
+def test_unknown_token_ids_are_refused() -> None:
+    core = make_core()
+    for bad, param in [
+        (request("a", (1, V)), "prompt"),
+        (request("b", (-1,)), "prompt"),
+        (request("c", logit_bias=((V + 3, 1.0),)), "logit_bias"),
+        (request("d", bad_words=((1, 99),)), "bad_words"),
+        (request("e", stop_token_ids=(V,)), "stop_token_ids"),
+    ]:
+        with pytest.raises(RequestError, match="the model's are 0 to 15") as caught:
+            core.add(bad)
+        assert caught.value.param == param
+    assert not core.has_work
+
+
+class BrokenRunner(FakeRunner):
+    def forward(self, spans: Seq[Span]) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_failed_step_is_logged_once_and_stops_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    core = make_core(runner=BrokenRunner(64, 4, V))
+    core.add(request("a"))
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="out of memory"):
+        core.step()
+    assert len(caplog.records) == 1
+    with pytest.raises(EngineError, match="failed in an earlier step"):
+        core.step()
+    with pytest.raises(EngineError):
+        core.add(request("b"))
+
+
+def test_stats_show_queue_pool_and_cache() -> None:
+    core = make_core(max_tokens_per_step=12)
+    core.add(request("a", range(10)))
+    core.add(request("b", range(10)))
+    core.step()
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_queued_prefill_tokens) == (2, 0, 0)
+    assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (20, 8)
+    assert stats.kv_usage == stats.num_used_blocks / 64 == 4 / 64
+    run(core)
+    assert core.stats().kv_usage == 0.0
+
+
+def test_times_add_up_over_steps() -> None:
+    core = make_core()
+    core.add(request("a"))
+    core.step()
+    first = core.stats().times
+    assert first == core.last_times
+    run(core)
+    total = core.stats().times
+    assert (total - first).num_steps == total.num_steps - 1
+    assert total.total_s > first.total_s > first.forward_s > 0.0
+
+
+def test_close_frees_every_block_and_can_be_called_twice() -> None:
+    core = make_core()
+    core.add(request("a", range(10)))
+    core.step()
+    core.close()
+    core.close()
+    assert not core.has_work
+    assert core.stats().num_used_blocks == 0
+
+
+def test_abort_returns_the_last_chunk() -> None:
+    core = make_core(ScriptedProposer(right))
+    core.add(request("a", max_tokens=50))
+    for _ in range(2):
+        core.step()
+    chunk = core.abort("a")
+    assert chunk is not None
+    assert chunk.finish_reason is FinishReason.ABORT
+    assert chunk.speculation is not None
+    assert chunk.speculation.num_accepted_tokens == 4
+    assert core.abort("a") is None
+
+
+def test_the_documented_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    write_checkpoint(tmp_path / "model", seed=0)
+    documentation = engine.engine_core.__doc__
+    assert documentation is not None
+    example = textwrap.dedent(documentation.split("\n\n", 2)[2]).replace("models/demo/target", str(tmp_path / "model"))
+    exec(example, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert lines[-1].startswith("first (")
+    assert lines[-1].endswith("length")
