@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.delta import Delta
 from router.detokenizer import make_detokenizer
@@ -22,7 +24,7 @@ class ChoiceText:
         request: GenerateRequest,
         tokenizer: Tokenizer,
         *,
-        stop_strings: tuple[str, ...] = (),
+        stop_strings: Sequence[str] = (),
         skip_special_tokens: bool = True,
         num_echoed_characters: int = 0,
     ) -> None:

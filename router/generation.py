@@ -79,7 +79,7 @@ class Generation:
             index,
             request,
             self._tokenizer,
-            stop_strings=self.fields.stop_strings,
+            stop_strings=self.fields.stop or (),
             skip_special_tokens=self.fields.skip_special_tokens is not False,
             num_echoed_characters=len(echo.text) if echo else 0,
         )

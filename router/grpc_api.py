@@ -182,8 +182,8 @@ class GrpcApi:
         self._service.metrics.count_request("grpc", operation, code.name)
         if error.retry_after_s is not None:
             context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
-        if isinstance(context, grpc.aio.ServicerContext):
-            await context.abort(code, error.message)
+        if (abort := getattr(context, "abort", None)) is not None:
+            await abort(code, error.message)
         context.set_code(code)
         context.set_details(error.message)
         raise error
@@ -191,7 +191,8 @@ class GrpcApi:
 
 def _remaining_s(context: CallContext) -> float | None:
     """Seconds until the call's deadline, where the context knows it."""
-    return context.time_remaining() if isinstance(context, grpc.aio.ServicerContext) else None
+    time_remaining = getattr(context, "time_remaining", None)
+    return None if time_remaining is None else time_remaining()
 
 
 def _choice(choice: Delta, generation: Generation) -> pb2.Choice:

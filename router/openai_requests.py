@@ -62,6 +62,10 @@ class SpeculationFields(Body):
     verify: Annotated[VerifyMode, Field(strict=False)] | None = None
 
 
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 class GenerationFields(Body):
     """What both endpoints accept. A field that is null or left out takes the default of OpenAI's API."""
 
@@ -73,7 +77,7 @@ class GenerationFields(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -118,12 +122,6 @@ class GenerationFields(Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def does_include_usage(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from typing import cast
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -34,8 +35,7 @@ class ServeBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """One sequence's chunks; the pair's generator is cancelled when this one is closed early."""
-        stream = self._generate.remote(request)
-        assert isinstance(stream, DeploymentResponseGenerator)
+        stream = cast(DeploymentResponseGenerator, self._generate.remote(request))
         is_finished = False
         try:
             async for item in stream:

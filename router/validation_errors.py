@@ -38,7 +38,7 @@ _LIMITS = {
 def as_request_error(error: ValidationError, schema: type[BaseModel]) -> RequestError:
     """The first violation that pydantic found, as an error for the client."""
     details = error.errors(include_url=False)[0]
-    path = [part for part in details["loc"] if not _is_union_branch(part)]
+    path = list(details["loc"])
     param = ".".join(map(str, path)) or None
     return RequestError(_message(details, param, path, schema), param=param)
 
@@ -57,11 +57,6 @@ def _message(details: ErrorDetails, param: str | None, path: list[str | int], sc
     if limit is None:
         return f"{param} is {_shown(details['input'])}: {details['msg']}."
     return f"{param} is {_shown(details['input'])}; it must be {limit.format(**details.get('ctx', {}))}."
-
-
-def _is_union_branch(part: str | int) -> bool:
-    """Pydantic names the branch of a union that it tried; a client knows nothing of branches."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
 
 
 def _shown(value: object) -> str:

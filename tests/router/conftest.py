@@ -10,7 +10,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from tests.router.fake_backend import FakeBackend
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -22,6 +21,7 @@ from router.metrics import IngressMetrics
 from router.openai_api import build_app
 from router.tokenizer import Tokenizer
 from router.tokenizer_files import TokenizerFiles
+from tests.router.fake_backend import FakeBackend
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"

@@ -32,7 +32,7 @@ def say(*token_ids: int) -> NextToken:
 
 @dataclass
 class FakeBackend:
-    """Commits `tokens_per_step` tokens per step; `failures` are raised, in order, after `fail_after` tokens of a stream."""
+    """Commits `tokens_per_step` at a time; `failures` are raised, in order, after `fail_after` tokens of a stream."""
 
     next_token: NextToken = count_up
     tokens_per_step: int = 2
@@ -44,16 +44,25 @@ class FakeBackend:
     requests: list[GenerateRequest] = field(default_factory=list)
     num_running: int = 0
     num_closed: int = 0
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         self.requests.append(request)
         self.num_running += 1
+        self._idle.clear()
         try:
             async for chunk in self._run(request):
                 yield [chunk]
         finally:
             self.num_running -= 1
             self.num_closed += 1
+            if self.num_running == 0:
+                self._idle.set()
+
+    async def until_idle(self) -> None:
+        """Returns once nothing runs; the time-out says that something was never closed."""
+        async with asyncio.timeout(5):
+            await self._idle.wait()
 
     async def _run(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
@@ -64,7 +73,11 @@ class FakeBackend:
             await asyncio.sleep(self.step_s)
             new: list[int] = []
             stop = None
-            while len(new) < self.tokens_per_step and stop is None and len(tokens) - num_prompt < request.sampling.max_tokens:
+            while (
+                len(new) < self.tokens_per_step
+                and stop is None
+                and len(tokens) - num_prompt < request.sampling.max_tokens
+            ):
                 new.append(self.next_token(request, tokens))
                 tokens.append(new[-1])
                 stop = new[-1] if new[-1] in request.sampling.stop_token_ids else None

@@ -1,0 +1,50 @@
+"""gRPC messages and plain data say the same."""
+
+from __future__ import annotations
+
+from protos import convert
+from protos import outrider_pb2 as pb2
+from protos.messages import SpeculationStats, TokenLogprobs
+
+
+def test_only_what_is_set_becomes_a_field() -> None:
+    assert convert.request_fields(pb2.GenerateRequest(model="m")) == {"model": "m"}
+    request = pb2.GenerateRequest(model="m", prompt="", temperature=0, n=1, echo=False)
+    assert convert.request_fields(request) == {"model": "m", "prompt": "", "temperature": 0.0, "n": 1, "echo": False}
+
+
+def test_fields_have_the_shape_of_the_json_body() -> None:
+    request = pb2.GenerateRequest(
+        prompt_token_ids=[1, 2],
+        stop=["a"],
+        logit_bias={5: -1.5},
+        speculation=pb2.Speculation(enabled=False, verify="coupled"),
+    )
+    assert convert.request_fields(request) == {
+        "prompt": [1, 2],
+        "stop": ["a"],
+        "logit_bias": {"5": -1.5},
+        "speculation": {"enabled": False, "verify": "coupled"},
+    }
+
+
+def test_every_request_field_is_one_of_the_http_body() -> None:
+    from router.openai_requests import CompletionRequest
+
+    names = {field.name for field in pb2.GenerateRequest.DESCRIPTOR.fields} - {"prompt_token_ids"}
+    assert names <= set(CompletionRequest.model_fields)
+
+
+def test_logprobs_keep_their_order() -> None:
+    message = convert.logprobs_message(TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))
+    assert (message.token_id, message.logprob) == (3, -0.5)
+    assert [(top.token_id, top.logprob) for top in message.top] == [(3, -0.5), (4, -1.0)]
+
+
+def test_speculation_is_summed_up() -> None:
+    message = convert.speculation_message(SpeculationStats(8, 5, (1, 0, 1, 1)))
+    assert message.mean_acceptance_length == 1 + 5 / 3
+    assert message.draft_acceptance_rate == 5 / 8
+    assert dict(message.acceptance_histogram) == {0: 1, 2: 1, 3: 1}
+    assert (message.num_accepted_draft_tokens, message.num_draft_tokens, message.num_spec_steps) == (5, 8, 3)
+    assert convert.speculation_message(SpeculationStats()).mean_acceptance_length == 0

@@ -1,0 +1,288 @@
+"""The gRPC face behind a real grpc.aio server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from protos import outrider_pb2 as pb2
+from protos import outrider_pb2_grpc
+from protos.errors import EngineError, OverloadedError, UnavailableError
+from protos.messages import VerifyMode
+from router.api_keys import ApiKeys
+from router.generation_service import GenerationService
+from router.grpc_api import SERVICE_NAME, GrpcApi
+from tests.router.fake_backend import FakeBackend
+
+
+class Servicer:
+    """The methods of the Serve deployment, with grpc.aio's own context."""
+
+    def __init__(self, api: GrpcApi) -> None:
+        self.Generate = api.generate
+        self.GenerateStream = api.generate_stream
+        self.Tokenize = api.tokenize
+        self.GetModel = api.get_model
+        self.Check = api.check
+        self.Watch = api.watch
+        self.List = api.check
+
+
+async def serve(service: GenerationService, api_keys: ApiKeys) -> tuple[grpc.aio.Server, grpc.aio.Channel]:
+    server = grpc.aio.server()
+    servicer = Servicer(GrpcApi(service, api_keys))
+    outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+
+
+@pytest.fixture
+async def channel(service: GenerationService) -> AsyncIterator[grpc.aio.Channel]:
+    server, channel = await serve(service, ApiKeys())
+    async with channel:
+        yield channel
+    await server.stop(None)
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> outrider_pb2_grpc.GenerationStub:
+    return outrider_pb2_grpc.GenerationStub(channel)
+
+
+def ids(text: str) -> list[int]:
+    return [byte + 1 for byte in text.encode()]
+
+
+async def test_generate_answers_whole(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    answer = await stub.Generate(pb2.GenerateRequest(model="fake", prompt="abc", max_tokens=5, n=2))
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
+        (0, "defgh", "length"),
+        (1, "efghi", "length"),
+    ]
+    assert list(answer.choices[0].token_ids) == ids("defgh")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.cached_tokens) == (3, 10, 13, 1)
+    assert usage.accepted_prediction_tokens == usage.speculative_decoding.num_accepted_draft_tokens == 4
+    assert usage.speculative_decoding.acceptance_histogram == {1: 6}
+
+
+async def test_generate_stream_answers_in_pieces(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    request = pb2.GenerateRequest(model="fake", prompt_token_ids=ids("abc"), max_tokens=5, logprobs=1)
+    chunks = [chunk async for chunk in stub.GenerateStream(request)]
+    assert [chunk.text for chunk in chunks] == ["de", "fg", "h"]
+    assert [chunk.finish_reason for chunk in chunks] == ["", "", "length"]
+    assert [chunk.HasField("usage") for chunk in chunks] == [False, False, True]
+    assert chunks[0].logprobs[0].top[0].token_id == ids("d")[0]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_several_choices_stream_with_their_index(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    texts = ["", ""]
+    async for chunk in stub.GenerateStream(pb2.GenerateRequest(model="fake", prompt="abc", max_tokens=4, n=2)):
+        texts[chunk.index] += chunk.text
+    assert texts == ["defg", "efgh"]
+
+
+async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend) -> None:
+    await stub.Generate(
+        pb2.GenerateRequest(
+            model="fake",
+            prompt="abc",
+            max_tokens=9,
+            min_tokens=2,
+            seed=-4,
+            temperature=0,
+            top_p=0.9,
+            top_k=4,
+            min_p=0.05,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            logit_bias={7: 3, 5: -100},
+            bad_words=["no"],
+            stop_token_ids=[9],
+            ignore_eos=True,
+            logprobs=0,
+            cache_salt="tenant",
+            priority=-3,
+            timeout_s=30,
+            user="me",
+            speculation=pb2.Speculation(enabled=False, num_tokens=2, verify="rejection"),
+        )
+    )
+    [request] = backend.requests
+    sampling = request.sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        -4,
+        0.0,
+        4,
+        0.9,
+        0.05,
+    )
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.1, 0.2)
+    assert sampling.logit_bias == ((5, -100.0), (7, 3.0))
+    assert sampling.stop_token_ids == (9,)
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 0)
+    assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.REJECTION)
+    assert (request.cache_salt, request.priority) == ("tenant", -3)
+    assert 29 < request.timeout_s <= 30
+
+
+async def test_stop_and_echo_work_as_over_http(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    answer = await stub.Generate(
+        pb2.GenerateRequest(model="fake", prompt="abc", stop=["fg"], echo=True, return_token_ids=False)
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcde", "stop")
+    assert list(answer.choices[0].token_ids) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (pb2.GenerateRequest(model="other", prompt="a"), "NOT_FOUND", ["'other'", "'fake'"]),
+        (pb2.GenerateRequest(prompt="a"), "INVALID_ARGUMENT", ["model"]),
+        (pb2.GenerateRequest(model="fake"), "INVALID_ARGUMENT", ["prompt"]),
+        (pb2.GenerateRequest(model="fake", prompt=""), "INVALID_ARGUMENT", ["empty"]),
+        (pb2.GenerateRequest(model="fake", prompt_token_ids=[1, 300]), "INVALID_ARGUMENT", ["300"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", temperature=float("nan")), "INVALID_ARGUMENT", ["nan"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", top_p=1.5), "INVALID_ARGUMENT", ["top_p", "1.5", "at most 1"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", max_tokens=5000), "INVALID_ARGUMENT", ["128", "5001"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", n=100), "INVALID_ARGUMENT", ["100", "8"]),
+    ],
+)
+async def test_bad_requests_end_with_their_code_and_the_limit(
+    stub: outrider_pb2_grpc.GenerationStub, request_: pb2.GenerateRequest, code: str, words: list[str]
+) -> None:
+    for call in (stub.Generate(request_), stub.GenerateStream(request_).read()):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code().name == code
+        assert all(word in caught.value.details() for word in words), caught.value.details()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OverloadedError("full", retry_after_s=2), "RESOURCE_EXHAUSTED"),
+        (EngineError("broke"), "INTERNAL"),
+        (RuntimeError("secret"), "INTERNAL"),
+    ],
+)
+async def test_failures_have_their_code(
+    stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend, error: Exception, code: str
+) -> None:
+    backend.failures = [error]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb2.GenerateRequest(model="fake", prompt="a"))
+    assert caught.value.code().name == code
+    assert "secret" not in caught.value.details()
+
+
+async def test_a_call_that_is_cancelled_stops_its_generation(
+    stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend
+) -> None:
+    backend.step_s = 0.02
+    call = stub.GenerateStream(pb2.GenerateRequest(model="fake", prompt="a", max_tokens=120))
+    await call.read()
+    assert backend.num_running == 1
+    call.cancel()
+    await backend.until_idle()
+
+
+async def test_a_deadline_stops_the_generation(stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend) -> None:
+    backend.step_s = 0.02
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb2.GenerateRequest(model="fake", prompt="a", max_tokens=120), timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert backend.requests[0].timeout_s <= 0.2
+    await backend.until_idle()
+
+
+async def test_tokenize_and_get_model(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    tokens = await stub.Tokenize(pb2.TokenizeRequest(model="fake", prompt="abc"))
+    assert (list(tokens.tokens), tokens.count, tokens.max_model_len) == (ids("abc"), 3, 128)
+    model = await stub.GetModel(pb2.GetModelRequest())
+    assert (model.id, model.max_model_len, model.vocab_size) == ("fake", 128, 300)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetModel(pb2.GetModelRequest(model="other"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_follows_the_pairs(channel: grpc.aio.Channel, backend: FakeBackend) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE_NAME):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="other"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    async def describe() -> None:
+        raise UnavailableError("no pair")
+
+    backend.describe = describe
+    answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watched = await stub.Watch(health_pb2.HealthCheckRequest()).read()
+    assert watched.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    [answer] = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+    assert SERVICE_NAME in {service.name for service in answer.list_services_response.service}
+
+
+async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationService) -> None:
+    server, channel = await serve(service, ApiKeys(frozenset({"sesame"})))
+    async with channel:
+        stub = outrider_pb2_grpc.GenerationStub(channel)
+        for call in (stub.GetModel, stub.Generate, stub.Tokenize):
+            request = {"GetModel": pb2.GetModelRequest(), "Tokenize": pb2.TokenizeRequest(model="fake", prompt="a")}
+            message = request.get(
+                call._method.decode().rpartition("/")[2], pb2.GenerateRequest(model="fake", prompt="a")
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await stub.GetModel(pb2.GetModelRequest(), metadata=(("authorization", "Bearer sesame"),))
+    await server.stop(None)
+
+
+class ServeContext:
+    """What Ray Serve hands to a handler: no abort, no deadline."""
+
+    def __init__(self) -> None:
+        self.code = self.details = None
+        self.trailing: tuple = ()
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, trailing: tuple) -> None:
+        self.trailing = trailing
+
+
+async def test_under_serve_the_status_is_set_and_the_error_raised(
+    service: GenerationService, backend: FakeBackend
+) -> None:
+    backend.failures = [OverloadedError("full", retry_after_s=2.0)]
+    context = ServeContext()
+    with pytest.raises(OverloadedError):
+        await GrpcApi(service, ApiKeys()).generate(pb2.GenerateRequest(model="fake", prompt="a"), context)
+    assert (context.code, context.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    assert context.trailing == (("retry-after", "2.0"),)

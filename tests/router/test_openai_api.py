@@ -1,0 +1,98 @@
+"""The endpoints around generation, and the wire form of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.errors import UnavailableError
+from tests.router.fake_backend import FakeBackend
+
+
+async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:
+    [model] = (await client.models.list()).data
+    assert (model.id, model.owned_by, model.max_model_len) == ("fake", "outrider", 128)
+    assert await client.models.retrieve("fake") == model
+
+
+async def test_text_becomes_tokens_and_text_again(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/tokenize", json={"prompt": "aé", "return_token_strs": True})).json()
+    assert answer == {"count": 3, "max_model_len": 128, "tokens": [98, 196, 170], "token_strs": ["a", "Ã", "©"]}
+    assert (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": "aé"}
+
+
+async def test_a_chat_becomes_the_tokens_that_generation_would_see(http: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    answer = (await http.post("/tokenize", json={"model": "fake", "messages": messages})).json()
+    assert (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {
+        "prompt": "[user]hi[assistant]"
+    }
+
+
+async def test_tokenize_wants_one_source_and_detokenize_known_tokens(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/tokenize", json={})).status_code == 400
+    assert "999" in (await http.post("/detokenize", json={"tokens": [999]})).json()["error"]["message"]
+
+
+async def test_a_stream_is_server_sent_events(base_url: str) -> None:
+    body = {"model": "fake", "prompt": "abc", "max_tokens": 4, "stream": True}
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{base_url}/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    assert events[-1] == "data: [DONE]"
+    chunk = json.loads(events[0].removeprefix("data: "))
+    assert chunk["choices"] == [{"index": 0, "text": "de", "finish_reason": None, "logprobs": None}]
+    assert chunk["object"] == "text_completion"
+
+
+async def test_health_is_that_of_the_pairs(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).json() == {"status": "ok"}
+
+
+async def test_metrics_are_the_ingress_s_and_the_pairs(http: httpx.AsyncClient, backend: FakeBackend) -> None:
+    backend.texts = [
+        "# HELP outrider_kv_cache_usage u\n# TYPE outrider_kv_cache_usage gauge\noutrider_kv_cache_usage 0.5\n"
+    ] * 2
+    await http.post("/v1/completions", json={"model": "fake", "prompt": "abc", "max_tokens": 6})
+    await http.get("/v1/invented")
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+    assert samples["outrider_time_to_first_token_seconds_count", ()] == 1
+    assert samples["outrider_inter_token_latency_seconds_count", ()] == 4
+    assert samples["outrider_kv_cache_usage", (("replica", "1"),)] == 0.5
+    served = (("face", "http"), ("operation", "/v1/completions"), ("status", "200"))
+    assert samples["outrider_requests", served] == 1
+    unknown = (("face", "http"), ("operation", "other"), ("status", "404"))
+    assert samples["outrider_requests", unknown] == 1
+
+
+async def test_metrics_do_not_need_the_pairs(http: httpx.AsyncClient, backend: FakeBackend) -> None:
+    async def metrics_texts() -> None:
+        raise UnavailableError("no pair")
+
+    backend.metrics_texts = metrics_texts
+    assert "outrider_time_to_first_token_seconds" in (await http.get("/metrics")).text
+
+
+async def test_a_long_prompt_does_not_hold_up_the_others(base_url: str) -> None:
+    gaps, last = [], asyncio.get_running_loop().time()
+    async with httpx.AsyncClient(timeout=30) as http:
+        long = asyncio.create_task(http.post(f"{base_url[:-3]}/tokenize", json={"prompt": "ab " * 6000}))
+        while not long.done():
+            await asyncio.sleep(0.001)
+            now = asyncio.get_running_loop().time()
+            gaps.append(now - last)
+            last = now
+    assert long.result().json()["count"] == 18_000
+    assert max(gaps) < 0.5

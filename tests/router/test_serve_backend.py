@@ -1,0 +1,80 @@
+"""What comes through a Serve handle, in our own words (Serve's local testing mode, no cluster)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+from ray import serve
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from protos.errors import EngineError, OverloadedError, RequestError, ServingError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from router.serve_backend import ServeBackend
+from tests.router.fake_backend import CARD
+
+ERRORS: dict[int, BaseException] = {
+    1: RequestError("wrong", param="prompt"),
+    2: BackPressureError(5, 5, 429, 7.0),
+    3: ActorDiedError(),
+    4: RuntimeError("a bug"),
+    5: UnavailableError("restarting", retry_after_s=1.0),
+}
+
+
+@serve.deployment(name="Pair")
+class ScriptedPair:
+    """The first prompt token says what happens."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk] | TokenChunk, None]:
+        yield TokenChunk(request.request_id, (7,))
+        if request.prompt_token_ids[0] in ERRORS:
+            raise ERRORS[request.prompt_token_ids[0]]
+        yield [TokenChunk(request.request_id, (8,)), TokenChunk(request.request_id, (9,), (), FinishReason.LENGTH)]
+
+    async def describe(self) -> ModelCard:
+        return CARD
+
+    async def metrics_text(self) -> str:
+        return "outrider_x 1\n"
+
+
+@pytest.fixture
+def backend() -> ServeBackend:
+    return ServeBackend(serve.run(ScriptedPair.bind(), _local_testing_mode=True))
+
+
+async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
+    batches = [batch async for batch in backend.generate(GenerateRequest("r", (0,)))]
+    assert [[chunk.token_ids for chunk in batch] for batch in batches] == [[(7,)], [(8,), (9,)]]
+
+
+async def test_a_stream_may_be_left(backend: ServeBackend) -> None:
+    async with aclosing(backend.generate(GenerateRequest("r", (0,)))) as stream:
+        await anext(stream)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "retry_after_s"),
+    [
+        (1, RequestError, None),
+        (2, OverloadedError, 7.0),
+        (3, UnavailableError, 2.0),
+        (4, EngineError, None),
+        (5, UnavailableError, 1.0),
+    ],
+)
+async def test_errors_are_ours(
+    backend: ServeBackend, script: int, kind: type[ServingError], retry_after_s: float | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        async for _ in backend.generate(GenerateRequest("r", (script,))):
+            pass
+    assert type(caught.value) is kind
+    assert caught.value.retry_after_s == retry_after_s
+
+
+async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
+    assert await backend.describe() == CARD
