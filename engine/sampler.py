@@ -112,7 +112,7 @@ class Sampler:
         law is exactly the one the token came from. The noise is independent of what verifies the draft.
         """
         probs, token_ids = self.law(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
-        weights = quantize(probs / probs.sum(dim=1, keepdim=True))
+        weights = quantize(probs)
         bits = random_bits(row_keys(rows, Purpose.DRAFT, scores.device), WEIGHT_BITS)
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM, SparseLaw
@@ -16,14 +17,15 @@ WEIGHT_BITS = WEIGHT_SUM.bit_length() - 1
 
 
 def quantize(probs: Tensor) -> Tensor:
-    """Weights of laws whose largest probability comes first: `[R, k]` floats -> `[R, k] int64`.
+    """Integer weights for the largest probabilities of each law, largest first: `[R, k]` floats -> `[R, k] int64`.
 
-    Each row sums to `WEIGHT_SUM`. A token of positive probability weighs at least 1, one of probability zero weighs 0;
-    what rounding leaves goes to the first.
+    They are scaled to sum to `WEIGHT_SUM`. A token of positive probability weighs at least 1, one of probability zero
+    weighs 0; what rounding leaves goes to the first, and so does all of a law that allows no token.
     """
     is_live = probs > 0
     spare = WEIGHT_SUM - is_live.sum(dim=1, keepdim=True)  # what is left when each live token has one
-    weights = (probs.double() * spare).floor().long() + is_live.long()
+    mass = probs.sum(dim=1, keepdim=True, dtype=torch.float64)
+    weights = (probs / mass.clamp(min=1e-30) * spare).floor().long() + is_live.long()
     weights[:, 0] += WEIGHT_SUM - weights.sum(dim=1)
     return weights
 
