@@ -9,7 +9,10 @@ from protos.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Full blocks that are now reusable; `parent` is the key before the first of them (a root key at a sequence's start)."""
+    """Full blocks that are now reusable.
+
+    `parent` is the key before the first of them (a root key at a sequence's start).
+    """
 
     keys: tuple[BlockKey, ...]
     parent: BlockKey
@@ -28,3 +31,27 @@ class CacheCleared:
 
 
 KvEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventBatch:
+    """Consecutive events of one worker's cache; the sequence number makes a lost batch visible.
+
+    `epoch` is larger after every restart of the worker (its start time in nanoseconds will do); `sequence` counts the
+    batches of one epoch from 0, without holes.
+    """
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """All reusable blocks of one worker, as they are after the batch `sequence` (-1: before the first)."""
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    keys: tuple[BlockKey, ...]

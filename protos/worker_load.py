@@ -1,0 +1,34 @@
+"""How busy a worker is, in work and not in requests: what it pushes to the router whenever that has changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One worker's load and its own measured rates, at one moment of its clock.
+
+    Attributes:
+        epoch: larger after every restart; a signal of an older epoch is ignored.
+        measured_at_s: wall clock (`time.time`). The router adds what it sent after this moment and subtracts what the
+            worker has computed since, so it must be the moment of measuring, not of sending.
+        queued_prefill_tokens: prompt tokens accepted, not cached and not yet computed, those of running prefills
+            included.
+        running_decode_tokens: context tokens of the sequences that decode now.
+        prefill_tokens_per_s: prefill speed with nothing decoding; 0 until it is measured.
+        decode_slowdown: extra seconds per second of prefill, per running decode token.
+        decode_tokens_per_s: committed tokens per second of one running sequence (accepted drafts included); 0 until
+            measured.
+    """
+
+    worker_id: str
+    epoch: int
+    measured_at_s: float
+    num_waiting_requests: int
+    num_running_requests: int
+    queued_prefill_tokens: int
+    running_decode_tokens: int
+    prefill_tokens_per_s: float = 0.0
+    decode_slowdown: float = 0.0
+    decode_tokens_per_s: float = 0.0

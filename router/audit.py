@@ -1,0 +1,89 @@
+"""Was the routing any good: reuse achieved against reuse that was there, counted per request after the fact.
+
+Plain sums of plain numbers; whoever exports metrics reads the fields. Achievable is the most that any live worker held
+when the request was routed, so `achieved / achievable` shows what load balancing gave up and what stale knowledge lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIN_REQUESTS_FOR_ALARM = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    """One routed request: what the router expected, and what the engine found.
+
+    Attributes:
+        predicted_blocks: leading blocks the index gave for the chosen worker.
+        achievable_blocks: the most it gave for any candidate.
+        achieved_blocks: blocks the engine took from its cache.
+        cost_s: predicted cost of the chosen worker.
+        runner_up_cost_s: predicted cost of the best other candidate; infinite where there is none.
+        block_prefill_s: seconds the chosen worker needs to compute one block.
+    """
+
+    predicted_blocks: int
+    achievable_blocks: int
+    achieved_blocks: int
+    cost_s: float
+    runner_up_cost_s: float
+    block_prefill_s: float
+
+    @property
+    def is_stale(self) -> bool:
+        """The index promised blocks that the engine no longer had."""
+        return self.achieved_blocks < self.predicted_blocks
+
+    @property
+    def is_misroute(self) -> bool:
+        """Had the router known what the engine held, another worker would have been cheaper."""
+        lost_s = (self.predicted_blocks - self.achieved_blocks) * self.block_prefill_s
+        return self.is_stale and self.cost_s + lost_s > self.runner_up_cost_s
+
+    @property
+    def is_unforeseen(self) -> bool:
+        """The engine hit where the router thought every block cold."""
+        return self.predicted_blocks == 0 < self.achieved_blocks
+
+
+@dataclass(slots=True)
+class RouteAudit:
+    """Sums over all requests observed since the start."""
+
+    num_requests: int = 0
+    num_predicted_blocks: int = 0
+    num_achievable_blocks: int = 0
+    num_achieved_blocks: int = 0
+    num_stale_answers: int = 0
+    num_misroutes: int = 0
+    num_unforeseen_hits: int = 0
+    num_expected_hits: int = 0  # predicted and found
+
+    def observe(self, outcome: RouteOutcome) -> None:
+        """Add one request."""
+        self.num_requests += 1
+        self.num_predicted_blocks += outcome.predicted_blocks
+        self.num_achievable_blocks += outcome.achievable_blocks
+        self.num_achieved_blocks += outcome.achieved_blocks
+        self.num_stale_answers += outcome.is_stale
+        self.num_misroutes += outcome.is_misroute
+        self.num_unforeseen_hits += outcome.is_unforeseen
+        self.num_expected_hits += min(outcome.predicted_blocks, outcome.achieved_blocks) > 0
+
+    @property
+    def efficiency(self) -> float:
+        """Achieved over achievable blocks; 1 where nothing was achievable.
+
+        Above 1 when engines hit more than was known.
+        """
+        return self.num_achieved_blocks / self.num_achievable_blocks if self.num_achievable_blocks else 1.0
+
+    @property
+    def is_blind(self) -> bool:
+        """Engines hit again and again what the router thinks cold, and never what it predicts.
+
+        The two name blocks differently.
+        """
+        return self.num_unforeseen_hits >= _MIN_REQUESTS_FOR_ALARM and self.num_expected_hits == 0

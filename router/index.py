@@ -1,0 +1,287 @@
+"""Which workers hold which blocks: the router's picture of every prefix cache, built from their events.
+
+    block key      bits of the workers that hold it          a prompt's keys, first to last
+    k0        ->   1 1 1                                     k0: all three hold it
+    k1        ->   0 1 1                                     k1: the first worker drops out with 1 block
+    k2        ->   0 1 0                                     k2: the third with 2, the second goes on
+
+Plain data structures: no process, no clock of its own, no Ray. It knows nothing of load or cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+
+import numpy as np
+
+from protos.block_keys import BlockKey
+from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, KvSnapshot
+
+_UNKNOWN_EPOCH = -1  # of a worker that was sent a request before it said anything
+_MANY_BITS = 24  # from here on numpy finds them sooner than a loop
+_EVICT_FRACTION = 1 / 16  # evicting a share of a full view at once keeps the cost per block constant
+
+
+class Applied(StrEnum):
+    """What became of a batch or a snapshot."""
+
+    APPLIED = "applied"
+    GAP = "gap"  # applied, but batches before it are missing: the worker's picture is doubtful until its next snapshot
+    IGNORED = "ignored"  # of an older epoch, or already seen
+
+
+@dataclass(slots=True)
+class _View:
+    """One worker as the index sees it. Dicts, for their order: least recently used first."""
+
+    slot: int
+    epoch: int
+    is_gone: bool = False
+    next_sequence: int = 0
+    needs_snapshot: bool = False
+    held: dict[BlockKey, None] = field(default_factory=dict)  # said by the worker
+    pending: dict[BlockKey, float] = field(default_factory=dict)  # predicted by the router -> when that lapses
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Hold:
+    """Blocks that a request just sent will leave on its worker; ordered by the end of the prediction."""
+
+    lapses_at_s: float
+    view: _View = field(compare=False)
+    keys: tuple[BlockKey, ...] = field(compare=False)
+
+
+class PrefixIndex:
+    """Block keys to workers, with predicted blocks, restarts, lost events and a bound on memory.
+
+    A block counts for a worker while the worker's events say so (`held`), or for a short time after a request was sent
+    there (`pending`). Bits of one key are the union of both; `check_integrity` states it.
+
+    Args:
+        max_blocks_per_worker: more than any worker's cache has blocks. A view that grows past it (a worker that never
+            reports removals) loses its least recently routed blocks.
+    """
+
+    def __init__(self, max_blocks_per_worker: int = 2_000_000) -> None:
+        self._max_blocks = max_blocks_per_worker
+        self._holders: dict[BlockKey, int] = {}
+        self._views: dict[str, _View] = {}
+        self._worker_at: list[str] = []  # by slot; "" where it is free
+        self._holds: list[_Hold] = []  # a heap
+
+    # -- questions
+
+    def matches(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Number of leading blocks of `keys` that each worker holds; workers without the first block are absent."""
+        result: dict[str, int] = {}
+        holders = self._holders
+        alive = -1
+        for depth, key in enumerate(keys):
+            still = alive & holders.get(key, 0)
+            if still != alive:
+                if depth:
+                    self._record(result, alive & ~still, depth)
+                if not still:
+                    return result
+                alive = still
+        if keys:
+            self._record(result, alive, len(keys))
+        return result
+
+    def needs_snapshot(self) -> list[str]:
+        """Workers whose events had a gap since their last snapshot, or that were first met in mid-sequence."""
+        return [worker_id for worker_id, view in self._views.items() if view.needs_snapshot]
+
+    def is_in_doubt(self, worker_id: str) -> bool:
+        """Whether `worker_id` needs a snapshot."""
+        view = self._views.get(worker_id)
+        return view is not None and view.needs_snapshot
+
+    def num_blocks(self, worker_id: str) -> int:
+        """Blocks that `worker_id` has reported and not removed; 0 for an unknown worker."""
+        view = self._views.get(worker_id)
+        return len(view.held) if view else 0
+
+    def __len__(self) -> int:
+        """Number of distinct blocks known."""
+        return len(self._holders)
+
+    # -- what workers say
+
+    def apply(self, batch: KvEventBatch) -> Applied:
+        """Take a worker's events in.
+
+        A batch of a newer epoch first drops all the worker's blocks. One after a gap is applied as well (what it says
+        is true) and marks the worker as needing a snapshot; one of an older epoch, or a repeated one, changes nothing.
+        """
+        view = self._view(batch.worker_id, batch.epoch)
+        if batch.epoch < view.epoch or batch.sequence < view.next_sequence:
+            return Applied.IGNORED
+        has_gap = batch.sequence > view.next_sequence
+        view.next_sequence = batch.sequence + 1
+        view.needs_snapshot |= has_gap
+        for event in batch.events:
+            self._apply_event(view, event)
+        return Applied.GAP if has_gap else Applied.APPLIED
+
+    def resync(self, snapshot: KvSnapshot) -> Applied:
+        """Replace all that is known of a worker; a snapshot older than batches already applied changes nothing."""
+        view = self._view(snapshot.worker_id, snapshot.epoch)
+        if snapshot.epoch < view.epoch or snapshot.sequence + 1 < view.next_sequence:
+            return Applied.IGNORED
+        self._clear_held(view)
+        self._store(view, snapshot.keys)
+        view.next_sequence = snapshot.sequence + 1
+        view.needs_snapshot = False
+        return Applied.APPLIED
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that is gone; unknown workers are ignored."""
+        view = self._views.pop(worker_id, None)
+        if view is None:
+            return
+        view.is_gone = True
+        self._drop_bits(view.slot, view.held)
+        self._drop_bits(view.slot, view.pending)
+        self._worker_at[view.slot] = ""
+
+    # -- what the router itself does
+
+    def reserve(self, worker_id: str, keys: Sequence[BlockKey], now_s: float, hold_s: float) -> None:
+        """Count `keys` as present on `worker_id` for `hold_s` seconds, or until its events confirm them.
+
+        Also marks the blocks as recently used, as the worker's own cache will.
+        """
+        view = self._views.get(worker_id) or self._view(worker_id, _UNKNOWN_EPOCH)
+        self._refresh(view, keys)
+        missing = tuple(key for key in keys if key not in view.held)
+        if not missing:
+            return
+        bit = 1 << view.slot
+        for key in missing:
+            view.pending[key] = now_s + hold_s
+            self._holders[key] = self._holders.get(key, 0) | bit
+        heapq.heappush(self._holds, _Hold(now_s + hold_s, view, missing))
+
+    def expire(self, now_s: float) -> None:
+        """Drop predictions whose time is over; call it before a lookup."""
+        while self._holds and self._holds[0].lapses_at_s <= now_s:
+            self._lapse(heapq.heappop(self._holds), now_s)
+
+    def check_integrity(self) -> None:
+        """Assert that the bits of every key are exactly the workers that hold or expect it (slow: for tests)."""
+        expected: dict[BlockKey, int] = {}
+        for view in self._views.values():
+            for key in (*view.held, *view.pending):
+                expected[key] = expected.get(key, 0) | 1 << view.slot
+            assert not view.held.keys() & view.pending.keys()
+        assert expected == self._holders
+
+    # -- inside
+
+    def _record(self, result: dict[str, int], bits: int, depth: int) -> None:
+        names = self._worker_at
+        for slot in _slots(bits):
+            result[names[slot]] = depth
+
+    def _view(self, worker_id: str, epoch: int) -> _View:
+        """The worker's view, emptied first when `epoch` is newer, made when the worker is new."""
+        view = self._views.get(worker_id)
+        if view is not None and view.epoch == _UNKNOWN_EPOCH:
+            view.epoch = epoch  # its first words: what was reserved on it stays
+        if view is not None and view.epoch < epoch:
+            self.forget(worker_id)
+            view = None
+        if view is None:
+            view = self._views[worker_id] = _View(self._free_slot(worker_id), epoch)
+        return view
+
+    def _free_slot(self, worker_id: str) -> int:
+        for slot, owner in enumerate(self._worker_at):
+            if not owner:
+                self._worker_at[slot] = worker_id
+                return slot
+        self._worker_at.append(worker_id)
+        return len(self._worker_at) - 1
+
+    def _apply_event(self, view: _View, event: KvEvent) -> None:
+        match event:
+            case BlocksStored(keys=keys):
+                self._store(view, keys)
+            case BlocksRemoved(keys=keys):
+                self._drop_bits(view.slot, [key for key in keys if view.held.pop(key, key) is None])
+            case CacheCleared():
+                self._clear_held(view)
+
+    def _store(self, view: _View, keys: Iterable[BlockKey]) -> None:
+        bit = 1 << view.slot
+        holders, held, pending = self._holders, view.held, view.pending
+        for key in keys:
+            if pending:
+                pending.pop(key, None)
+            held[key] = None
+            holders[key] = holders.get(key, 0) | bit
+        if len(held) > self._max_blocks:
+            self._evict(view)
+
+    def _evict(self, view: _View) -> None:
+        num_evicted = len(view.held) - self._max_blocks + int(self._max_blocks * _EVICT_FRACTION)
+        oldest = list(islice(view.held, num_evicted))
+        for key in oldest:
+            del view.held[key]
+        self._drop_bits(view.slot, oldest)
+
+    def _refresh(self, view: _View, keys: Sequence[BlockKey]) -> None:
+        """Make `keys` the most recently used, the first of them last to go.
+
+        A block is useless without those before it.
+        """
+        if len(view.held) * 2 < self._max_blocks:
+            return  # eviction is far: spare the work
+        held = view.held
+        for key in reversed(keys):
+            if key in held:
+                del held[key]
+                held[key] = None
+
+    def _lapse(self, hold: _Hold, now_s: float) -> None:
+        view = hold.view
+        if view.is_gone:
+            return
+        lapsed = [key for key in hold.keys if view.pending.get(key, now_s + 1) <= now_s]
+        for key in lapsed:
+            del view.pending[key]
+        self._drop_bits(view.slot, lapsed)
+
+    def _clear_held(self, view: _View) -> None:
+        self._drop_bits(view.slot, view.held)
+        view.held = {}
+
+    def _drop_bits(self, slot: int, keys: Iterable[BlockKey]) -> None:
+        keep = ~(1 << slot)
+        holders = self._holders
+        for key in keys:
+            rest = holders[key] & keep
+            if rest:
+                holders[key] = rest
+            else:
+                del holders[key]
+
+
+def _slots(bits: int) -> list[int]:
+    """Positions of the ones in `bits`, lowest first."""
+    if bits.bit_count() > _MANY_BITS:
+        octets = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+        slots: list[int] = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
+        return slots
+    slots = []
+    while bits:
+        lowest = bits & -bits
+        slots.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return slots

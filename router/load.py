@@ -1,0 +1,214 @@
+"""How much work stands before a new request on each worker: what it said, plus what was sent since, minus what it did.
+
+A load signal is old when it arrives. Between signals a worker's backlog is carried forward by its own measured rate:
+
+    backlog(now) = max(0, backlog(then) - rate * (now - then)), and each request sent adds its uncached tokens
+
+so a burst that falls between two signals sees its own weight. A signal replaces the carried value, and what was sent
+after the signal was measured is put on top of it again. Pure arithmetic on given clocks; knows no prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.worker_load import WorkerLoad
+
+FloatArray = NDArray[np.float64]
+
+_ROW = np.dtype(
+    [
+        ("backlog_tokens", np.float64),
+        ("as_of_s", np.float64),  # the moment of backlog_tokens
+        ("num_requests", np.float64),
+        ("decode_tokens", np.float64),
+        ("prefill_tokens_per_s", np.float64),  # 0: not measured
+        ("decode_slowdown", np.float64),
+        ("decode_tokens_per_s", np.float64),  # 0: not measured
+        ("hash", np.uint64),  # of the worker's name: the same in every process
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLoad:
+    """The candidates' loads at one moment; every array is [W], in the order of `worker_ids`.
+
+    `rows` finds a worker's place in them.
+    `backlog_tokens` are uncached prompt tokens that stand before a new request; `prefill_tokens_per_s` is never 0.
+    """
+
+    worker_ids: tuple[str, ...]
+    rows: Mapping[str, int]
+    backlog_tokens: FloatArray
+    num_requests: FloatArray
+    decode_tokens: FloatArray
+    prefill_tokens_per_s: FloatArray
+    decode_slowdown: FloatArray
+    decode_tokens_per_s: FloatArray
+    hashes: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.worker_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SentWork:
+    """A request just sent to a worker, as the router estimates it."""
+
+    request_id: str
+    uncached_tokens: int
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Where the rows of one set of candidates are in the table."""
+
+    worker_ids: tuple[str, ...]
+    places: dict[str, int]  # in worker_ids
+    table_rows: NDArray[np.intp]  # [W]
+
+
+class LoadTable:
+    """The latest word of every worker, corrected by what this router has sent since.
+
+    Args:
+        transit_s: how long a request may be under way. One sent less than this before a signal was measured still
+            counts on top of it; better to count a request twice for a moment than not at all.
+        default_prefill_tokens_per_s: the rate of workers while none has measured its own.
+    """
+
+    def __init__(self, transit_s: float = 0.01, default_prefill_tokens_per_s: float = 1000.0) -> None:
+        self._transit_s = transit_s
+        self._default_rate = default_prefill_tokens_per_s
+        self._table = np.zeros(8, dtype=_ROW)
+        self._rows: dict[str, int] = {}
+        self._free_rows: list[int] = []
+        self._signals: dict[str, WorkerLoad] = {}
+        self._sent: dict[str, list[SentWork]] = {}  # not yet covered by a signal
+        self._last_gather: _Gather | None = None
+
+    def update(self, load: WorkerLoad) -> None:
+        """Take a signal in; one that is older than the last, or of an older epoch, changes nothing."""
+        last = self._signals.get(load.worker_id)
+        if last and (load.epoch, load.measured_at_s) < (last.epoch, last.measured_at_s):
+            return
+        self._signals[load.worker_id] = load
+        sent = self._sent.setdefault(load.worker_id, [])
+        if last and load.epoch > last.epoch:
+            sent.clear()  # the restarted worker has none of it
+        sent[:] = [work for work in sent if work.sent_at_s > load.measured_at_s - self._transit_s]
+        self._rebuild(load, sent)
+
+    def sent(self, worker_id: str, work: SentWork) -> None:
+        """Put a request's work on a worker until a signal measured after `work.sent_at_s` replaces the estimate."""
+        self._sent.setdefault(worker_id, []).append(work)
+        self._add(self._row(worker_id), work)
+
+    def withdraw(self, worker_id: str, request_id: str) -> None:
+        """Take back a request that the worker refused or never got; unknown ones are ignored."""
+        sent = self._sent.get(worker_id, [])
+        kept = [work for work in sent if work.request_id != request_id]
+        signal = self._signals.get(worker_id)
+        if len(kept) == len(sent):
+            return
+        sent[:] = kept
+        self._rebuild(signal or _silent(worker_id), kept)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that is gone; unknown workers are ignored."""
+        row = self._rows.pop(worker_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+        self._signals.pop(worker_id, None)
+        self._sent.pop(worker_id, None)
+        self._last_gather = None
+
+    def view(self, worker_ids: Sequence[str], now_s: float) -> FleetLoad:
+        """The loads of these workers at `now_s`; a worker that never spoke is idle, at the mean rate of the others."""
+        gather = self._gather(tuple(worker_ids))
+        rows = self._table[gather.table_rows]  # [W], a copy
+        rates = self._rates(rows)
+        drained = self._speed(rates, rows) * np.maximum(now_s - rows["as_of_s"], 0.0)
+        return FleetLoad(
+            worker_ids=gather.worker_ids,
+            rows=gather.places,
+            backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
+            num_requests=rows["num_requests"],
+            decode_tokens=rows["decode_tokens"],
+            prefill_tokens_per_s=rates,
+            decode_slowdown=rows["decode_slowdown"],
+            decode_tokens_per_s=rows["decode_tokens_per_s"],
+            hashes=rows["hash"],
+        )
+
+    def _rebuild(self, load: WorkerLoad, sent: Sequence[SentWork]) -> None:
+        row = self._row(load.worker_id)
+        self._table[row] = (
+            load.queued_prefill_tokens,
+            load.measured_at_s,
+            load.num_waiting_requests + load.num_running_requests,
+            load.running_decode_tokens,
+            load.prefill_tokens_per_s,
+            load.decode_slowdown,
+            load.decode_tokens_per_s,
+            self._table[row]["hash"],
+        )
+        for work in sent:
+            self._add(row, work)
+
+    def _add(self, row: int, work: SentWork) -> None:
+        """Carry the row's backlog forward to the moment of sending, and add the request."""
+        entry = self._table[row]
+        rate = entry["prefill_tokens_per_s"] or self._default_rate
+        elapsed_s = max(work.sent_at_s - entry["as_of_s"], 0.0)
+        drained = elapsed_s * rate / (1.0 + entry["decode_slowdown"] * entry["decode_tokens"])
+        entry["backlog_tokens"] = max(entry["backlog_tokens"] - drained, 0.0) + work.uncached_tokens
+        entry["as_of_s"] = max(entry["as_of_s"], work.sent_at_s)
+        entry["num_requests"] += 1
+
+    def _rates(self, rows: NDArray[np.void]) -> FloatArray:
+        rates: FloatArray = rows["prefill_tokens_per_s"]
+        is_measured = rates > 0
+        if is_measured.all():
+            return rates
+        fallback = rates[is_measured].mean() if is_measured.any() else self._default_rate
+        return np.where(is_measured, rates, fallback)
+
+    @staticmethod
+    def _speed(rates: FloatArray, rows: NDArray[np.void]) -> FloatArray:
+        """Tokens of prefill per second while the worker also decodes."""
+        return rates / (1.0 + rows["decode_slowdown"] * rows["decode_tokens"])
+
+    def _gather(self, worker_ids: tuple[str, ...]) -> _Gather:
+        """Where these workers are, remembered for the next request: the candidates seldom change."""
+        if self._last_gather is None or self._last_gather.worker_ids != worker_ids:
+            table_rows = np.array([self._row(worker_id) for worker_id in worker_ids], dtype=np.intp)
+            places = {worker_id: place for place, worker_id in enumerate(worker_ids)}
+            self._last_gather = _Gather(worker_ids, places, table_rows)
+        return self._last_gather
+
+    def _row(self, worker_id: str) -> int:
+        row = self._rows.get(worker_id)
+        if row is None:
+            row = self._rows[worker_id] = self._free_rows.pop() if self._free_rows else len(self._rows)
+            if row == len(self._table):
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._table[row] = np.zeros((), dtype=_ROW)
+            self._table[row]["hash"] = _stable_hash(worker_id)
+        return row
+
+
+def _silent(worker_id: str) -> WorkerLoad:
+    """The load of a worker that has not spoken yet."""
+    return WorkerLoad(worker_id, 0, 0.0, 0, 0, 0, 0)
+
+
+def _stable_hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
