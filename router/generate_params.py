@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams
 from router.config import IngressLimits
-from router.openai_requests import GenerationFields, SpeculationFields
+from router.generation_fields import GenerationFields, SpeculationFields
 from router.tokenizer import Tokenizer
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context

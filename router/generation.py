@@ -13,8 +13,8 @@ from router.delta import Delta, join_deltas
 from router.detokenizer import make_detokenizer
 from router.fan_in import fan_in
 from router.generate_params import GenerateParams
+from router.generation_fields import GenerationFields
 from router.metrics import IngressMetrics
-from router.openai_requests import GenerationFields
 from router.tokenizer import Tokenizer
 from router.usage import Usage, UsageMeter
 

@@ -1,0 +1,127 @@
+"""The fields that every generating body has, OpenAI's and our own: types and ranges of every parameter.
+
+One schema for both faces: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
+fields are refused, and so are parameters whose meaning is not served here, unless they hold the value that means
+"off".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from protos.errors import RequestError
+from protos.messages import VerifyMode
+
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
+
+# Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
+_NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class Body(BaseModel):
+    """Base of all bodies: JSON types are taken as they are, numbers must be finite, unknown names are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """`stream_options`. Obfuscation is accepted and not done: it pads chunks, which a client may ignore anyway."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculationFields(Body):
+    """`speculation`: one request's wishes; what is left out stays as deployed."""
+
+    enabled: bool | None = None
+    num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    verify: Annotated[VerifyMode, Field(strict=False)] | None = None
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerationFields(Body):
+    """What both endpoints accept. A field that is null or left out takes the default of OpenAI's API."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Ours, named as in vLLM where it has them.
+    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    speculation: SpeculationFields | None = None
+
+    # Accepted, because they change nothing in the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Refused unless they ask for nothing (`_NOT_SERVED`).
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_served(self) -> GenerationFields:
+        for name, neutral in _NOT_SERVED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        return self
+
+    @property
+    def does_include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
