@@ -1,7 +1,7 @@
 """What a request is and what comes back: the plain data that every process of Outrider passes on.
 
-Frozen dataclasses of built-in types only, so that any codec can carry them and any package may read them. Validation of user
-input happens once, at the faces (`router`); here values are already sound. Token ids are the target's.
+Frozen dataclasses of built-in types only, so that any codec can carry them and any package may read them. Validation of
+user input happens once, at the faces (`router`); here values are already sound. Token ids are the target's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from itertools import zip_longest
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are OpenAI's, plus `abort` for one that its client left and `timeout` for one whose own
-    time-out passed, which the faces report as `DeadlineExceededError`."""
+    """Why a sequence ended; the values are OpenAI's.
+
+    Two more never reach a client as such: `abort` is a sequence that its client or its pair gave up, `timeout` one whose own
+    time-out passed (the faces report a `DeadlineExceededError`).
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -65,8 +68,8 @@ class SpeculationParams:
 class GenerateRequest:
     """One sequence to generate. A client request with n > 1 becomes n of these that differ in `sample_index`.
 
-    `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed, count
-    as generated, and are not sent again.
+    `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed,
+    count as generated, and are not sent again.
     """
 
     request_id: str
