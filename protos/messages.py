@@ -14,8 +14,8 @@ from itertools import zip_longest
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's.
 
-    Two more never reach a client as such: `abort` is a sequence that its client or its pair gave up, `timeout` one whose own
-    time-out passed (the faces report a `DeadlineExceededError`).
+    Two more never reach a client as such: `abort` is a sequence that its client or its pair gave up, `timeout` one
+    whose own time-out passed (the faces report a `DeadlineExceededError`).
     """
 
     STOP = "stop"
