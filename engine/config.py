@@ -36,7 +36,9 @@ class CacheConfig:
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:
-            raise ConfigError("cache needs num_blocks or memory_gib")
+            raise ConfigError("cache has neither num_blocks nor memory_gib; set one of them")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"cache.num_blocks is {self.num_blocks}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class SchedulerConfig:
             raise ConfigError(f"scheduler.max_num_sequences is {self.max_num_sequences}; it must be at least 1")
         if self.max_tokens_per_step < 1:
             raise ConfigError(f"scheduler.max_tokens_per_step is {self.max_tokens_per_step}; it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(
+                f"scheduler.max_model_len is {self.max_model_len}; it must be at least 2, prompt and output"
+            )
 
 
 @dataclass(frozen=True, slots=True)

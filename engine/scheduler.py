@@ -65,7 +65,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # most urgent first
         self._running: list[Sequence] = []  # most urgent first
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; ended sequences are dropped when they surface
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id), of ended ones too
         self._ended: list[TokenChunk] = []  # last chunks of sequences that ended outside `commit`
 
     @property
@@ -109,7 +109,7 @@ class Scheduler:
                 f"request_id {sequence.request_id!r} is in use, and only 1 request may have it; choose another",
                 param="request_id",
             )
-        sequence.urgency = (sequence.request.priority, next(self._arrivals))
+        sequence.arrival = next(self._arrivals)
         max_output_tokens = self._limit.num_tokens - sequence.num_prompt_tokens
         sequence.max_output_tokens = min(sequence.max_output_tokens, max_output_tokens)
         if end := finished_before_start(sequence):
@@ -119,7 +119,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=_by_urgency)
         if sequence.request.timeout_s is not None:
             deadline_s = sequence.arrival_s + sequence.request.timeout_s
-            heappush(self._deadlines, (deadline_s, sequence.urgency[1], sequence))
+            heappush(self._deadlines, (deadline_s, sequence.arrival, sequence.request_id))
 
     def abort(self, request_id: str) -> TokenChunk | None:
         """End a sequence now: its blocks are free when this returns.
@@ -135,12 +135,9 @@ class Scheduler:
         The step must then be computed and committed: nothing is added or aborted in between.
         """
         self._expire()
-        num_preemptions = self.num_preemptions
         verifications = self._verification_shares(self._secure_ready())
         budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_tokens for share in verifications)
-        prefills = self._prefill_shares(budget, may_admit=self.num_preemptions == num_preemptions)
-        prefills.sort(key=lambda share: not share.is_sampled)
-        return Batch((*verifications, *prefills))
+        return Batch((*verifications, *self._prefill_shares(budget)))
 
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
         """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
@@ -169,8 +166,9 @@ class Scheduler:
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
-            sequence = heappop(self._deadlines)[2]
-            if sequence.status is not SequenceStatus.FINISHED:
+            _, arrival, request_id = heappop(self._deadlines)
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:  # else it has ended, and its id may be used again
                 logger.info("request %s: timed out after %s s", sequence.request_id, sequence.request.timeout_s)
                 self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
 
@@ -206,21 +204,25 @@ class Scheduler:
             shares.append(self._share(sequence, 1, num_drafts))
         return shares
 
-    def _prefill_shares(self, budget: int, may_admit: bool) -> list[ScheduledSequence]:
-        """Chunks, without drafts: a draft model may still be reading the prompt, and the first token must not wait."""
+    def _prefill_shares(self, budget: int) -> list[ScheduledSequence]:
+        """Chunks without drafts: a draft model may still be reading the prompt, and the first token must not wait.
+
+        A chunk stops short of its sequence's last token only where it takes all that is left of the budget; so at most
+        one does, and it is the last.
+        """
         shares: list[ScheduledSequence] = []
-        behind = self._behind(may_admit)
+        behind = self._behind()
         while budget > 0 and (sequence := next(behind, None)):
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             shares.append(self._share(sequence, num_tokens, 0))
             budget -= num_tokens
         return shares
 
-    def _behind(self, may_admit: bool) -> Iterator[Sequence]:
+    def _behind(self) -> Iterator[Sequence]:
         """Sequences with tokens to catch up. A new one is admitted only when it is asked for, and so can adopt what the
         shares before it have just published."""
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
-        while may_admit and self._waiting and self._admit(self._waiting[0]):
+        while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
             insort(self._running, sequence, key=_by_urgency)
             yield sequence

@@ -32,7 +32,7 @@ class Sequence:
         self.verify = verify
         self.num_draft_tokens = num_draft_tokens  # K this request wants; 0 is plain decoding
         self.arrival_s = arrival_s
-        self.urgency = (request.priority, 0)  # lower goes first; the scheduler numbers the arrivals
+        self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -51,6 +51,11 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """The lower, the sooner: priority, then arrival."""
+        return self.request.priority, self.arrival
 
     @property
     def num_output_tokens(self) -> int:

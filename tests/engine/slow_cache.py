@@ -1,4 +1,4 @@
-"""The block manager's rules told slowly: prefixes instead of keys, counts instead of tables, scans instead of indices."""
+"""The block manager's rules told slowly: prefixes for keys, counts for tables, scans for indices."""
 
 from __future__ import annotations
 

@@ -210,6 +210,15 @@ def test_the_most_urgent_draft_gets_the_last_of_the_budget() -> None:
     assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 5), ("1", 2, 1, 3)]
 
 
+def test_a_budget_below_the_number_of_sequences_serves_the_most_urgent() -> None:
+    bench = Bench(max_tokens_per_step=2)
+    for prompt in ([1], [2], [3]):
+        bench.add(prompt, num_drafts=3, max_tokens=3)
+    for _ in range(2):
+        bench.step()
+    assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 0), ("1", 2, 1, 0)]
+
+
 def test_no_more_is_drafted_than_is_left_to_generate() -> None:
     bench = Bench()
     bench.add([1, 2], num_drafts=5, max_tokens=4)
@@ -270,11 +279,12 @@ def test_preempted_sequence_resumes_from_committed_tokens() -> None:
 
 
 def test_cached_tokens_are_reported_as_of_the_first_admission() -> None:
-    bench = Bench(num_blocks=4)
+    bench = Bench(num_blocks=6)
     bench.add(range(6), max_tokens=10)
-    second = bench.add(range(10, 13), max_tokens=10)
+    second = bench.add(range(10, 19), max_tokens=10)
     bench.run()
     assert bench.scheduler.num_preemptions > 0
+    assert bench.blocks.num_hit_tokens > 0, "it found blocks of its own when it came back"
     assert second.num_cached_tokens == 0
 
 
@@ -290,7 +300,7 @@ def test_admission_leaves_a_block_for_each_running_sequence() -> None:
     bench = Bench(num_blocks=5)
     bench.add(range(8), max_tokens=8)
     bench.step()
-    late = bench.add(range(100, 112), max_tokens=2)
+    late = bench.add(range(100, 108), max_tokens=2)
     bench.run()
     assert bench.scheduler.num_preemptions == 0
     assert late.status is SequenceStatus.FINISHED
@@ -342,6 +352,17 @@ def test_a_request_ends_when_its_time_is_over() -> None:
     assert waiting.status is SequenceStatus.FINISHED
     bench.run()
     assert patient.finish_reason is FinishReason.LENGTH
+
+
+def test_a_deadline_does_not_outlive_its_request() -> None:
+    bench = Bench()
+    first = bench.add([1, 2], timeout_s=5.0, max_tokens=2)
+    bench.run()
+    again = Sequence(first.request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=4.0)
+    bench.scheduler.add(again)
+    bench.now_s = 6.0
+    bench.run()
+    assert again.finish_reason is FinishReason.LENGTH
 
 
 def test_the_models_length_ends_a_sequence() -> None:
@@ -568,6 +589,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [share.is_sampled for share in batch.shares] == sorted(
             (s.is_sampled for s in batch.shares), reverse=True
         )
+        assert all(share.max_draft_tokens >= 0 for share in batch.shares)
         assert all(share.is_sampled or share.max_draft_tokens == 0 for share in batch.shares)
         assert len({share.sequence.request_id for share in batch.shares}) == len(batch.shares)
         planned = [share.sequence for share in batch.shares]
