@@ -97,12 +97,14 @@ class Sampler:
         return scores.index_add(0, index, noise.to(scores.dtype)).argmax(dim=1)
 
     def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
-        """Each row's law as probabilities `[R, V]`; a greedy row's is one-hot at its argmax."""
-        probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
+        """Each row's law as probabilities `[R, V]`; one-hot at the argmax if greedy, zero if no token is possible."""
         greedy = [index for index, row in enumerate(rows) if row.is_greedy]
+        if len(greedy) == len(rows):
+            return _one_hot_at_argmax(scores)
+        probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
         if greedy:
             index = torch.tensor(greedy, device=scores.device)
-            probs[index] = torch.zeros_like(probs[index]).scatter_(1, scores[index].argmax(dim=1, keepdim=True), 1.0)
+            probs[index] = _one_hot_at_argmax(scores[index])
         return probs
 
     def sample_sparse(self, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
@@ -116,6 +118,10 @@ class Sampler:
         bits = random_bits(row_keys(rows, Purpose.DRAFT, scores.device), WEIGHT_BITS)
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
+
+
+def _one_hot_at_argmax(scores: Tensor) -> Tensor:
+    return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
 
 
 def row_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:

@@ -8,13 +8,16 @@ from engine.row import Row
 from engine.verifier import VerifyTask
 from protos.messages import VerifyMode
 
+IMPOSSIBLE_ID = -1  # equals no sampled token and has probability 0
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A task made ready: its drafts, and the rows that can matter.
 
-    `draft_ids` end with the first draft outside the vocabulary, if there is one: that one cannot be accepted, so what
-    follows it is left out. `rows[i]` is judged after the first i drafts; there is one row more than valid drafts.
+    `draft_ids` end where the first draft outside the vocabulary was, if there is one, with `IMPOSSIBLE_ID`: that one
+    cannot be accepted, so what follows it is left out. `rows[i]` is judged after the first i drafts; there is one row
+    more than valid drafts.
     """
 
     task: VerifyTask
@@ -38,7 +41,8 @@ def prepare(task: VerifyTask, num_tokens: int) -> Trial:
     """The trial of a task for a vocabulary of `num_tokens`."""
     ids = task.draft.token_ids
     num_valid = next((i for i, token_id in enumerate(ids) if not 0 <= token_id < num_tokens), len(ids))
-    return Trial(task, ids[: num_valid + 1], tuple(_row(task, i) for i in range(num_valid + 1)))
+    draft_ids = ids if num_valid == len(ids) else (*ids[:num_valid], IMPOSSIBLE_ID)
+    return Trial(task, draft_ids, tuple(_row(task, i) for i in range(num_valid + 1)))
 
 
 def _row(task: VerifyTask, num_drafts: int) -> Row:
