@@ -6,9 +6,9 @@ import asyncio
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft import DraftActor
@@ -28,7 +28,7 @@ class PairActors:
         self._settings = settings
         self._folder = folder
         self._devices = devices
-        self._actors: list[ActorHandle] = []
+        self._actors: list[Any] = []
 
     @property
     def target_socket(self) -> Path:
@@ -40,12 +40,10 @@ class PairActors:
         Raises:
             ServingError: what kept one of them from it.
         """
-        settings = self._settings
-        target = TargetActor.options(**_options(settings.target_share, _TARGET_BUNDLE, self._devices.target))
-        self._actors = [target.remote(settings, self._folder)]
+        settings, devices = self._settings, self._devices
+        self._actors = [self._spawn(TargetActor, settings.target_share, _TARGET_BUNDLE, devices.target)]
         if settings.draft_share is not None:
-            draft = DraftActor.options(**_options(settings.draft_share, _DRAFT_BUNDLE, self._devices.draft))
-            self._actors.append(draft.remote(settings, self._folder))
+            self._actors.append(self._spawn(DraftActor, settings.draft_share, _DRAFT_BUNDLE, devices.draft))
         await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
 
     def restart_target(self) -> None:
@@ -59,8 +57,11 @@ class PairActors:
         self._actors = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _spawn(self, kind: type, share: ProcessShare, bundle: int, device: int | None) -> Any:
+        return ray.remote(kind).options(**_options(share, bundle, device)).remote(self._settings, self._folder)
 
-def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, object]:
+
+def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, Any]:
     """Options of a child: its bundle, and an environment in which it sees its device alone.
 
     Idle OpenMP threads sleep instead of spinning, since target and draft take turns on the same cores.
@@ -73,6 +74,7 @@ def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, 
     group = ray.util.get_current_placement_group()
     strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
     return {
+        "max_restarts": -1,
         "num_cpus": share.num_cpus,
         "runtime_env": {"env_vars": environment},
         **({"scheduling_strategy": strategy} if strategy else {}),

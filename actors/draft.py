@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import ray
-
 from actors.actor_thread import ActorThread
 from actors.draft_server import DraftServer
 from actors.frames import FrameListener
@@ -18,7 +16,6 @@ from actors.target import DRAFT_SOCKET
 logger = logging.getLogger(__name__)
 
 
-@ray.remote(max_restarts=-1)
 class DraftActor:
     """Loads the draft in the background and answers the target over `folder / DRAFT_SOCKET`."""
 

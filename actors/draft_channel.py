@@ -1,8 +1,8 @@
 """A draft model in another process, seen by the engine as one more proposer.
 
-Sync discipline: a commit leaves the moment the target has committed, so the draft works while the target finishes its step
-and plans the next; `propose` then waits for the offers up to a deadline and goes on with what is there. Nothing the draft
-does, or fails to do, changes a token; what it sends is checked by the engine like any other proposal.
+Sync discipline: a commit leaves the moment the target has committed, so the draft works while the target finishes its
+step and plans the next; `propose` then waits for the offers up to a deadline and goes on with what is there. Nothing
+the draft does, or fails to do, changes a token; what it sends is checked by the engine like any other proposal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Followed:
 class ChannelProposer:
     """Implements `engine.proposer.Proposer` over the socket at `path`.
 
-    `fallback` proposes where the draft has nothing: it is away, late, or was not asked. Used by the engine's thread alone.
+    `fallback` proposes where the draft has nothing: it is away, late, or was not asked. For the engine's thread alone.
     """
 
     def __init__(self, path: Path, fallback: Proposer, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,8 +19,8 @@ _SEND_TIMEOUT_S = 0.05
 class DraftLink:
     """One connection at a time; `generation` grows with every draft process that has greeted.
 
-    A draft is there from its `Hello` until its socket ends or stops taking frames. While it is away every call returns at
-    once, and a new connection is tried at most ten times a second.
+    A draft is there from its `Hello` until its socket ends or stops taking frames. While it is away every call returns
+    at once, and a new connection is tried at most ten times a second.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:

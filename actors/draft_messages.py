@@ -1,7 +1,8 @@
 """What the target and the draft say to each other: token ids, one frame per engine step each way.
 
-Every message names the length of the committed tokens it speaks of, so a late or repeated one is recognised and ignored.
-The target replays `Open` with all committed tokens whenever it meets a new draft process, or one that lost a sequence.
+Every message names the length of the committed tokens it speaks of, so a late or repeated one is recognised and
+ignored. The target replays `Open` with all committed tokens whenever it meets a new draft process, or one that lost a
+sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The draft process's end of the channel: keeps mirrors of the target's sequences and answers each round with offers."""
+"""The draft process's end of the channel: mirrors the target's sequences and answers each round with offers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Typed messages over Unix sockets: each frame is a 4-byte length and a msgpack body.
 
 The processes of a pair share a node and a folder only they may enter, so a stream socket is all the network there is
-(39 us a round trip, against 0.9 ms for an actor call). This file knows frames; `shell_messages` and `draft_messages` say what is in them.
+(39 us a round trip, against 0.9 ms for an actor call). This file knows frames; `shell_messages` and `draft_messages`
+say what is in them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -89,8 +91,8 @@ class FrameConnection(Generic[Incoming]):
         """Send one frame whole.
 
         Raises:
-            ConnectionLostError: the peer is gone, or its buffer stayed full for `timeout_s`; the stream may now end inside
-                a frame, so the connection must be closed.
+            ConnectionLostError: the peer is gone, or its buffer stayed full for `timeout_s`; the stream may now end
+                inside a frame, so the connection must be closed.
         """
         data = memoryview(self._codec.encode(message))
         deadline_s = time.monotonic() + timeout_s
@@ -124,10 +126,8 @@ class FrameConnection(Generic[Incoming]):
 
     def close(self) -> None:
         """Close the socket; a thread inside `receive` wakes up with `ConnectionLostError`. Closing twice is fine."""
-        try:
+        with contextlib.suppress(OSError):  # already gone, which is what was asked for
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already gone, which is what was asked for
         self._socket.close()
 
 

@@ -80,7 +80,9 @@ def _cache(pong: Pong) -> Iterable[Family]:
 def _requests(pong: Pong) -> Iterable[Family]:
     yield _gauge("num_requests_running", "Sequences that hold blocks.", pong.engine.num_running)
     yield _gauge("num_requests_waiting", "Sequences in the queue.", pong.engine.num_waiting)
-    yield _counter("num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions)
+    yield _counter(
+        "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
+    )
     times = pong.engine.times
     seconds = CounterMetricFamily("outrider_step_seconds", "Time of the engine's steps, by part.", labels=["part"])
     for part in ("schedule", "draft", "forward", "sample", "commit"):

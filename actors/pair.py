@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 import ray
-from ray import serve
 
 from actors.admission import Admission
 from actors.children import PairActors
@@ -27,9 +26,8 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 logger = logging.getLogger(__name__)
 
 
-@serve.deployment(name="Pair")
 class Pair:
-    """One replica is one pair.
+    """One replica of the Serve deployment `Pair`.
 
     `pin_devices` chooses, among the device indices Ray gave this replica, those of target and draft.
     """

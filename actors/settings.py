@@ -44,8 +44,9 @@ class PairDevices:
 class PairSettings:
     """Everything a pair's shell needs to start its actors and to judge their health.
 
-    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or sits in one step
-    for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s` makes the replica unhealthy.
+    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or sits in one
+    step for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s` makes the replica
+    unhealthy.
     """
 
     engine: EngineConfig

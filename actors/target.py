@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import ray
-
 from actors.actor_thread import ActorThread
 from actors.draft_channel import ChannelProposer
 from actors.engine_loop import EngineLoop
@@ -29,7 +27,6 @@ TARGET_SOCKET = "target.sock"
 DRAFT_SOCKET = "draft.sock"
 
 
-@ray.remote(max_restarts=-1)
 class TargetActor:
     """Loads the target in the background and serves the pair's shell over `folder / TARGET_SOCKET`.
 

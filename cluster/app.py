@@ -5,17 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray import serve
 from ray.serve import Application
 
 from actors.pair import Pair
 from actors.settings import DraftKind, DraftSettings, PairSettings
 from cluster.config import DeployConfig, parse_config
 from cluster.model_path import resolve_model_path
-from cluster.placement import INGRESS_CPUS, SHELL_CPUS, NodeResources, PairPlacement, PlacementRequest, pin_devices
-from cluster.placement import plan_pair
+from cluster.placement import (
+    INGRESS_CPUS,
+    SHELL_CPUS,
+    NodeResources,
+    PairPlacement,
+    PlacementRequest,
+    pin_devices,
+    plan_pair,
+)
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -42,8 +50,9 @@ def build(args: dict[str, Any]) -> Application:
     placement = plan_pair(_placement_request(config), _nodes(), read_topology())
     settings = pair_settings(config, placement)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
-    pair = Pair.options(**_pair_options(config, settings, placement)).bind(settings, pin_devices)
-    return Ingress.options(**_ingress_options(config)).bind(pair, _ingress_config(config))
+    pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement))(Pair)
+    ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))
+    return ingress.bind(pair.bind(settings, pin_devices), _ingress_config(config))
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:

@@ -1,7 +1,7 @@
 """The schema of deploy.yaml's `args`, the only place where a deployment is configured.
 
-Every key is checked once, at start: an unknown one is refused with the nearest valid one, a value this version cannot honour
-with those it can. Nothing is ignored. The rest of the code sees frozen dataclasses built from it.
+Every key is checked once, at start: an unknown one is refused with the nearest valid one, a value this version cannot
+honour with those it can. Nothing is ignored. The rest of the code sees frozen dataclasses built from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Section(BaseModel):
 
 
 class TargetSection(_Section):
-    """The model whose distribution is served. `path` is a local folder or a Hub id; dtype auto follows the processor."""
+    """The model whose law is served. `path` is a local folder or a Hub id; dtype auto follows the processor."""
 
     path: str
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"

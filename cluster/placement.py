@@ -1,7 +1,7 @@
 """How much of a node each process of a pair gets, and which devices: pure decisions over what the cluster has.
 
-A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle, because
-only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES.
+A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle,
+because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PairPlacement:
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
     """Divide the cluster among its pairs: on CPU nodes all cores, on GPU nodes one or two devices each.
 
-    Two processes that want the same cores stall each other at every barrier, so the threads of target and draft together
-    never exceed the cores their pair owns unless the user says so (or there is but one core).
+    Two processes that want the same cores stall each other at every barrier, so the threads of target and draft
+    together never exceed the cores their pair owns unless the user says so (or there is but one core).
 
     Raises:
         ConfigError: the cluster is too small; says what is needed, what is there and which topology was seen.

@@ -31,7 +31,7 @@ class NodeTopology:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that reach each other over NVLink, as sorted indices; a device without NVLink is a group of its own."""
+        """Devices that reach each other over NVLink, as sorted indices; one without NVLink is a group of its own."""
         group_of = {device.index: {device.index} for device in self.devices}
         for left, right in sorted(self.nvlinks):
             joined = group_of[left] | group_of[right]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from actors.frames import private_folder
 from engine.batch import ScheduledSequence
 from engine.sequence import Sequence

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from actors.draft_channel import ChannelProposer
 from actors.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers, Round, ToDraft
 from actors.frames import FrameConnection, FrameListener

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from actors.draft_messages import Commit, Hello, Offers, Open, Round, ToTarget
 from actors.draft_server import DraftServer
 from actors.frames import FrameConnection, FrameListener, connect
@@ -24,7 +25,10 @@ class CountingProposer:
 
     def propose(self, shares) -> list[Draft]:
         self.read += [(share.sequence.request_id, tuple(share.sequence.token_ids)) for share in shares]
-        return [Draft(tuple(share.sequence.token_ids[-1] + 1 + i for i in range(share.max_draft_tokens))) for share in shares]
+        return [
+            Draft(tuple(share.sequence.token_ids[-1] + 1 + i for i in range(share.max_draft_tokens)))
+            for share in shares
+        ]
 
     def commit(self, sequences) -> None:
         pass

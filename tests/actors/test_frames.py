@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from actors.draft_messages import Commit, Hello, Offer, Offers, Round, ToDraft, ToTarget
 from actors.frames import (
     MAX_FRAME_BYTES,
@@ -78,9 +79,13 @@ def test_a_peer_that_does_not_read_costs_the_timeout_and_no_more(pair):
     news = Round(commits=(Commit("a", 0, tuple(range(200_000)), 4),))
     began_s = time.monotonic()
     with pytest.raises(ConnectionLostError, match="did not read"):
-        for _ in range(100):
-            pair[0].send(news, 0.1)
+        send_many(pair[0], news)
     assert time.monotonic() - began_s < 2.0
+
+
+def send_many(connection: FrameConnection, news: Round) -> None:
+    for _ in range(100):
+        connection.send(news, 0.1)
 
 
 def test_a_restarted_listener_takes_its_path_over():

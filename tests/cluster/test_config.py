@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from cluster.config import parse_config
 from protos.errors import ConfigError
 

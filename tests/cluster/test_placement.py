@@ -1,11 +1,12 @@
 """Who gets which cores and devices, on machines we only remember."""
 
 import pytest
+from recorded_nvml import RecordedNvml
+
 from actors.settings import PairDevices
 from cluster.placement import NodeResources, PairPlacement, PlacementRequest, choose_devices, plan_pair
 from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
-from recorded_nvml import RecordedNvml
 
 NO_GPU = NodeTopology()
 
@@ -14,7 +15,9 @@ def recorded(name: str) -> NodeTopology:
     return read_topology(RecordedNvml(name))
 
 
-def plan(nodes: list[NodeResources], topology: NodeTopology = NO_GPU, num_pairs: int = 1, **more: object) -> PairPlacement:
+def plan(
+    nodes: list[NodeResources], topology: NodeTopology = NO_GPU, num_pairs: int = 1, **more: object
+) -> PairPlacement:
     request = {"num_pairs": num_pairs, "num_ingresses": 1, "has_draft_model": True, **more}
     return plan_pair(PlacementRequest(**request), nodes, topology)
 
@@ -58,7 +61,9 @@ def test_a_plain_target_takes_one_gpu():
 
 
 def test_too_few_gpus_are_refused_with_the_topology():
-    with pytest.raises(ConfigError, match=r"5 pairs need a GPU each and the cluster has 4.*NVLink groups \{0,1\} \{2,3\}"):
+    with pytest.raises(
+        ConfigError, match=r"5 pairs need a GPU each and the cluster has 4.*NVLink groups \{0,1\} \{2,3\}"
+    ):
         plan([NodeResources(64, 4)], recorded("bridged_pairs"), num_pairs=5)
 
 

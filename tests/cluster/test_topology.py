@@ -1,8 +1,9 @@
 """NVLink groups, read from recorded machines."""
 
 import pytest
-from cluster.topology import NodeTopology, read_topology
 from recorded_nvml import RecordedNvml
+
+from cluster.topology import NodeTopology, read_topology
 
 
 def recorded(name: str) -> NodeTopology:

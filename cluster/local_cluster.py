@@ -1,0 +1,108 @@
+"""A Ray cluster of this machine alone, started for one deployment and gone with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from cluster.deploy_file import DeployFile
+from cluster.serve_environment import set_variables
+from protos.errors import ConfigError
+
+_PROJECT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.5
+_REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class AppStatus:
+    """Serve's word on the application: its status, its message, and the state of each deployment."""
+
+    status: str
+    message: str
+    deployments: dict[str, str]
+
+    @property
+    def is_running(self) -> bool:
+        return self.status == "RUNNING"
+
+    @property
+    def is_failed(self) -> bool:
+        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+class LocalCluster:
+    """`start`, `deploy`, `wait_running`, `stop`; stopping twice is fine, and stops whatever has been started."""
+
+    def __init__(self) -> None:
+        self._dashboard = ""
+
+    def start(self) -> None:
+        """Start Ray on this machine with Serve's fast path; other clusters on it are left alone."""
+        set_variables()
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
+        context = ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=True,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        self._dashboard = context.dashboard_url or ""
+
+    def deploy(self, file: DeployFile) -> None:
+        """Hand the configuration to Serve, exactly as `serve deploy` does."""
+        request = urllib.request.Request(
+            f"http://{self._dashboard}/api/serve/applications/",
+            data=json.dumps(file.deployment).encode(),
+            headers={"Content-Type": "application/json"},
+            method="PUT",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S):
+                pass
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"Serve refused the deployment: {error.read().decode(errors='replace')}") from None
+
+    def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
+        """Return when every replica serves; `on_wait` hears how it goes twice a second.
+
+        Raises:
+            ConfigError: the deployment failed, with Serve's reason.
+        """
+        while True:
+            status = self._status()
+            if status.is_running:
+                return
+            if status.is_failed:
+                raise ConfigError(f"the deployment failed: {status.message}")
+            on_wait(status)
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """Let running requests finish, then stop everything."""
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+
+    def kill(self) -> None:
+        """Stop everything now."""
+        ray.shutdown()
+
+    def _status(self) -> AppStatus:
+        applications = serve.status().applications
+        if not applications:
+            return AppStatus("DEPLOYING", "", {})
+        application = next(iter(applications.values()))
+        deployments = {name: str(each.status.value) for name, each in application.deployments.items()}
+        return AppStatus(application.status.value, application.message, deployments)

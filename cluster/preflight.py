@@ -1,0 +1,80 @@
+"""What would keep a deployment from starting, found before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.config import DeployConfig
+from cluster.deploy_file import DeployFile
+from cluster.model_path import resolve_model_path
+from protos.errors import ConfigError
+
+_GIB = 1 << 30
+_RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
+_PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
+_DEFAULT_CACHE_GIB = 1.0
+
+
+def check_ports(file: DeployFile) -> None:
+    """Raise ConfigError if another process listens where we would, naming the port, its key and the process."""
+    for host, port, key in (
+        (file.http_host, file.http_port, "http_options"),
+        ("0.0.0.0", file.grpc_port, "grpc_options"),
+    ):
+        if port is not None and not _is_free(host, port):
+            raise ConfigError(
+                f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml "
+                "(an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
+            )
+
+
+def check_memory(config: DeployConfig) -> None:
+    """Raise ConfigError if the models, their caches and Ray need more memory than is available."""
+    needed = _RAY_BYTES + config.pair.max_replicas * _pair_bytes(config)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ConfigError(
+            f"about {needed / _GIB:.1f} GiB of memory are needed and {available / _GIB:.1f} GiB are available; "
+            "lower cache.memory_gib or pair.num_replicas, or stop other programs"
+        )
+
+
+def _pair_bytes(config: DeployConfig) -> int:
+    paths = [path for path in (config.target.path, config.draft.path) if path is not None]
+    weights = sum(_weight_bytes(Path(resolve_model_path(path))) for path in paths)
+    cache_gib = config.cache.memory_gib or _DEFAULT_CACHE_GIB
+    return weights + int(cache_gib * _GIB) + (1 + len(paths)) * _PROCESS_BYTES
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Twice the files: packing holds a second copy of a layer for a moment, and float32 of bfloat16 files for good."""
+    return 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _holder(port: int) -> str:
+    """Who listens on a port, as far as this user may know."""
+    try:
+        connections: list[Any] = psutil.net_connections("inet")
+    except psutil.AccessDenied:
+        return "another process"
+    listening = (each for each in connections if each.status == psutil.CONN_LISTEN and each.laddr)
+    for pid in {each.pid for each in listening if each.laddr.port == port and each.pid}:
+        try:
+            return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
+        except psutil.Error:
+            continue
+    return "another process"

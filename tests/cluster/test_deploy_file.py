@@ -1,0 +1,66 @@
+"""The bundled deploy.yaml is sound, and a broken one is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import main
+from cluster.deploy_file import read_deploy_file
+from cluster.serve_environment import FAST_PATH, warn_of_missing_variables
+from protos.errors import ConfigError
+from router.ingress import GRPC_SERVICER_FUNCTIONS
+
+BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
+
+
+def test_the_bundled_file_says_what_the_readme_says():
+    file = read_deploy_file(BUNDLED)
+    assert (file.http_host, file.http_port, file.grpc_port) == ("127.0.0.1", 8000, 9000)
+    assert file.config.draft.kind == "model"
+
+
+def test_the_bundled_file_lists_every_grpc_service():
+    options = yaml.safe_load(BUNDLED.read_text())["grpc_options"]
+    assert tuple(options["grpc_servicer_functions"]) == GRPC_SERVICER_FUNCTIONS
+    assert options["enable_reflection"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "holds no mapping"),
+        ("applications: 5", "Ray Serve does not accept"),
+        ("applications: []", "no application with import_path cluster.app:build"),
+    ],
+)
+def test_a_file_that_is_no_deployment_is_refused(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_deploy_file(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_deploy_file(tmp_path / "none.yaml")
+
+
+def test_the_command_line_reports_a_wrong_key_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(BUNDLED.read_text().replace("num_tokens:", "num_token:"))
+    assert main(["serve", str(path)]) == 1
+    assert "args.speculation.num_token: unknown key; did you mean 'num_tokens'?" in capsys.readouterr().err
+
+
+def test_missing_fast_path_variables_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for name in FAST_PATH:
+        monkeypatch.delenv(name, raising=False)
+    warn_of_missing_variables()
+    assert "RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in caplog.text
+    caplog.clear()
+    for name, value in FAST_PATH.items():
+        monkeypatch.setenv(name, value)
+    warn_of_missing_variables()
+    assert caplog.text == ""
