@@ -1,0 +1,33 @@
+"""Tiny random checkpoints: the same seed gives the same weights, and noise makes a draft that is often right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 64
+
+
+def write_checkpoint(folder: Path, *, seed: int, noise: float = 0.0, vocab_size: int = VOCAB_SIZE) -> None:
+    """A float32 Llama of two layers; `noise` perturbs each weight by that share of its spread."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std().nan_to_num(0.0))
+    model.save_pretrained(folder)

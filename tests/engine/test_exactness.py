@@ -1,0 +1,224 @@
+"""The output is a function of prompt, seed and target: a matrix of everything else, none of which may matter.
+
+All in float32 on one tiny random model, whose logits are steep enough that rounding decides nothing. The reference is
+plain decoding of each prompt alone, in an engine with room for everything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from engine.batch import ScheduledSequence
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.draft import Draft
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.model import ModelProposer
+from engine.proposer.ngram import NgramProposer
+from engine.proposer.none import NoProposer
+from protos.messages import GenerateRequest, SamplingParams, TokenLogprobs, VerifyMode
+from tests.engine.checkpoints import VOCAB_SIZE, write_checkpoint
+
+NUM_PROMPTS = 16
+MAX_TOKENS = 24
+
+LAWS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.2, top_k=5, min_p=0.05),
+    SamplingParams(temperature=1.0, presence_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(temperature=0.9, repetition_penalty=1.4, num_logprobs=3),
+    SamplingParams(temperature=1.0, logit_bias=((5, 4.0), (9, -100.0)), bad_words=((5, 5), (7,))),
+    SamplingParams(temperature=1.0, stop_token_ids=(1, 2, 3), min_tokens=6),
+)
+
+
+class RandomProposer(NoProposer):
+    """Lies: random ids, some of them outside the vocabulary, of random length."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        return [Draft(tuple(self._ids(share.max_draft_tokens))) for share in shares]
+
+    def _ids(self, max_tokens: int) -> list[int]:
+        return [self._random.randrange(-1, VOCAB_SIZE + 1) for _ in range(self._random.randint(0, max_tokens))]
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("pair")
+    write_checkpoint(root / "target", seed=0)
+    write_checkpoint(root / "draft", seed=0, noise=0.1)
+    return Folders(root / "target", root / "draft")
+
+
+def no_draft(folders: Folders) -> Proposer:
+    return NoProposer()
+
+
+def ngram(folders: Folders) -> Proposer:
+    return NgramProposer(min_size=1, max_size=3)
+
+
+def model(folders: Folders) -> Proposer:
+    return ModelProposer.from_config(
+        ModelConfig(str(folders.draft), dtype="float32"),
+        CacheConfig(num_blocks=256, memory_bytes=None),
+        SchedulerConfig(),
+    )
+
+
+def adversary(folders: Folders) -> Proposer:
+    return RandomProposer()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to compute the same text."""
+
+    proposer: Callable[[Folders], Proposer] = no_draft
+    num_draft_tokens: int = 0
+    num_at_once: int = NUM_PROMPTS
+    max_tokens_per_step: int = 2048
+    num_blocks: int = 256
+    verify: VerifyMode = VerifyMode.COUPLED
+    num_repeats: int = 1  # from the second on, prompts hit the prefix cache
+
+
+REFERENCE = Setup(num_at_once=1)
+
+SETUPS = {
+    "batched": Setup(),
+    "chunked prefill": Setup(max_tokens_per_step=7),
+    "forced preemption": Setup(num_blocks=10),
+    "prefix hits": Setup(num_repeats=2),
+    "n-gram": Setup(ngram, 4),
+    "adversary": Setup(adversary, 4),
+    "adversary, alone": Setup(adversary, 8, num_at_once=1),
+    "adversary, chunked and preempted": Setup(adversary, 5, max_tokens_per_step=40, num_blocks=10),
+    "draft, alone": Setup(model, 4, num_at_once=1),
+    "draft, chunked": Setup(model, 4, max_tokens_per_step=11),
+    "draft, preempted": Setup(model, 4, num_blocks=10),
+    "draft, prefix hits": Setup(model, 4, num_repeats=2),
+    **{f"draft, K={k}": Setup(model, k) for k in range(1, 9)},
+}
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Half of them share a prefix of two blocks; lengths differ."""
+    source = random.Random(1)
+    shared = [source.randrange(VOCAB_SIZE) for _ in range(32)]
+    return [
+        (*(shared if index % 2 else ()), *(source.randrange(VOCAB_SIZE) for _ in range(3 + 2 * index)))
+        for index in range(NUM_PROMPTS)
+    ]
+
+
+def requests() -> list[GenerateRequest]:
+    return [
+        GenerateRequest(str(index), prompt, replace(LAWS[index % len(LAWS)], seed=index, max_tokens=MAX_TOKENS))
+        for index, prompt in enumerate(prompts())
+    ]
+
+
+def build(folders: Folders, setup: Setup) -> EngineCore:
+    config = EngineConfig(
+        ModelConfig(str(folders.target), dtype="float32"),
+        CacheConfig(num_blocks=setup.num_blocks, memory_bytes=None),
+        SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=128),
+        SpeculationConfig(setup.num_draft_tokens, setup.verify),
+    )
+    return EngineCore.from_config(config, setup.proposer(folders))
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+def generate(engine: EngineCore, setup: Setup) -> dict[str, Text]:
+    texts: dict[str, Text] = {}
+    pending = requests()
+    while pending:
+        group, pending = pending[: setup.num_at_once], pending[setup.num_at_once :]
+        for request in group:
+            engine.add(request)
+            texts[request.request_id] = Text((), ())
+        while engine.has_work:
+            for chunk in engine.step():
+                text = texts[chunk.request_id]
+                texts[chunk.request_id] = Text(text.token_ids + chunk.token_ids, text.logprobs + chunk.logprobs)
+            engine.scheduler.check_integrity()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def reference(folders: Folders) -> dict[str, Text]:
+    return generate(build(folders, REFERENCE), REFERENCE)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_text_depends_on_nothing_but_prompt_seed_and_target(
+    name: str, folders: Folders, reference: dict[str, Text]
+) -> None:
+    setup = SETUPS[name]
+    engine = build(folders, setup)
+    for _ in range(setup.num_repeats):
+        texts = generate(engine, setup)
+    assert {key: text.token_ids for key, text in texts.items()} == {
+        key: text.token_ids for key, text in reference.items()
+    }
+    for key, text in texts.items():
+        assert_same_logprobs(text.logprobs, reference[key].logprobs)
+    if setup.num_blocks < 20:
+        assert engine.stats().num_preemptions > 0
+    if setup.num_repeats > 1:
+        assert engine.stats().num_prefix_hit_tokens > 0
+    if setup.proposer in (model, ngram):
+        assert engine.stats().drafts.num_accepted_tokens > 0
+
+
+def assert_same_logprobs(ours: Seq[TokenLogprobs], theirs: Seq[TokenLogprobs]) -> None:
+    assert [each.token_id for each in ours] == [each.token_id for each in theirs]
+    assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    assert [[top for top, _ in each.top] for each in ours] == [[top for top, _ in each.top] for each in theirs]
+
+
+@pytest.mark.parametrize("proposer", [no_draft, ngram, adversary, model])
+def test_greedy_text_is_the_same_under_rejection(
+    proposer: Callable[[Folders], Proposer], folders: Folders, reference: dict[str, Text]
+) -> None:
+    setup = Setup(proposer, 4, verify=VerifyMode.REJECTION)
+    texts = generate(build(folders, setup), setup)
+    greedy = [request.request_id for request in requests() if request.sampling.temperature == 0.0]
+    assert [texts[key].token_ids for key in greedy] == [reference[key].token_ids for key in greedy]
+
+
+def test_a_request_continues_elsewhere_with_the_same_text(folders: Folders, reference: dict[str, Text]) -> None:
+    """What migration relies on: committed tokens and seed are the whole state."""
+    engine = build(folders, Setup(model, 4))
+    for request in requests():
+        whole = reference[request.request_id].token_ids
+        half = whole[: len(whole) // 2]
+        engine.add(replace(request, output_token_ids=half))
+        rest: list[int] = []
+        while engine.has_work:
+            for chunk in engine.step():
+                rest += chunk.token_ids
+        assert (*half, *rest) == whole
