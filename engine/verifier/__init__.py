@@ -17,8 +17,8 @@ from protos.messages import TokenLogprobs
 class VerifyTask:
     """One sequence's rows of the step's logits, from `first_row`: one per draft and one more.
 
-    The rows may end before the first draft outside the vocabulary, which no model can compute. Such a draft must stay in
-    the task nevertheless: verification by rejection treats it as rejected, not as never made (ALGORITHMS.md 6.4).
+    The rows may end before the first draft outside the vocabulary, which no model can compute. Such a draft must stay
+    in the task nevertheless: verification by rejection treats it as rejected, not as never made (ALGORITHMS.md 6.4).
     """
 
     sequence: Sequence
