@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from engine.attention_plan import Read
+from engine.index import Index
 from engine.kv_cache import KVCache
 
 ATTENTION_NAME = "outrider_paged"
@@ -74,7 +75,7 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedAttentionPass:
     """One flat pass over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
 
-    def __init__(self, cache: KVCache, slots: slice | Tensor, plan_reads: Callable[[int | None], list[Read]]) -> None:
+    def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[Read]]) -> None:
         self._cache = cache
         self._slots = slots
         self._plan_reads = plan_reads
@@ -115,8 +116,8 @@ class PagedAttentionPass:
 
     def _packed_mask(self, read: Read, group_size: int) -> Tensor | None:
         """The read's mask with its rows repeated for each folded head, [B, 1, G * Q, S]."""
-        if read.mask is None or group_size == 1:
-            return read.mask
+        if read.mask is None or group_size == 1 or read.num_rows == 1:
+            return read.mask  # a single row broadcasts
         mask = self._packed_masks.get((id(read), group_size))
         if mask is None:
             mask = read.mask.repeat(1, 1, group_size, 1)

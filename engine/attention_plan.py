@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.index import Index, index_of, index_tensor, is_run
+from engine.kv_cache import KVCache
 from engine.span import Span
 
 MAX_PACKED_ROWS = 16  # longer spans are prefill chunks
@@ -35,25 +35,37 @@ class Read:
     num_spans: int
     num_rows: int
     num_keys: int
-    rows: slice | Tensor
-    blocks: slice | Tensor
+    rows: Index
+    blocks: Index
     mask: Tensor | None
     is_causal: bool = False
 
     @property
     def is_packed(self) -> bool:
+        """Whether the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
         return self.num_rows <= MAX_PACKED_ROWS
+
+    def at_step(self, step: int) -> Read:
+        """The same spans when they compute only their row `step`, as they do when they decode one token at a time.
+
+        Every span has all of its Q rows. Keys of later steps are in the read, and masked.
+        """
+        if isinstance(self.rows, slice):
+            rows: Index = slice(self.rows.start // self.num_rows, self.rows.stop // self.num_rows)
+        else:
+            rows = self.rows[:: self.num_rows] // self.num_rows
+        mask = None if self.mask is None else self.mask[:, :, step : step + 1]
+        return replace(self, num_rows=1, rows=rows, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """One span in the pass: its first row, and the blocks [first_block, end_block) of its table that its rows see."""
+    """One span in the pass: its first row, and what is known of the blocks that its rows see."""
 
     span: Span
     first_row: int
-    first_block: int
-    end_block: int
-    first_id: int | None  # pool block that starts the run, None where the blocks are no run
+    first_key: int  # position of the first key in the first of the blocks
+    block_ids: Seq[int]
 
     @property
     def num_rows(self) -> int:
@@ -61,136 +73,115 @@ class _Extent:
 
     @property
     def num_blocks(self) -> int:
-        return self.end_block - self.first_block
-
-    @property
-    def block_ids(self) -> Seq[int]:
-        return self.span.block_table[self.first_block : self.end_block]
+        return len(self.block_ids)
 
 
-def plan_reads(
-    spans: Seq[Span],
-    block_size: int,
-    window: int | None,
-    *,
-    min_view_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Read]:
-    """Cut a pass into reads that cover each row once. `window` is how many tokens a row sees, itself included.
+class ReadPlan:
+    """The reads of one pass, for any window."""
 
-    A run of at least `min_view_tokens` keys is read in place, on its own, rather than gathered with others.
-    """
-    build = _ReadBuilder(block_size, window, dtype, device)
-    extents = list(_extents(spans, block_size, window))
-    alone = [extent for extent in extents if _reads_alone(extent, block_size, min_view_tokens)]
-    together = [extent for extent in extents if not _reads_alone(extent, block_size, min_view_tokens)]
-    return [build.single(extent) for extent in alone] + [
-        build.single(bucket[0]) if len(bucket) == 1 else build.padded(bucket)
-        for bucket in _buckets(together, block_size)
-    ]
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._spans = spans
+        self._block_size = cache.block_size
+        self._min_view_tokens = cache.min_view_tokens
+        self._dtype = cache.dtype
+        self._device = cache.device
+        self._shared: dict[int | None, list[Read]] = {}
 
+    def reads(self, window: int | None) -> list[Read]:
+        """Reads that cover each row once. `window` is how many tokens a row sees, itself included; None is all."""
+        alone: list[_Extent] = []
+        together: list[_Extent] = []
+        for extent in self._extents(window):
+            (alone if self._is_alone(extent) else together).append(extent)
+        return [self._single(extent, window) for extent in alone] + [
+            self._single(bucket[0], window) if len(bucket) == 1 else self._padded(bucket, window)
+            for bucket in _buckets(together, self._block_size)
+        ]
 
-def _extents(spans: Seq[Span], block_size: int, window: int | None) -> Iterator[_Extent]:
-    first_row = 0
-    for span in spans:
-        first_key = 0 if window is None else max(0, span.start - window + 1)
-        first_block, end_block = first_key // block_size, -(-span.end // block_size)
-        ids = span.block_table[first_block:end_block]
-        is_run = all(later == earlier + 1 for earlier, later in pairwise(ids))
-        yield _Extent(span, first_row, first_block, end_block, ids[0] if is_run else None)
-        first_row += len(span.token_ids)
+    def step_reads(self, step: int, window: int | None) -> list[Read]:
+        """Reads of the pass that computes only row `step` of each span; the tensors of all steps are built at once."""
+        if window not in self._shared:
+            self._shared[window] = self.reads(window)
+        return [read.at_step(step) for read in self._shared[window]]
 
+    def _extents(self, window: int | None) -> Iterator[_Extent]:
+        first_row = 0
+        for span in self._spans:
+            first_key = 0 if window is None else max(0, span.start - window + 1)
+            first_block = first_key // self._block_size
+            block_ids = span.block_table[first_block : -(-span.end // self._block_size)]
+            yield _Extent(span, first_row, first_block * self._block_size, block_ids)
+            first_row += len(span.token_ids)
 
-def _reads_alone(extent: _Extent, block_size: int, min_view_tokens: int) -> bool:
-    if extent.num_rows > MAX_PACKED_ROWS:
-        return True
-    return extent.first_id is not None and extent.num_blocks * block_size >= min_view_tokens
+    def _is_alone(self, extent: _Extent) -> bool:
+        if extent.num_rows > MAX_PACKED_ROWS:
+            return True
+        return extent.num_blocks * self._block_size >= self._min_view_tokens and is_run(extent.block_ids)
+
+    def _single(self, extent: _Extent, window: int | None) -> Read:
+        """One span, with exactly the keys that it needs."""
+        num_rows, span = extent.num_rows, extent.span
+        num_keys = span.end - extent.first_key
+        # Folded heads repeat rows, which the kernel's own causal mask cannot express.
+        is_causal = num_rows > MAX_PACKED_ROWS and span.start == 0 and (window is None or num_keys <= window)
+        positions = torch.arange(span.start, span.end, device=self._device)[None]  # [1, Q]
+        is_mask_needed = not is_causal and (num_rows > 1 or (window is not None and num_keys > window))
+        return Read(
+            num_spans=1,
+            num_rows=num_rows,
+            num_keys=num_keys,
+            rows=slice(extent.first_row, extent.first_row + num_rows),
+            blocks=index_of(extent.block_ids, self._device),
+            mask=self._mask(positions, [extent.first_key], num_keys, window) if is_mask_needed else None,
+            is_causal=is_causal,
+        )
+
+    def _padded(self, bucket: list[_Extent], window: int | None) -> Read:
+        """Several short spans; padded keys lie behind every row's position and padded rows repeat the last one."""
+        num_rows = max(extent.num_rows for extent in bucket)
+        num_blocks = max(extent.num_blocks for extent in bucket)
+        steps = [[min(row, extent.num_rows - 1) for row in range(num_rows)] for extent in bucket]  # [B, Q]
+        positions = [[extent.span.start + step for step in row] for extent, row in zip(bucket, steps, strict=True)]
+        rows = [extent.first_row + step for extent, row in zip(bucket, steps, strict=True) for step in row]
+        blocks: list[int] = []
+        for extent in bucket:
+            blocks += extent.block_ids
+            # Padding is the span's own last block: never another sequence's numbers.
+            blocks += [extent.block_ids[-1]] * (num_blocks - extent.num_blocks)
+        num_keys = num_blocks * self._block_size
+        first_keys = [extent.first_key for extent in bucket]
+        return Read(
+            num_spans=len(bucket),
+            num_rows=num_rows,
+            num_keys=num_keys,
+            rows=index_of(rows, self._device),
+            blocks=index_tensor(blocks, self._device),
+            mask=self._mask(torch.tensor(positions, device=self._device), first_keys, num_keys, window),
+        )
+
+    def _mask(self, positions: Tensor, first_keys: list[int], num_keys: int, window: int | None) -> Tensor:
+        """0 where a row at `positions` [B, Q] sees the key, -inf elsewhere; [B, 1, Q, S]."""
+        rows = positions[:, None, :, None]  # [B, 1, Q, 1]
+        keys = torch.arange(num_keys, device=self._device)  # [S]
+        if any(first_keys):
+            keys = keys + index_tensor(first_keys, self._device)[:, None, None, None]  # [B, 1, 1, S]
+        is_hidden = keys > rows
+        if window is not None:
+            is_hidden |= keys <= rows - window
+        mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(is_hidden, float("-inf"))
 
 
 def _buckets(extents: list[_Extent], block_size: int) -> Iterator[list[_Extent]]:
     """Group extents of similar length, shortest first, so that padding stays cheap against the keys that are needed."""
     bucket: list[_Extent] = []
     num_needed = 0
-    for extent in sorted(extents, key=lambda extent: (extent.num_blocks, extent.first_row)):
-        num_padding = ((len(bucket) + 1) * extent.num_blocks - num_needed - extent.num_blocks) * block_size
-        if bucket and num_padding > max(_MIN_PADDING_TOKENS, _MAX_PADDING_RATIO * num_needed * block_size):
+    for extent in sorted(extents, key=lambda extent: extent.num_blocks):
+        num_padding = (len(bucket) * extent.num_blocks - num_needed) * block_size
+        if num_padding > max(_MIN_PADDING_TOKENS, _MAX_PADDING_RATIO * num_needed * block_size):
             yield bucket
             bucket, num_needed = [], 0
         bucket.append(extent)
         num_needed += extent.num_blocks
     if bucket:
         yield sorted(bucket, key=lambda extent: extent.first_row)
-
-
-class _ReadBuilder:
-    def __init__(self, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._block_size = block_size
-        self._window = window
-        self._dtype = dtype
-        self._device = device
-
-    def single(self, extent: _Extent) -> Read:
-        """One span, with exactly the keys that it needs."""
-        num_rows, span = extent.num_rows, extent.span
-        first_key = extent.first_block * self._block_size
-        num_keys = span.end - first_key
-        is_causal = first_key == 0 == span.start and num_rows > 1 and (self._window is None or num_keys <= self._window)
-        use_flag = is_causal and num_rows > MAX_PACKED_ROWS  # packed heads repeat rows, which the flag cannot express
-        positions = np.arange(span.start, span.end)[None]  # [1, Q]
-        return Read(
-            num_spans=1,
-            num_rows=num_rows,
-            num_keys=num_keys,
-            rows=slice(extent.first_row, extent.first_row + num_rows),
-            blocks=self._run_or_index(extent),
-            mask=None if use_flag else self._mask(positions, np.array([first_key]), num_keys),
-            is_causal=use_flag,
-        )
-
-    def padded(self, bucket: list[_Extent]) -> Read:
-        """Several short spans; padded keys lie behind every row's position and padded rows repeat the last one."""
-        num_rows = max(extent.num_rows for extent in bucket)
-        num_blocks = max(extent.num_blocks for extent in bucket)
-        steps = np.minimum(np.arange(num_rows), np.array([[extent.num_rows - 1] for extent in bucket]))  # [B, Q]
-        rows = (steps + np.array([[extent.first_row] for extent in bucket])).reshape(-1)  # [B * Q]
-        positions = steps + np.array([[extent.span.start] for extent in bucket])
-        blocks = np.empty((len(bucket), num_blocks), dtype=np.int64)
-        for index, extent in enumerate(bucket):
-            blocks[index, : extent.num_blocks] = extent.block_ids
-            blocks[index, extent.num_blocks :] = extent.block_ids[-1]  # its own block: never another sequence's numbers
-        first_keys = np.array([extent.first_block * self._block_size for extent in bucket])
-        num_keys = num_blocks * self._block_size
-        return Read(
-            num_spans=len(bucket),
-            num_rows=num_rows,
-            num_keys=num_keys,
-            rows=self._slice_or_index(rows),
-            blocks=self._tensor(blocks.reshape(-1)),
-            mask=self._mask(positions, first_keys, num_keys),
-        )
-
-    def _mask(self, positions: np.ndarray, first_keys: np.ndarray, num_keys: int) -> Tensor | None:
-        """0 where a row at `positions` [B, Q] sees the key, -inf elsewhere; [B, 1, Q, S], None if all would be 0."""
-        rows = self._tensor(positions)[:, :, None]  # [B, Q, 1]
-        keys = self._tensor(first_keys)[:, None, None] + torch.arange(num_keys, device=self._device)  # [B, 1, S]
-        is_hidden = keys > rows
-        if self._window is not None:
-            is_hidden |= keys <= rows - self._window
-        if not is_hidden.any():
-            return None
-        mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(is_hidden, float("-inf"))[:, None]
-
-    def _run_or_index(self, extent: _Extent) -> slice | Tensor:
-        if extent.first_id is None:
-            return self._tensor(np.asarray(extent.block_ids))
-        return slice(extent.first_id, extent.first_id + extent.num_blocks)
-
-    def _slice_or_index(self, rows: np.ndarray) -> slice | Tensor:
-        if np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-            return slice(int(rows[0]), int(rows[0]) + len(rows))
-        return self._tensor(rows)
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention import PagedAttentionPass
-from engine.attention_plan import plan_reads
+from engine.attention_plan import ReadPlan
+from engine.index import index_of, index_tensor
 from engine.kv_cache import KVCache
 from engine.span import Span
 
@@ -23,41 +23,44 @@ class FlatPass:
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
-    num_positions: int  # one more than the largest position
+    num_positions: int  # at least one more than the largest position
     logit_rows: Tensor | None  # [R] int64; None: every row, in order
     attention: PagedAttentionPass
 
     @classmethod
     def of(cls, spans: Seq[Span], cache: KVCache) -> FlatPass:
         """Lay out `spans` (at least one) in order."""
-        device = cache.device
-        token_ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), dtype=np.int64)
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        reads = partial(
-            plan_reads, spans, cache.block_size, min_view_tokens=cache.min_view_tokens, dtype=cache.dtype, device=device
-        )
+        slots = list(chain.from_iterable(_slots(span, cache.block_size) for span in spans))
+        attention = PagedAttentionPass(cache, index_of(slots, cache.device), ReadPlan(spans, cache).reads)
         return cls(
-            input_ids=torch.from_numpy(token_ids).to(device),
-            position_ids=torch.from_numpy(positions).to(device),
+            input_ids=index_tensor(chain.from_iterable(span.token_ids for span in spans), cache.device),
+            position_ids=index_tensor(chain.from_iterable(range(span.start, span.end) for span in spans), cache.device),
             num_positions=max(span.end for span in spans),
-            logit_rows=_logit_rows(spans, len(token_ids), device),
-            attention=PagedAttentionPass(cache, _slots(spans, cache.block_size, device), reads),
+            logit_rows=_logit_rows(spans, len(slots), cache.device),
+            attention=attention,
         )
 
 
-def _slots(spans: Seq[Span], block_size: int, device: torch.device) -> slice | Tensor:
-    """The slot of every row [T], as a slice where they follow each other."""
-    parts = []
-    for span in spans:
-        positions = np.arange(span.start, span.end)
-        first_block = span.start // block_size
-        table = np.asarray(span.block_table[first_block : (span.end - 1) // block_size + 1])
-        parts.append(table[positions // block_size - first_block] * block_size + positions % block_size)
-    slots = np.concatenate(parts)
-    first, num_rows = int(slots[0]), len(slots)
-    if int(slots[-1]) == first + num_rows - 1 and bool((np.diff(slots) == 1).all()):
-        return slice(first, first + num_rows)
-    return torch.from_numpy(slots).to(device)
+def plan_steps(spans: Seq[Span], cache: KVCache) -> list[FlatPass]:
+    """One pass per token of `spans`, all of one length: pass i computes the i-th token of each, at its own position.
+
+    The passes share `input_ids`, which the caller fills in place before each of them.
+    """
+    input_ids = index_tensor((0 for _ in spans), cache.device)
+    starts = index_tensor((span.start for span in spans), cache.device)
+    num_positions = max(span.end for span in spans)
+    plan = ReadPlan(spans, cache)
+    passes = []
+    for step, slots in enumerate(zip(*(_slots(span, cache.block_size) for span in spans), strict=True)):
+        attention = PagedAttentionPass(cache, index_of(slots, cache.device), partial(plan.step_reads, step))
+        passes.append(FlatPass(input_ids, starts + step, num_positions, None, attention))
+    return passes
+
+
+def _slots(span: Span, block_size: int) -> list[int]:
+    """The slot of each of the span's rows."""
+    table = span.block_table
+    return [table[at // block_size] * block_size + at % block_size for at in range(span.start, span.end)]
 
 
 def _logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
@@ -66,4 +69,4 @@ def _logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor
     for span in spans:
         end += len(span.token_ids)
         rows.extend(range(end - span.num_logits, end))
-    return None if len(rows) == num_rows else torch.tensor(rows, dtype=torch.long, device=device)
+    return None if len(rows) == num_rows else index_tensor(rows, device)

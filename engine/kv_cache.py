@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.config import CacheConfig
+from engine.index import Index
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -56,7 +57,7 @@ class KVCache:
             self.keys.append(torch.zeros(*head_shape, shape.key_dim, dtype=dtype, device=device))
             self.values.append(torch.zeros(*head_shape, shape.value_dim, dtype=dtype, device=device))
 
-    def write(self, layer: int, slots: slice | Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
         for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
             flat = pool.view(-1, pool.shape[2], pool.shape[3])

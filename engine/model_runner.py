@@ -5,7 +5,6 @@ It knows nothing of requests, scheduling or drafts. Prefill chunks, decodes and 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
 
 import torch
@@ -13,15 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import CacheConfig, ModelConfig
-from engine.flat_pass import FlatPass
-from engine.kv_cache import KVCache, block_bytes, pool_size
+from engine.flat_pass import FlatPass, plan_steps
+from engine.kv_cache import block_bytes, pool_size
 from engine.model_loader import load_model, model_version
 from engine.paged_model import PagedModel
 from engine.position_limit import max_positions
 from engine.span import Span
 from protos.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -29,7 +26,7 @@ class ModelRunner:
 
     Attributes:
         vocab_size: columns of the logits, padding rows of the embedding included.
-        max_model_len: tokens a sequence may have: the least of model, pool and configured limit.
+        max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
         num_blocks, block_size, bytes_per_block: the pool, all layers together.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
@@ -58,32 +55,24 @@ class ModelRunner:
         """
         return self.run(FlatPass.of(spans, self._cache))
 
-    def run(self, flat_pass: FlatPass) -> Tensor:
-        """The same for a pass laid out beforehand."""
-        return self._model.forward(flat_pass)
+    def plan_steps(self, spans: Seq[Span]) -> list[FlatPass]:
+        """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
 
-    @property
-    def cache(self) -> KVCache:
-        return self._cache
+        For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
+        Fill `input_ids` of each pass, in place, before `run`.
+        """
+        return plan_steps(spans, self._cache)
+
+    def run(self, flat_pass: FlatPass) -> Tensor:
+        """`forward` for a pass laid out beforehand."""
+        return self._model.forward(flat_pass)
 
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:
-    positions = max_positions(model.config)
-    if configured is not None:
-        if positions is not None and configured > positions:
-            raise ConfigError(
-                f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it"
-            )
-        if configured > num_slots:
-            raise ConfigError(
-                f"scheduler.max_model_len is {configured}, but the KV pool holds {num_slots} tokens; "
-                "lower it or raise cache.memory_gib (or num_blocks)"
-            )
-        return configured
-    if positions is not None and positions <= num_slots:
-        return positions
-    logger.info("max_model_len is %d, all the KV pool holds; the model has %s positions", num_slots, positions)
-    return num_slots
+    positions = max_positions(model.config) or num_slots
+    if configured is not None and configured > positions:
+        raise ConfigError(f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it")
+    return positions if configured is None else configured
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
