@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class ActorThread:
-    """Runs `main(is_ready)`, which calls `is_ready()` once it serves and returns when it was told to close.
+    """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
     A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
     restarts the actor, and those who talked to it start over.
@@ -32,10 +32,6 @@ class ActorThread:
             raise EngineError(f"{self._thread.name} did not start within {timeout_s} s; look for it in Ray's logs")
         if self._failure is not None:
             raise self._failure
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for `main` to return."""
-        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:

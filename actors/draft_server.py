@@ -53,7 +53,19 @@ class DraftServer:
             self._forget(tuple(self._mirrors))
 
     def _answer(self, connection: FrameConnection[ToDraft], rounds: list[Round]) -> None:
-        """Apply every round that has arrived, then offer once: older questions are stale by now."""
+        """Apply every round that has arrived, then offer once: older questions are stale by now.
+
+        New prompts are read after that, since nobody waits for them yet.
+        """
+        asked, lost = self._apply(rounds)
+        wanted = {each: number for each, number in asked.items() if number > 0}
+        offers = self._draft(wanted) if wanted else ()
+        if offers or lost:
+            connection.send(Offers(offers, lost), _SEND_TIMEOUT_S)
+        self._read([each for each, number in asked.items() if number == 0])
+
+    def _apply(self, rounds: list[Round]) -> tuple[dict[str, int], tuple[str, ...]]:
+        """Returns how many drafts each live sequence is asked for, and those that are lost."""
         asked: dict[str, int] = {}
         lost: set[str] = set()
         for news in rounds:
@@ -62,16 +74,13 @@ class DraftServer:
                 self._open(opening)
                 asked[opening.request_id] = opening.num_drafts
             for commit in news.commits:
-                if self._follow(commit):
-                    asked[commit.request_id] = commit.num_drafts
-                else:
+                asked.pop(commit.request_id, None)
+                if not self._follow(commit):
                     lost.add(commit.request_id)
-        answer = Offers(
-            self._draft({each: number for each, number in asked.items() if each in self._mirrors}),
-            tuple(lost - self._mirrors.keys()),
-        )
-        if answer.offers or answer.lost:
-            connection.send(answer, _SEND_TIMEOUT_S)
+                elif commit.num_drafts > 0:
+                    asked[commit.request_id] = commit.num_drafts
+        live = {each: number for each, number in asked.items() if each in self._mirrors}
+        return live, tuple(lost - self._mirrors.keys())
 
     def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
         shares = [_share(self._mirrors[request_id], number) for request_id, number in asked.items()]
@@ -79,8 +88,12 @@ class DraftServer:
         return tuple(
             Offer(share.sequence.request_id, len(share.sequence.token_ids), draft)
             for share, draft in zip(shares, drafts, strict=True)
-            if share.max_draft_tokens > 0
         )
+
+    def _read(self, request_ids: Seq[str]) -> None:
+        """Have the draft model compute these sequences' tokens, by way of one draft that nobody wants."""
+        if request_ids:
+            self._proposer.propose([_share(self._mirrors[request_id], 1) for request_id in request_ids])
 
     def _open(self, opening: Open) -> None:
         self._forget((opening.request_id,))

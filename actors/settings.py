@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig
 
 
 class DraftKind(StrEnum):
@@ -18,10 +18,11 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`model` is set where the kind is a model, which then runs in a `DraftActor`."""
+    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`."""
 
     kind: DraftKind = DraftKind.NONE
     model: ModelConfig | None = None
+    cache: CacheConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

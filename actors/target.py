@@ -38,29 +38,21 @@ class TargetActor:
         configure_logging()
         self._settings = settings
         self._folder = folder
-        self._loop: EngineLoop | None = None
         self._thread = ActorThread("TargetActor", self._serve)
 
     def ready(self) -> None:
         """Returns when the model is loaded and the socket listens. Raises ConfigError for what cannot be served."""
         self._thread.wait_ready(self._settings.start_timeout_s)
 
-    def close(self) -> None:
-        """Stop after the current step."""
-        if self._loop is not None:
-            self._loop.close()
-        self._thread.join(timeout_s=self._settings.pong_timeout_s)
-
     def _serve(self, is_ready: Callable[[], None]) -> None:
         channel = self._channel()
         core = EngineCore.from_config(self._settings.engine, channel or self._local_proposer())
         listener = FrameListener(self._folder / TARGET_SOCKET)
         server = ShellServer(listener, self._card(core), _stats_of(channel))
-        self._loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None)
-        threading.Thread(target=server.run, args=(self._loop,), name="shell-server", daemon=True).start()
+        loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None)
+        threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
         is_ready()
-        self._loop.run()
-        server.close()
+        loop.run()
 
     def _channel(self) -> ChannelProposer | None:
         if self._settings.draft.kind is not DraftKind.MODEL:

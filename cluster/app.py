@@ -13,6 +13,7 @@ from ray.serve import Application
 
 from actors.pair import Pair
 from actors.settings import DraftKind, DraftSettings, PairSettings
+from cluster.cache_budget import cache_config, draft_cache_config
 from cluster.config import DeployConfig, parse_config
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
@@ -26,15 +27,13 @@ from cluster.placement import (
 )
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from protos.messages import VerifyMode
 from router.config import IngressConfig, IngressLimits
 from router.ingress import Ingress
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1 << 30
-_DEFAULT_CACHE_BYTES = _GIB
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
 _DRAIN_S = 30.0
 
@@ -62,7 +61,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
     return PairSettings(
         engine=EngineConfig(
             model=target,
-            cache=_cache_config(config),
+            cache=cache_config(config.cache),
             scheduler=SchedulerConfig(**config.scheduler.model_dump()),
             speculation=SpeculationConfig(config.speculation.num_tokens, VerifyMode(config.speculation.verify)),
         ),
@@ -78,15 +77,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
     if draft.path is None or placement.draft is None:
         return DraftSettings(DraftKind(draft.kind))
     model = ModelConfig(resolve_model_path(draft.path), draft.dtype, num_threads=placement.draft.num_threads)
-    return DraftSettings(DraftKind.MODEL, model)
-
-
-def _cache_config(config: DeployConfig) -> CacheConfig:
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return CacheConfig(cache.block_size, num_blocks=cache.num_blocks, memory_bytes=None)
-    memory_bytes = _DEFAULT_CACHE_BYTES if cache.memory_gib is None else int(cache.memory_gib * _GIB)
-    return CacheConfig(cache.block_size, memory_bytes=memory_bytes)
+    return DraftSettings(DraftKind.MODEL, model, draft_cache_config(config.cache))
 
 
 def _placement_request(config: DeployConfig) -> PlacementRequest:

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from cluster.cache_budget import cache_config, draft_cache_config
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_path import resolve_model_path
@@ -16,7 +17,6 @@ from protos.errors import ConfigError
 _GIB = 1 << 30
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
-_DEFAULT_CACHE_GIB = 1.0
 
 
 def check_ports(file: DeployFile) -> None:
@@ -46,8 +46,10 @@ def check_memory(config: DeployConfig) -> None:
 def _pair_bytes(config: DeployConfig) -> int:
     paths = [path for path in (config.target.path, config.draft.path) if path is not None]
     weights = sum(_weight_bytes(Path(resolve_model_path(path))) for path in paths)
-    cache_gib = config.cache.memory_gib or _DEFAULT_CACHE_GIB
-    return weights + int(cache_gib * _GIB) + (1 + len(paths)) * _PROCESS_BYTES
+    caches = cache_config(config.cache).memory_bytes or 0
+    if config.draft.path is not None:
+        caches += draft_cache_config(config.cache).memory_bytes or 0
+    return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
 
 
 def _weight_bytes(folder: Path) -> int:
