@@ -173,8 +173,11 @@ class Scheduler:
                 self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
 
     def _secure_ready(self) -> list[Sequence]:
-        """The sequences that sample in this step whatever else happens, each with a slot for its last token."""
-        ready = [sequence for sequence in self._running if _is_ready(sequence)][: self._max_tokens_per_step]
+        """The sequences that sample in this step whatever else happens, each with a slot for its last token.
+
+        They never exceed the budget: each was admitted when it had a token left beside all that ran before.
+        """
+        ready = [sequence for sequence in self._running if _is_ready(sequence)]
         for sequence in ready:
             if sequence.status is SequenceStatus.RUNNING:
                 self._secure_slot(sequence)
