@@ -1,0 +1,30 @@
+"""Saving and loading one half of the pair: bf16 safetensors, config and generation config."""
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from models.architecture import END_OF_TEXT_ID, END_OF_TURN_ID
+
+
+def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes a bfloat16 copy of the model into `folder`; the model itself keeps its dtype."""
+    rounded = LlamaForCausalLM(copy.deepcopy(model.config)).bfloat16()
+    rounded.load_state_dict(model.state_dict())
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=[END_OF_TEXT_ID, END_OF_TURN_ID],
+        pad_token_id=END_OF_TEXT_ID,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    rounded.save_pretrained(folder)
+
+
+def load_checkpoint(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> LlamaForCausalLM:
+    """The model saved in `folder`, ready to answer."""
+    with device or torch.device("cpu"):
+        return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()

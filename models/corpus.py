@@ -1,0 +1,117 @@
+"""The Python standard library as a corpus: which files, which of them are held out, which chat documents they yield.
+
+Knows files and text, nothing of tokens or models.
+"""
+
+import ast
+import hashlib
+import random
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tables, generated text and deliberately broken files: many bytes, little Python.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "encoded_modules", "data"}
+)
+SKIPPED_PREFIXES = ("_sysconfigdata", "bad_", "badsyntax_")
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+HELD_OUT_PERCENT = 3
+MAX_FILE_BYTES = 250_000
+MAX_CHAT_CHARACTERS = 2_500
+SYSTEM_PROMPT = "You write Python."
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One source file. `name` is its path below the library root, with forward slashes."""
+
+    name: str
+    text: str
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the file belongs to the library's own test suite."""
+        return not TEST_FOLDERS.isdisjoint(self.name.split("/"))
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether training never sees the file; decided by a digest of the name, so the split survives any re-run."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The whole files that train and the whole files that measure; no file is in both."""
+
+    training: list[Document]
+    held_out: list[Document]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatExample:
+    """A request for one function and the function: the only chat the demo pair ever sees."""
+
+    messages: list[dict[str, str]]
+
+
+def library_root() -> Path:
+    """The folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def is_skipped(relative: Path) -> bool:
+    """Whether a path below the root is left out of the corpus."""
+    return not SKIPPED_FOLDERS.isdisjoint(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES)
+
+
+def read_documents(root: Path) -> Iterator[Document]:
+    """Every usable source file below `root`, ordered by name; what is not UTF-8 or too large is passed over."""
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if is_skipped(relative) or not 0 < path.stat().st_size <= MAX_FILE_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        yield Document(relative.as_posix(), text.expandtabs(8))
+
+
+def collect(root: Path | None = None) -> Corpus:
+    """Reads the corpus and splits it by file."""
+    documents = list(read_documents(root or library_root()))
+    return Corpus(
+        training=[document for document in documents if not document.is_held_out],
+        held_out=[document for document in documents if document.is_held_out],
+    )
+
+
+def chat_examples(document: Document) -> Iterator[ChatExample]:
+    """One example for each documented function of a file, the request worded from its docstring's first line."""
+    try:
+        tree = ast.parse(document.text)
+    except (SyntaxError, ValueError):
+        return
+    lines = document.text.split("\n")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (example := _chat_example(lines, node)):
+            yield example
+
+
+def _chat_example(lines: list[str], node: ast.FunctionDef) -> ChatExample | None:
+    summary = (ast.get_docstring(node) or "").strip().split("\n")[0]
+    source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    if not summary or len(source) > MAX_CHAT_CHARACTERS:
+        return None
+    request = f"Write a Python function `{node.name}`. {summary}"
+    messages = [
+        {"role": "user", "content": request},
+        {"role": "assistant", "content": textwrap.dedent(source).strip() + "\n"},
+    ]
+    if random.Random(request).random() < 0.5:
+        messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+    return ChatExample(messages)

@@ -1,0 +1,48 @@
+"""Text that the target itself writes: what the draft meets at serving time, and so a part of what it learns from."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+
+def gumbel_noise(num_sequences: int, vocab_size: int, seed: int, position: int) -> Tensor:
+    """The noise [B, V] of one position, a pure function of (seed, position): draft and target draw the same."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + position)
+    uniform = torch.rand(num_sequences, vocab_size, generator=generator).clamp(1e-9, 1.0 - 1e-7)
+    return -torch.log(-torch.log(uniform))
+
+
+def choose(logits: Tensor, temperature: float, seed: int, position: int) -> Tensor:
+    """The tokens [B] that sampling takes from logits [B, V] at `position`: argmax(logits / temperature + noise)."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    num_sequences, vocab_size = logits.shape
+    noise = gumbel_noise(num_sequences, vocab_size, seed, position).to(logits.device)
+    return (logits / temperature + noise).argmax(-1)
+
+
+@torch.no_grad()
+def generate(model: LlamaForCausalLM, prompts: Tensor, num_tokens: int, temperature: float, seed: int) -> Tensor:
+    """Prompts [B, S] with the model's continuations [B, S + num_tokens]; an end of text does not stop it."""
+    cache, ids, inputs = DynamicCache(config=model.config), prompts, prompts
+    for position in range(prompts.shape[1], prompts.shape[1] + num_tokens):
+        logits = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()  # [B, V]
+        inputs = choose(logits, temperature, seed, position).unsqueeze(1)  # [B, 1]
+        ids = torch.cat([ids, inputs], dim=1)
+    return ids
+
+
+class RolloutPool:
+    """A bag of written windows [N, T + 1], drawn from at random."""
+
+    def __init__(self, written: Tensor, seed: int) -> None:
+        self._written = written
+        self._rng = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    def windows(self, num_windows: int, num_tokens: int) -> Tensor:
+        """`num_windows` windows [B, T + 1] drawn with replacement."""
+        return self._written[self._rng.integers(0, len(self), num_windows)][:, : num_tokens + 1]

@@ -1,0 +1,45 @@
+"""Training of the target: next tokens of the corpus, short windows first, then longer ones whose positions skip."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from models.architecture import compile_layers, hidden_states, new_model, target_config
+from models.loss import next_token_loss
+from models.optimizer import PairedOptimizer
+from models.tokens import WindowStream, plain_positions, skipped_positions
+from models.train import Budget, TrainingReport, autocast, train
+
+LONG_PHASE_START = 0.75
+
+
+class TargetLesson:
+    """Draws a batch and computes its loss."""
+
+    def __init__(self, model: LlamaForCausalLM, stream: WindowStream, budget: Budget, seed: int) -> None:
+        self._model, self._stream, self._budget = model, stream, budget
+        self._generator = torch.Generator().manual_seed(seed)
+        self._loss = torch.compile(next_token_loss, dynamic=False)
+
+    def __call__(self, progress: float) -> Tensor:
+        """The loss of the next batch at `progress` in [0, 1]."""
+        is_long = progress >= LONG_PHASE_START
+        num_tokens = self._budget.long_window_tokens if is_long else self._budget.short_window_tokens
+        num_windows = self._budget.tokens_per_step // num_tokens
+        ids = self._stream.windows(num_windows, num_tokens).to(self._budget.device)  # [B, T + 1]
+        positions = plain_positions(num_windows, num_tokens)
+        if is_long:
+            positions = skipped_positions(num_windows, num_tokens, self._generator)
+        with autocast(self._budget.device):
+            hidden = hidden_states(self._model, ids[:, :-1], positions.to(self._budget.device))
+            return self._loss(hidden, self._model.lm_head.weight, ids[:, 1:].contiguous())
+
+
+def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int) -> TrainingReport:
+    """Trains a fresh target into `folder`."""
+    model = new_model(target_config(), seed, budget.device)
+    compile_layers(model)
+    optimizer = PairedOptimizer(model, matrix_lr=0.012, embedding_lr=0.002)
+    return train(model, optimizer, TargetLesson(model, stream, budget, seed), budget, folder)
