@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft import DraftActor
 from actors.settings import PairDevices, PairSettings, ProcessShare
-from actors.target import TARGET_SOCKET, TargetActor
+from actors.shell_messages import TARGET_SOCKET
+from actors.target import TargetActor
 
 logger = logging.getLogger(__name__)
 

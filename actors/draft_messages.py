@@ -12,6 +12,7 @@ import msgspec
 from engine.draft import Draft
 from protos.messages import SamplingParams, VerifyMode
 
+DRAFT_SOCKET = "draft.sock"
 PROTOCOL_VERSION = 1
 
 

@@ -17,6 +17,9 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
+_IDLE_TURN_S = 0.5  # `before_step` is called this often without work: a draft that has come back is met while idle
+
+
 class Engine(Protocol):
     """What the loop needs of `engine.engine_core.EngineCore`."""
 
@@ -101,7 +104,7 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         if not self._commands and not self._is_closing:
-            self._wake.wait()
+            self._wake.wait(_IDLE_TURN_S)
         self._wake.clear()
 
     def _carry_out_commands(self) -> None:

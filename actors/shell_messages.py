@@ -11,6 +11,8 @@ from protos import errors
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 
+TARGET_SOCKET = "target.sock"
+
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Generate this; chunks follow until one carries a finish reason."""

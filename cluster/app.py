@@ -116,6 +116,7 @@ def _pair_options(config: DeployConfig, settings: PairSettings, placement: PairP
 def _ingress_options(config: DeployConfig) -> dict[str, Any]:
     return {
         "num_replicas": config.ingress.num_replicas,
+        "max_surge_percent": 100,  # a redeploy starts the new ones first, so that somebody always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,
         "graceful_shutdown_timeout_s": _DRAIN_S,

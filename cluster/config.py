@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protos.errors import ConfigError
+from protos.messages import VerifyMode
 
 
 def _one_of(*available: str) -> AfterValidator:
@@ -67,7 +68,7 @@ class SpeculationSection(_Section):
 
     num_tokens: int = Field(default=4, ge=0, le=64)
     mode: Annotated[str, _one_of("sync")] = "sync"
-    verify: Annotated[str, _one_of("coupled", "rejection")] = "coupled"
+    verify: Annotated[str, _one_of(*VerifyMode)] = "coupled"
     adaptive: Annotated[bool, _only(False, "the number of drafts is fixed by num_tokens")] = False
     tree: Annotated[dict[str, Any] | None, _only(None, "drafts are chains")] = None
 

@@ -47,12 +47,13 @@ class LocalCluster:
     def __init__(self) -> None:
         self._dashboard = ""
 
-    def start(self) -> None:
-        """Start Ray on this machine with Serve's fast path; other clusters on it are left alone."""
+    def start(self, num_cpus: int | None = None) -> None:
+        """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone."""
         set_variables()
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         context = ray.init(
             address="local",
+            num_cpus=num_cpus,
             namespace="serve",
             include_dashboard=True,
             log_to_driver=False,
@@ -90,8 +91,13 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Let running requests finish, then stop everything."""
+        """Let running requests finish, then stop everything.
+
+        The application goes first: Serve's own shutdown stops the proxy at once, and every stream with it.
+        """
         if ray.is_initialized():
+            for name in serve.status().applications:
+                serve.delete(name)
             serve.shutdown()
             ray.shutdown()
 

@@ -72,7 +72,8 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     pairs_per_node = math.ceil(request.num_pairs / len(hosts))
     num_cpus = min(node.num_cpus for node in hosts)
     threads = _threads(request, max(1, num_cpus // pairs_per_node))
-    share = (num_cpus - INGRESS_CPUS * request.num_ingresses) / pairs_per_node - SHELL_CPUS
+    # Twice the ingresses: during a redeploy the old ones and the new ones run side by side.
+    share = (num_cpus - 2 * INGRESS_CPUS * request.num_ingresses) / pairs_per_node - SHELL_CPUS
     return _claim(threads, share, num_gpus, topology)
 
 

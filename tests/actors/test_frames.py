@@ -88,8 +88,8 @@ def send_many(connection: FrameConnection, news: Round) -> None:
         connection.send(news, 0.1)
 
 
-def test_a_restarted_listener_takes_its_path_over():
-    path = private_folder() / "x.sock"
+def test_a_restarted_listener_takes_its_path_over(folder: Path):
+    path = folder / "x.sock"
     first = FrameListener(path)
     first.close()
     assert connect(path, ToDraft) is None

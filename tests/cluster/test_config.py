@@ -71,7 +71,7 @@ def test_all_mistakes_are_reported_at_once():
     [
         ({"draft": {"kind": "eagle3"}}, "args.draft.kind"),
         ({"speculation": {"mode": "async"}}, "args.speculation.mode"),
-        ({"speculation": {"verify": "block"}}, "args.speculation.verify"),
+        ({"speculation": {"verify": "typical"}}, "args.speculation.verify"),
         ({"speculation": {"adaptive": True}}, "args.speculation.adaptive"),
         ({"speculation": {"tree": {"width": 2}}}, "args.speculation.tree"),
         ({"target": {"path": "t", "tensor_parallel_size": 2}}, "args.target.tensor_parallel_size"),

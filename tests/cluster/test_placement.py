@@ -30,7 +30,7 @@ def total_cpus(placement: PairPlacement) -> float:
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
 def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int):
     placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs)
-    assert total_cpus(placement) * num_pairs + 0.1 <= num_cpus + 1e-9
+    assert total_cpus(placement) * num_pairs + 0.2 <= num_cpus + 1e-9
     threads = placement.target.num_threads + placement.draft.num_threads
     assert threads <= max(2, num_cpus // num_pairs)
 

@@ -1,0 +1,29 @@
+"""One cluster with one tiny pair for all tests of the served application."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from served_pair import ServedPair, free_port, write_deploy_file
+from tiny_models import write_pair
+
+from cluster.local_cluster import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_pair(folder)
+    file = write_deploy_file(folder, (free_port(), free_port()))
+    cluster = LocalCluster()
+    try:
+        cluster.start(num_cpus=2)
+        cluster.deploy(file)
+        cluster.wait_running(lambda status: None)
+        yield ServedPair(cluster, file)
+    finally:
+        cluster.stop()

@@ -1,0 +1,112 @@
+"""A served tiny pair, and what the tests ask of it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.deploy_file import DeployFile, read_deploy_file
+from cluster.local_cluster import LocalCluster
+
+MODEL = "tiny"
+BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
+
+
+@dataclass
+class Stream:
+    """What one streamed completion brought."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
+
+
+class ServedPair:
+    """The running application, reached over HTTP and by the process ids of its actors."""
+
+    def __init__(self, cluster: LocalCluster, file: DeployFile) -> None:
+        self.cluster = cluster
+        self.file = file
+        self.url = f"http://{file.http_host}:{file.http_port}"
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=170.0)
+
+    def stream(self, on_tokens: Callable[[int], None] = lambda number: None, **options: Any) -> Stream:
+        """Stream a completion to its end; `on_tokens` hears after every chunk how many tokens there are."""
+        extra = {"ignore_eos": True, "return_token_ids": True, **options.pop("extra_body", {})}
+        request = {"model": MODEL, "prompt": "hello world", "max_tokens": 64, "seed": 4, **options}
+        answer = Stream()
+        for chunk in self.client.completions.create(stream=True, extra_body=extra, **request):
+            for choice in chunk.choices:
+                answer.token_ids += getattr(choice, "token_ids", None) or []
+                answer.finish_reason = choice.finish_reason or answer.finish_reason
+            metrics = getattr(chunk, "metrics", None)
+            answer.speculation = metrics["speculative_decoding"] if metrics else answer.speculation
+            on_tokens(len(answer.token_ids))
+        return answer
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its samples, as `/metrics` has it now."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
+        families = (family for family in text_string_to_metric_families(text) if family.name == name)
+        return sum(sample.value for family in families for sample in family.samples)
+
+    def kill(self, actor: str) -> None:
+        """SIGKILL the process that Ray has titled with the actor's class."""
+        pid = subprocess.check_output(["pgrep", "-n", "-f", f"^ray::{actor}"], text=True)
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
+    """Something to call with a growing count, which acts when that first reaches `number`."""
+    has_acted = False
+
+    def check(count: int) -> None:
+        nonlocal has_acted
+        if count >= number and not has_acted:
+            has_acted = True
+            action()
+
+    return check
+
+
+def eventually(is_so: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    """Wait until something becomes true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not so after {timeout_s} s"
+        time.sleep(0.1)
+
+
+def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> DeployFile:
+    """The bundled deploy.yaml with the tiny pair, other ports, and `changes` to its args."""
+    file = read_deploy_file(BUNDLED)
+    deployment = dict(file.deployment)
+    deployment["http_options"] = {"host": "127.0.0.1", "port": ports[0]}
+    deployment["grpc_options"] = {**deployment["grpc_options"], "port": ports[1]}
+    args = {
+        "model_id": MODEL,
+        "target": {"path": str(folder / "target"), "dtype": "float32", "num_threads": 1},
+        "draft": {"kind": "model", "path": str(folder / "draft"), "dtype": "float32", "num_threads": 1},
+        "cache": {"num_blocks": 512},
+        "ingress": {"limits": {"migration_deadline_s": 170.0, "max_migrations": 1000}},
+        **changes,
+    }
+    deployment["applications"] = [{**deployment["applications"][0], "args": args}]
+    return DeployFile(deployment, "127.0.0.1", ports[0], ports[1], file.config)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

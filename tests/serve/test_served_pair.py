@@ -1,0 +1,158 @@
+"""The application as users meet it, on Ray: both faces, the same tokens whatever dies, and no block left behind.
+
+The tests run in order; the last one takes the application down.
+"""
+
+import copy
+import threading
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from served_pair import MODEL, ServedPair, eventually, once
+
+from cluster.deploy_file import DeployFile
+from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.engine_core import EngineCore
+from protos import outrider_pb2 as pb2
+from protos import outrider_pb2_grpc
+from protos.errors import ConfigError
+from protos.messages import GenerateRequest, SamplingParams
+from router.tokenizer_files import load_tokenizer_files
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+LONG = 3000
+
+
+def target_path(served: ServedPair) -> Path:
+    return Path(served.file.deployment["applications"][0]["args"]["target"]["path"])
+
+
+def plain_tokens(path: Path, temperature: float, num_tokens: int) -> list[int]:
+    """What the target alone generates in this process, without Ray and without a draft."""
+    config = EngineConfig(
+        ModelConfig(str(path), "float32", num_threads=1), CacheConfig(num_blocks=512, memory_bytes=None)
+    )
+    core = EngineCore.from_config(config)
+    prompt = load_tokenizer_files(str(path)).tokenizer.encode("hello world")
+    core.add(GenerateRequest("a", tuple(prompt), SamplingParams(4, temperature, max_tokens=num_tokens)))
+    token_ids: list[int] = []
+    while core.has_work:
+        for chunk in core.step():
+            token_ids += chunk.token_ids
+    return token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_served_tokens_are_those_of_the_target_alone(served: ServedPair, temperature: float):
+    answer = served.stream(temperature=temperature, max_tokens=200)
+    assert answer.token_ids == plain_tokens(target_path(served), temperature, 200)
+    assert answer.finish_reason == "length"
+    assert answer.speculation["num_accepted_draft_tokens"] > 0
+
+
+def test_speculation_changes_no_token(served: ServedPair):
+    plain = served.stream(temperature=1.0, extra_body={"speculation": {"enabled": False}})
+    assert plain.speculation["num_draft_tokens"] == 0
+    for number in (1, 2, 4):
+        drafted = served.stream(temperature=1.0, extra_body={"speculation": {"num_tokens": number}})
+        assert drafted.token_ids == plain.token_ids
+
+
+def test_many_streams_at_once_do_not_disturb_each_other(served: ServedPair):
+    alone = [served.stream(temperature=1.0, seed=seed).token_ids for seed in range(8)]
+    together: dict[int, list[int]] = {}
+
+    def run(seed: int) -> None:
+        together[seed] = served.stream(temperature=1.0, seed=seed).token_ids
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[seed] for seed in range(8)] == alone
+
+
+def test_grpc_streams_the_same_tokens_as_http(served: ServedPair):
+    expected = served.stream(temperature=1.0).token_ids
+    request = pb2.GenerateRequest(
+        model=MODEL, prompt="hello world", max_tokens=64, seed=4, temperature=1.0, ignore_eos=True
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
+        chunks = list(outrider_pb2_grpc.GenerationStub(channel).GenerateStream(request, timeout=60.0))
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60.0)
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_health_and_metrics_answer(served: ServedPair):
+    assert httpx.get(f"{served.url}/health", timeout=30.0).status_code == 200
+    assert served.metric("outrider_kv_cache_blocks") == 512
+    assert served.metric("outrider_draft_connected") == 1
+
+
+def test_a_client_that_leaves_frees_its_blocks(served: ServedPair):
+    stream = served.client.completions.create(
+        model=MODEL, prompt="hello", max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    eventually(lambda: served.metric("outrider_kv_cache_used_blocks") > 0)
+    stream.close()
+    eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
+    assert served.metric("outrider_num_requests_running") == 0
+
+
+def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair):
+    expected = served.stream(temperature=1.0, max_tokens=LONG)
+    num_connections = served.metric("outrider_draft_num_connections")
+    actual = served.stream(once(200, lambda: served.kill("DraftActor")), temperature=1.0, max_tokens=LONG)
+    assert actual.token_ids == expected.token_ids
+    eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections)
+    assert served.stream(temperature=1.0).speculation["num_accepted_draft_tokens"] > 0
+
+
+def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair):
+    expected = served.stream(temperature=1.0, max_tokens=LONG)
+    actual = served.stream(once(200, lambda: served.kill("TargetActor")), temperature=1.0, max_tokens=LONG)
+    assert actual.token_ids == expected.token_ids
+    assert actual.finish_reason == "length"
+
+
+def test_a_wrong_key_is_refused_and_what_runs_goes_on(served: ServedPair):
+    with pytest.raises(ConfigError, match="unknown key; did you mean 'num_tokens'"):
+        redeploy(served, speculation={"num_token": 4})
+    assert served.stream().finish_reason == "length"
+
+
+def test_a_stream_outlives_a_redeploy(served: ServedPair):
+    expected = served.stream(temperature=1.0, max_tokens=LONG)
+    done = threading.Event()
+
+    def deploy() -> None:
+        redeploy(served, speculation={"num_tokens": 2})
+        done.set()
+
+    actual = served.stream(once(200, lambda: threading.Thread(target=deploy).start()), temperature=1.0, max_tokens=LONG)
+    assert actual.token_ids == expected.token_ids
+    assert done.wait(120.0)
+    assert served.stream(temperature=1.0).token_ids == expected.token_ids[:64]
+
+
+def test_a_stream_outlives_the_shutdown(served: ServedPair):
+    expected = served.stream(temperature=1.0, max_tokens=LONG)
+    stopping = threading.Thread(target=served.cluster.stop)
+    actual = served.stream(once(200, stopping.start), temperature=1.0, max_tokens=LONG)
+    stopping.join()
+    assert actual.token_ids == expected.token_ids
+
+
+def redeploy(served: ServedPair, **changes: object) -> None:
+    deployment = copy.deepcopy(served.file.deployment)
+    deployment["applications"][0]["args"].update(changes)
+    file = served.file
+    served.cluster.deploy(DeployFile(deployment, file.http_host, file.http_port, file.grpc_port, file.config))
+    served.cluster.wait_running(lambda status: None)
