@@ -66,7 +66,7 @@ class LlamaDecoder:
 
     def logits(self, flat_pass: FlatPass) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
-        hidden = F.embedding(flat_pass.input_ids, self._embedding)  # [T, hidden]
+        hidden = self._embedding.index_select(0, flat_pass.input_ids)  # [T, hidden]
         if flat_pass.num_positions > self._rotary.shape[0]:
             self._rotary = self._rotary_table(2 * flat_pass.num_positions)
         rotary = self._rotary.index_select(0, flat_pass.position_ids)  # [T, 2, D]
@@ -140,6 +140,4 @@ def _joined(*linears: nn.Linear) -> Linear:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of x [T, heads, D]; sin's sign makes up for the halves that change places."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -24,7 +24,7 @@ from engine.span import Span
 
 _PROBE_LENGTHS = (7, 5)
 _PROBE_CHUNK = 4  # tokens of the first probe sequence that are computed in a pass before the others
-_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
 
 
 class PagedModel:
