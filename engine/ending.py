@@ -41,7 +41,7 @@ def finished_before_start(sequence: Sequence) -> Cut | None:
 
 
 def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
-    """What one pass committed, in the words of the wire; the sums come with the last chunk."""
+    """What one pass committed, in the words of the wire."""
     return TokenChunk(
         request_id=sequence.request_id,
         token_ids=cut.token_ids,
@@ -49,7 +49,7 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         finish_reason=cut.finish_reason,
         stop_token_id=cut.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens or 0,
-        speculation=sequence.speculation_stats() if cut.finish_reason else None,
+        speculation=sequence.speculation_stats(),
     )
 
 
