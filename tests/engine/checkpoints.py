@@ -10,8 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB_SIZE = 64
 
 
-def write_checkpoint(folder: Path, *, seed: int, noise: float = 0.0, vocab_size: int = VOCAB_SIZE) -> None:
-    """A float32 Llama of two layers; `noise` perturbs each weight by that share of its spread."""
+def write_checkpoint(
+    folder: Path, *, seed: int, noise: float = 0.0, vocab_size: int = VOCAB_SIZE, steepness: float = 0.4
+) -> None:
+    """A float32 Llama of two layers; `noise` perturbs each weight by that share of its spread, which is `steepness`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -23,7 +25,7 @@ def write_checkpoint(folder: Path, *, seed: int, noise: float = 0.0, vocab_size:
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=0,
-        initializer_range=0.4,
+        initializer_range=steepness,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)

@@ -1,0 +1,137 @@
+"""The served distribution, black-box: requests over HTTP against the target's exact law, by an anytime-valid test.
+
+A tiny pair of vocabulary 16 whose draft is right about two times in three. All classes of parameters are sent at once,
+so that every batch is mixed; the joint law of the first three tokens is compared, because a stale penalty or a wrong
+recovered token shows only after the first. A correct server fails one run in a million.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.local_cluster import LocalCluster
+from protos.messages import SamplingParams
+from tests.engine.checkpoints import write_checkpoint
+from tests.serve.plain_law import law_of_first_tokens
+from tests.serve.sequential_test import SequentialTest
+from tests.serve.served_pair import MODEL, ServedPair, free_port, write_deploy_file
+
+VOCAB_SIZE = 16
+PROMPT = [3, 5, 7, 9]
+NUM_TOKENS = 3
+NUM_CHOICES = 12  # times 21 classes: what one pair takes at a time
+NUM_REQUESTS = 100  # per class: 1,200 samples
+ALPHA = 1e-6
+
+LAWS: dict[str, dict[str, Any]] = {
+    "T=1": {},
+    "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "top-k 5": {"top_k": 5},
+    "min-p 0.1": {"temperature": 1.5, "min_p": 0.1},
+    "presence 2": {"presence_penalty": 2.0},
+    "repetition 1.5, frequency 1": {"repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "logit bias": {"logit_bias": ((2, 3.0), (4, -3.0))},
+}
+SPECULATIONS: dict[str, dict[str, Any]] = {
+    "coupled": {"verify": "coupled", "num_tokens": 3},
+    "rejection": {"verify": "rejection", "num_tokens": 3},
+    "off": {"enabled": False},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    served: ServedPair
+    target: Path
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    folder = tmp_path_factory.mktemp("vocabulary-16")
+    write_checkpoint(folder / "target", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
+    write_checkpoint(folder / "draft", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25, noise=0.2)
+    file = write_deploy_file(folder, (free_port(), free_port()))
+    cluster = LocalCluster()
+    try:
+        cluster.start(num_cpus=2)
+        cluster.deploy(file)
+        cluster.wait_running(lambda status: None)
+        yield Application(ServedPair(cluster, file), folder / "target")
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def exact_laws(application: Application) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(application.target, dtype=torch.float32)
+    return {
+        name: law_of_first_tokens(model, PROMPT, SamplingParams(**options), NUM_TOKENS)
+        for name, options in LAWS.items()
+    }
+
+
+async def sample(
+    client: httpx.AsyncClient, options: dict[str, Any], speculation: dict[str, Any], seed: int
+) -> list[int]:
+    """The cells of one request's choices."""
+    body = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "n": NUM_CHOICES,
+        "max_tokens": NUM_TOKENS + 2,
+        "seed": seed,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "temperature": 1.0,
+        "speculation": speculation,
+        **options,
+    }
+    body["logit_bias"] = {str(token_id): bias for token_id, bias in options.get("logit_bias", ())}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return [cell_of(choice["token_ids"]) for choice in answer.json()["choices"]]
+
+
+def cell_of(token_ids: list[int]) -> int:
+    cell = 0
+    for token_id in token_ids[:NUM_TOKENS]:
+        cell = cell * VOCAB_SIZE + token_id
+    return cell
+
+
+@pytest.mark.timeout(600)
+async def test_every_parameter_under_every_verification_has_the_targets_law(
+    application: Application, exact_laws: dict[str, torch.Tensor]
+) -> None:
+    tests = {(law, mode): SequentialTest(exact_laws[law]) for law in LAWS for mode in SPECULATIONS}
+    limit = math.log(len(tests) / ALPHA)
+    async with httpx.AsyncClient(base_url=application.served.url, timeout=120.0) as client:
+        for round_index in range(NUM_REQUESTS):
+            seeds = {key: 1000 * round_index + index for index, key in enumerate(tests)}
+            requests = [sample(client, LAWS[law], SPECULATIONS[mode], seed) for (law, mode), seed in seeds.items()]
+            for (key, test), cells in zip(tests.items(), await asyncio.gather(*requests), strict=True):
+                test.add(cells)
+                assert test.log_evidence < limit, f"{key} after {test.num_samples} samples"
+    assert application.served.metric("outrider_spec_decode_num_accepted_tokens") > 1000
+
+
+def test_the_samples_suffice_to_refute_stale_penalties(tmp_path: Path) -> None:
+    """Power: were each draft judged without the draft before it, the number of samples taken here would show it."""
+    write_checkpoint(tmp_path, seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sampling = SamplingParams(**LAWS["presence 2"])
+    test = SequentialTest(law_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS))
+    stale = law_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS, num_stale=1)
+    generator = torch.Generator().manual_seed(0)
+    test.add(torch.multinomial(stale, NUM_REQUESTS * NUM_CHOICES, replacement=True, generator=generator).tolist())
+    assert test.log_evidence > math.log(len(LAWS) * len(SPECULATIONS) / ALPHA)
