@@ -22,8 +22,8 @@ class SparseLaw:
 class Draft:
     """Up to K tokens that may follow a sequence's committed tokens.
 
-    `laws` has one entry per token when the tokens were sampled for rejection verification, and is empty when they
-    are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot.
+    `laws` has one entry per token when the tokens were sampled for rejection or block verification, and is empty when
+    they are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -2,8 +2,9 @@
 
 A number is named by (seed, sample index, position, purpose, lane). Nothing counts steps, so plain decoding,
 speculation with any K, preemption, a retry on another replica and a draft in another process all meet the same
-numbers (ALGORITHMS.md 2.6). The function is a contract between processes and between versions: the tests hold golden
-values, and changing it changes every seeded output.
+numbers (ALGORITHMS.md 2.6). What must be new in every pass is named by the pass: its position is that of the first
+token it can commit, its lane the index of the draft. The function is a contract between processes and between versions:
+the tests hold golden values, and changing it changes every seeded output.
 
 The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014; constants of Stafford's variant 13), in wrapping
 int64 arithmetic, which is the same on every device.
@@ -31,8 +32,8 @@ class Purpose(IntEnum):
     """What a number is used for; two uses at one position are independent because their purposes differ."""
 
     TARGET_GUMBEL = 0  # the token of a position, and its coupled draft
-    DRAFT = 1  # a draft that will be verified by rejection; must not know the noise that verifies it
-    ACCEPT = 2  # the coin of one draft
+    DRAFT = 1  # a draft drawn from a law that goes along, by pass; must not know the noise that verifies it
+    ACCEPT = 2  # the coin of one draft; by pass in block verification
     RESIDUAL = 3  # the recovered token
 
 
@@ -55,14 +56,14 @@ def noise_keys(
     return keys
 
 
-def uniform(keys: Tensor) -> Tensor:
-    """Lane 0 of every key, uniform on [0, 1) with a grid of 2**-53: `[R] float64`."""
-    return _logical_shift(_lane_bits(keys, 0), 11).double() * 2.0**-53
+def uniform(keys: Tensor, lanes: Tensor | int = 0) -> Tensor:
+    """One lane of every key, uniform on [0, 1) with a grid of 2**-53: `[R] float64`; `lanes` are [R] or one for all."""
+    return _logical_shift(_lane_bits(keys, lanes), 11).double() * 2.0**-53
 
 
-def random_bits(keys: Tensor, num_bits: int) -> Tensor:
-    """Lane 0 of every key as an integer, uniform on [0, 2**num_bits): `[R] int64`; `num_bits` is at most 63."""
-    return _logical_shift(_lane_bits(keys, 0), 64 - num_bits)
+def random_bits(keys: Tensor, num_bits: int, lanes: Tensor | int = 0) -> Tensor:
+    """One lane of every key, uniform on the integers [0, 2**num_bits): `[R] int64`; `num_bits` is at most 63."""
+    return _logical_shift(_lane_bits(keys, lanes), 64 - num_bits)
 
 
 def gumbel(keys: Tensor, num_lanes: int) -> Tensor:

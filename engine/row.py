@@ -30,6 +30,11 @@ class Row:
         return len(self.token_ids) + len(self.draft_ids)
 
     @property
+    def pass_position(self) -> int:
+        """Absolute position of the first token that this row's pass can commit; no two passes share one."""
+        return len(self.token_ids)
+
+    @property
     def num_generated(self) -> int:
         return self.position - self.num_prompt_tokens
 

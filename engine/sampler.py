@@ -108,14 +108,16 @@ class Sampler:
         return probs
 
     def sample_sparse(self, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
-        """Draw a draft from each row's k likeliest tokens, for verification by rejection.
+        """Draw a draft from each row's k likeliest tokens, for verification by rejection or in blocks.
 
         The law is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the returned
-        law is exactly the one the token came from. The noise is independent of what verifies the draft.
+        law is exactly the one the token came from. The noise is independent of what verifies the draft, and new in
+        every pass: in block verification drafts beyond the committed ones have had their say already.
         """
         probs, token_ids = self.law(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
         weights = quantize(probs)
-        bits = random_bits(row_keys(rows, Purpose.DRAFT, scores.device), WEIGHT_BITS)
+        keys = pass_keys(rows, Purpose.DRAFT, scores.device)
+        bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
 
@@ -126,10 +128,23 @@ def _one_hot_at_argmax(scores: Tensor) -> Tensor:
 
 def row_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
     """The noise key of the token each row samples, `[R] int64`."""
-    return noise_keys(
-        (row.sampling.seed for row in rows),
-        (row.sample_index for row in rows),
-        (row.position for row in rows),
-        purpose,
-        device,
-    )
+    return _keys(rows, [row.position for row in rows], purpose, device)
+
+
+def pass_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    """The noise key of each row's pass, `[R] int64`; `draft_lanes` tell the rows of one pass apart.
+
+    A pass commits at least one token, so the next one starts at another position and meets none of its numbers, even
+    where it drafts for positions that this one has drafted for.
+    """
+    return _keys(rows, [row.pass_position for row in rows], purpose, device)
+
+
+def draft_lanes(rows: Seq[Row], device: torch.device) -> Tensor:
+    """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
+    return torch.tensor([len(row.draft_ids) for row in rows], dtype=torch.int64, device=device)
+
+
+def _keys(rows: Seq[Row], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
+    seeds = (row.sampling.seed for row in rows)
+    return noise_keys(seeds, (row.sample_index for row in rows), positions, purpose, device)

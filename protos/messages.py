@@ -29,6 +29,7 @@ class VerifyMode(StrEnum):
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    BLOCK = "block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason and the sums."""
+    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -136,7 +137,7 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the sequence; it is also the last of token_ids
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
-    speculation: SpeculationStats | None = None  # on the last chunk
+    speculation: SpeculationStats | None = None  # the sums so far
 
 
 @dataclass(frozen=True, slots=True)

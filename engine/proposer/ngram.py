@@ -1,6 +1,6 @@
 """Prompt lookup: what followed these last few tokens before may follow them again (Saxena 2023).
 
-No model and no GPU. The draft is a function of the prefix, so both verification modes treat it as certain (q one-hot).
+No model and no GPU. The draft is a function of the prefix, so every verifier treats it as certain (q one-hot).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Trial:
 
     @property
     def mode(self) -> VerifyMode:
-        """How the task is verified; a greedy one always by matching, since both modes then emit the argmax."""
+        """How the task is verified; a greedy one always by matching, since every mode then emits the argmax."""
         return VerifyMode.COUPLED if self.rows[0].is_greedy else self.task.sequence.verify
 
 

@@ -1,6 +1,6 @@
 """The verifier of a step: one batched pass through the sampler, then one short walk per sequence.
 
-Each sequence is verified in its own mode; greedy and sampled rows and rows of both modes share the batch.
+Each sequence is verified in its own mode; greedy and sampled rows and rows of all modes share the batch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from torch import Tensor
 from engine.logprobs import LogprobQuery, token_logprobs
 from engine.sampler import Sampler
 from engine.verifier import Verified, VerifyTask
+from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection
 from engine.verifier.trial import Outcome, Trial, prepare
 from protos.messages import VerifyMode
 
-_VERIFY = {VerifyMode.COUPLED: verify_coupled, VerifyMode.REJECTION: verify_by_rejection}
+_VERIFY = {
+    VerifyMode.COUPLED: verify_coupled,
+    VerifyMode.REJECTION: verify_by_rejection,
+    VerifyMode.BLOCK: verify_by_block,
+}
 
 
 class Verifier:
@@ -30,8 +35,8 @@ class Verifier:
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
         """Verify every task against its rows of `logits [R, V] float32`; outcomes in the order of the tasks.
 
-        A task without drafts is plain decoding. Nothing is changed. No token depends on a row after its own, so the
-        caller may cut off what lies beyond a stop token or a length limit.
+        A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
+        law, so the caller may cut off what lies beyond a stop token or a length limit.
         """
         trials = [prepare(task, logits.shape[1]) for task in tasks]
         order = sorted(range(len(trials)), key=lambda index: trials[index].mode)

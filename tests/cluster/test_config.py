@@ -27,7 +27,7 @@ def test_every_key_of_the_public_contract_is_known():
             "model_id": "demo",
             "target": {"path": "t", "dtype": "bfloat16", "tensor_parallel_size": 1, "num_threads": 2},
             "draft": {"kind": "model", "path": "d", "dtype": "float32", "num_threads": 1},
-            "speculation": {"num_tokens": 5, "mode": "sync", "verify": "rejection", "adaptive": False},
+            "speculation": {"num_tokens": 5, "mode": "sync", "verify": "block", "adaptive": False},
             "cache": {"block_size": 32, "memory_gib": 2},
             "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 4096},
             "pair": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 4}},

@@ -6,7 +6,7 @@ Each takes its size as an argument, so that a mutant can be shown to fail the ve
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.draft import NO_DRAFT, Draft
+from engine.noise import random_bits, uniform
 from engine.sampler import Sampler
 from engine.sequence import Sequence
-from engine.verifier import VerifyTask, rejection
+from engine.verifier import VerifyTask, block, block_law, rejection
 from engine.verifier import rejection_law as law
+from engine.verifier.placed import Placed, drafted_probs, final_laws, place
 from engine.verifier.trial import prepare
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.tabular import (
@@ -71,14 +73,20 @@ def certain_path(draft_ids: Seq[int]) -> list[tuple[Draft, float]]:
     return [(Draft(tuple(draft_ids)), 1.0)]
 
 
-def enumerated_law(pair: Pair, sampling: SamplingParams, num_tokens: int, paths: Seq[tuple[Draft, float]]) -> Tensor:
-    """The joint law `[V] * num_tokens` of what one rejection pass emits, filled up by plain decoding; no randomness.
+def enumerated_law(
+    pair: Pair,
+    sampling: SamplingParams,
+    num_tokens: int,
+    paths: Seq[tuple[Draft, float]],
+    verify: VerifyMode = VerifyMode.REJECTION,
+) -> Tensor:
+    """The joint law `[V] * num_tokens` of what one pass emits, filled up by plain decoding; no randomness.
 
     Walks every draft and every pattern of coins through the functions that the verifier itself calls.
     """
     joint = torch.zeros([pair.target.num_tokens] * num_tokens, dtype=torch.float64)
     for draft, path_prob in paths:
-        for branch in _branches(pair.target, sampling, draft):
+        for branch in _branches(pair.target, sampling, draft, verify):
             for token_id in branch.final_law.nonzero()[:, 0].tolist():
                 emitted = (*branch.accepted, token_id)[:num_tokens]
                 rest = joint_law(pair.target, sampling, num_tokens - len(emitted), emitted)
@@ -95,45 +103,76 @@ class _Branch:
     prob: float
 
 
-def _branches(target: TabularModel, sampling: SamplingParams, draft: Draft) -> Iterator[_Branch]:
+def expected_tokens(pair: Pair, num_drafts: int, verify: VerifyMode) -> float:
+    """Tokens that a pass commits on average, the recovered or bonus token included."""
+    sampling = SamplingParams()
+    return sum(
+        path_prob * branch.prob * (len(branch.accepted) + 1)
+        for draft, path_prob in draft_paths(pair, sampling, num_drafts)
+        for branch in _branches(pair.target, sampling, draft, verify)
+    )
+
+
+def _branches(target: TabularModel, sampling: SamplingParams, draft: Draft, verify: VerifyMode) -> Iterator[_Branch]:
     sampler = Sampler()
-    trial = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), draft, 0), target.num_tokens)
+    trial = prepare(VerifyTask(new_sequence(sampling, verify), draft, 0), target.num_tokens)
     logits = target.logits([[*row.token_ids, *draft.token_ids[:i]] for i, row in enumerate(trial.rows)])
     p = sampler.law(sampler.process(logits, trial.rows), trial.rows)
-    proposals = law.proposals_of(draft)[: len(trial.draft_ids)]
-    stand_probs = _accept_probs(p, proposals, trial.draft_ids)
-    for stands in product((False, True), repeat=len(proposals)):
+    (placed,) = place([trial])
+    rule = _block_rule(p, placed) if verify is VerifyMode.BLOCK else _rejection_rule(p, placed)
+    for stands in product((False, True), repeat=len(rule.stand_probs)):
         prob = 1.0
-        for is_standing, stand_prob in zip(stands, stand_probs, strict=True):
+        for is_standing, stand_prob in zip(stands, rule.stand_probs, strict=True):
             prob *= stand_prob if is_standing else 1.0 - stand_prob
         if prob > 0:
-            count = law.count_accepted(stands)
-            q = law.dense_laws([law.final_proposal(proposals, count)], p)
-            final_law = law.recovered_law(p[[law.final_row(0, count)]], q)[0]
+            count = rule.count(stands)
+            final_law = final_laws(p, [placed], [count], rule.scales and [rule.scales[count]])[0]
             yield _Branch(trial.draft_ids[:count], final_law, prob)
 
 
-def _accept_probs(p: Tensor, proposals: Seq[law.SparseLaw], draft_ids: Seq[int]) -> list[float]:
-    """The share of coins in [0, 1) that accept each draft, found by bisection of the coin through the real test."""
-    if not draft_ids:
-        return []
-    target_probs = law.target_probs_of(p, list(range(len(draft_ids))), draft_ids)
-    draft_probs = law.draft_probs_of(proposals, draft_ids)
-    low, high = torch.zeros(len(draft_ids)).double(), torch.ones(len(draft_ids)).double()
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How one pass decides: the share of coins that let each draft stand, how they are counted, and the residuals."""
+
+    stand_probs: list[float]
+    count: Callable[[Seq[bool]], int]
+    scales: Seq[float] | None = None
+
+
+def _rejection_rule(p: Tensor, placed: Placed) -> _Rule:
+    probs = drafted_probs(p, [placed])
+    accept_probs = _share_of_coins(lambda coins: law.is_accepted(coins, probs.target, probs.draft), len(placed.rows))
+    return _Rule(accept_probs, law.count_accepted)
+
+
+def _block_rule(p: Tensor, placed: Placed) -> _Rule:
+    ratios = block.running_ratios(p, [placed])
+    probs = block.success_probs(p, [placed], ratios)
+    accept_probs = _share_of_coins(lambda coins: block_law.is_success(coins, probs), len(placed.rows))
+    return _Rule(accept_probs, block_law.count_accepted, ratios[0])
+
+
+def _share_of_coins(stands: Callable[[Tensor], Tensor], num_drafts: int) -> list[float]:
+    """The share of coins in [0, 1) that let each draft stand, found by bisection of the coin through the real test."""
+    low, high = torch.zeros(num_drafts).double(), torch.ones(num_drafts).double()
     for _ in range(60):
         coins = (low + high) / 2
-        stands = law.is_accepted(coins, target_probs, draft_probs)
-        low, high = torch.where(stands, coins, low), torch.where(stands, high, coins)
+        is_standing = stands(coins)
+        low, high = torch.where(is_standing, coins, low), torch.where(is_standing, high, coins)
     return low.tolist()
 
 
 def check_enumeration(
-    num_tokens: int, num_drafts: int, sampling: SamplingParams = SamplingParams(), pairs: Seq[Pair] | None = None
+    num_tokens: int,
+    num_drafts: int,
+    sampling: SamplingParams = SamplingParams(),
+    pairs: Seq[Pair] | None = None,
+    verify: VerifyMode = VerifyMode.REJECTION,
 ) -> None:
-    """One rejection pass emits exactly the target's law, for every pair of the library."""
+    """One pass emits exactly the target's law, for every pair of the library."""
     for pair in pairs or pair_library(num_tokens):
         paths = list(draft_paths(pair, sampling, num_drafts))
-        emitted = enumerated_law(pair, sampling, num_drafts + 1, paths)
+        emitted = enumerated_law(pair, sampling, num_drafts + 1, paths, verify)
         expected = joint_law(pair.target, sampling, num_drafts + 1)
         assert total_variation(emitted, expected) < 1e-12, pair.name
 
@@ -147,12 +186,36 @@ def check_samples(experiment: Experiment, drafting: Drafting = draft_by_sampling
     assert chi_square_tail(experiment.run(drafting), expected) > ALPHA
 
 
-def check_zero_coins(pair: Pair, num_sequences: int = 64) -> None:
+def check_zero_coins(pair: Pair, verify: VerifyMode = VerifyMode.REJECTION) -> None:
     """The smallest coin that can be drawn is 0, and even that one accepts no impossible token."""
-    with mock.patch.object(rejection, "uniform", lambda keys: torch.zeros(len(keys), dtype=torch.float64)):
-        generated = Experiment(pair, num_drafts=1, num_tokens=1, num_sequences=num_sequences).run(draft_by_sampling)
+    verifier = block if verify is VerifyMode.BLOCK else rejection
+    with mock.patch.object(verifier, "uniform", lambda keys, lanes=0: torch.zeros(len(keys), dtype=torch.float64)):
+        generated = Experiment(pair, 1, 1, num_sequences=64, verify=verify).run(draft_by_sampling)
     p = next_law(pair.target, SamplingParams(), ())
     assert bool((p[generated[:, 0]] > 0).all())
+
+
+def check_fresh_numbers(experiment: Experiment) -> None:
+    """No coin and no noise of a draft is drawn twice, though positions are drafted again by the next pass."""
+    coins, draft_bits = _Recorder(uniform), _Recorder(random_bits)
+    with mock.patch("engine.verifier.block.uniform", coins), mock.patch("engine.sampler.random_bits", draft_bits):
+        experiment.run(draft_by_sampling)
+    for recorder in (coins, draft_bits):
+        assert len(recorder.drawn) > experiment.num_sequences * experiment.num_tokens
+        assert len(set(recorder.drawn)) == len(recorder.drawn)
+
+
+class _Recorder:
+    """A source of random numbers that remembers what it gave."""
+
+    def __init__(self, draw: Callable[..., Tensor]) -> None:
+        self._draw = draw
+        self.drawn: list[tuple[int, int]] = []
+
+    def __call__(self, keys: Tensor, *args: Tensor | int) -> Tensor:
+        lanes = torch.zeros_like(keys) + (args[-1] if isinstance(args[-1], Tensor) else 0)
+        self.drawn += zip(keys.tolist(), lanes.tolist(), strict=True)
+        return self._draw(keys, *args)
 
 
 # ---- layer D: equality --------------------------------------------------------------------------------------------

@@ -208,5 +208,5 @@ def detectable_variation(num_sequences: int, num_cells: int) -> float:
 
     chi-square divergence >= 4 TV**2, and the power needs N * divergence >= noncentrality (ALGORITHMS.md 11.3).
     """
-    noncentrality = {8: 82, 27: 110, 64: 142, 125: 178}[num_cells]
+    noncentrality = {8: 82, 27: 110, 64: 142, 125: 178, 243: 227}[num_cells]
     return math.sqrt(noncentrality / num_sequences / 4)

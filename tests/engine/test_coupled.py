@@ -150,9 +150,9 @@ def test_speculation_reports_the_logprobs_of_plain_decoding() -> None:
 
 
 def test_rows_of_mixed_modes_find_their_own_logits() -> None:
-    """Tasks of both modes, in any order and with rows between them that belong to none."""
+    """Tasks of all modes, in any order and with rows between them that belong to none."""
     greedy = SamplingParams(temperature=0.0)
-    modes = [VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.REJECTION, VerifyMode.COUPLED]
+    modes = [VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.BLOCK, VerifyMode.REJECTION]
     logits = torch.full((20, 12), -5.0)
     tasks = []
     for index, mode in enumerate(modes):

@@ -200,11 +200,12 @@ def assert_same_logprobs(ours: Seq[TokenLogprobs], theirs: Seq[TokenLogprobs]) -
     assert [[top for top, _ in each.top] for each in ours] == [[top for top, _ in each.top] for each in theirs]
 
 
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 @pytest.mark.parametrize("proposer", [no_draft, ngram, adversary, model])
-def test_greedy_text_is_the_same_under_rejection(
-    proposer: Callable[[Folders], Proposer], folders: Folders, reference: dict[str, Text]
+def test_greedy_text_is_the_same_in_every_mode(
+    proposer: Callable[[Folders], Proposer], verify: VerifyMode, folders: Folders, reference: dict[str, Text]
 ) -> None:
-    setup = Setup(proposer, 4, verify=VerifyMode.REJECTION)
+    setup = Setup(proposer, 4, verify=verify)
     texts = generate(build(folders, setup), setup)
     greedy = [request.request_id for request in requests() if request.sampling.temperature == 0.0]
     assert [texts[key].token_ids for key in greedy] == [reference[key].token_ids for key in greedy]

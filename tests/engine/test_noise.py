@@ -78,6 +78,16 @@ def test_numbers_equal_those_of_unbounded_integers() -> None:
             assert value == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-5, abs=1e-5)
 
 
+def test_a_lane_of_each_key_is_one_number_for_every_kind_of_draw() -> None:
+    keys = noise_keys([5, 5, -9], [0, 0, 1], [17, 17, 4], Purpose.ACCEPT)
+    lanes = torch.tensor([0, 1, 63])
+    places = [(5, 0, 17, 2), (5, 0, 17, 2), (-9 & MASK, 1, 4, 2)]
+    bits = [slow_bits(place, lane) for place, lane in zip(places, lanes.tolist(), strict=True)]
+    assert [int(value * 2**53) for value in uniform(keys, lanes).tolist()] == [word >> 11 for word in bits]
+    assert random_bits(keys, 16, lanes).tolist() == [word >> 48 for word in bits]
+    assert uniform(keys, 0).tolist() == uniform(keys).tolist()
+
+
 def test_seeds_count_modulo_two_to_the_64() -> None:
     assert keys_of(-1).tolist() == keys_of(2**64 - 1).tolist() == keys_of(2**65 - 1).tolist()
 

@@ -21,7 +21,7 @@ from engine.row import Row
 from engine.sampler import Sampler, SparseSample
 from engine.sparse_law import one_hot
 from engine.truncation import keep_top_p
-from engine.verifier import coupled, rejection, trial
+from engine.verifier import coupled, placed, rejection, trial
 from engine.verifier import rejection_law as law
 from engine.verifier.trial import Outcome
 from protos.messages import SamplingParams, VerifyMode
@@ -245,6 +245,7 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(sampler, "row_keys", by_step)
     patch.setattr(rejection, "row_keys", by_step)
+    patch.setattr(placed, "row_keys", by_step)
 
 
 @mutant("plain samples")

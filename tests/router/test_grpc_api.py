@@ -114,7 +114,7 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
             priority=-3,
             timeout_s=30,
             user="me",
-            speculation=pb2.Speculation(enabled=False, num_tokens=2, verify="rejection"),
+            speculation=pb2.Speculation(enabled=False, num_tokens=2, verify="block"),
         )
     )
     [request] = backend.requests
@@ -130,7 +130,7 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
     assert sampling.logit_bias == ((5, -100.0), (7, 3.0))
     assert sampling.stop_token_ids == (9,)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 0)
-    assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.REJECTION)
+    assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.BLOCK)
     assert (request.cache_salt, request.priority) == ("tenant", -3)
     assert 29 < request.timeout_s <= 30
 

@@ -1,0 +1,82 @@
+"""Trials laid out over the rows of a step, for the verifiers that compare the target's law with the draft's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.draft import SparseLaw
+from engine.noise import Purpose, gumbel
+from engine.row import Row
+from engine.sampler import row_keys
+from engine.verifier import rejection_law as law
+from engine.verifier.trial import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A trial, where its rows begin in the scores, and the law of each of its drafts."""
+
+    trial: Trial
+    first_row: int
+    proposals: tuple[SparseLaw, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows that judge the drafts: row i judges draft i."""
+        return self.trial.rows[: len(self.proposals)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedProbs:
+    """What target and draft thought of each drafted token of all trials, in order: `[n] float64` both."""
+
+    target: Tensor
+    draft: Tensor
+
+
+def place(trials: Seq[Trial]) -> list[Placed]:
+    """Trials whose rows follow each other in the scores, from row 0."""
+    placed, first_row = [], 0
+    for trial in trials:
+        proposals = law.proposals_of(trial.task.draft)[: len(trial.draft_ids)]
+        placed.append(Placed(trial, first_row, proposals))
+        first_row += len(trial.rows)
+    return placed
+
+
+def drafted_probs(target_laws: Tensor, placed: Seq[Placed]) -> DraftedProbs:
+    """p and q of every drafted token; `target_laws` are [R, V]."""
+    row_ids = [each.first_row + i for each in placed for i in range(len(each.proposals))]
+    draft_ids = [draft_id for each in placed for draft_id in each.trial.draft_ids]
+    proposals = [proposal for each in placed for proposal in each.proposals]
+    return DraftedProbs(
+        law.target_probs_of(target_laws, row_ids, draft_ids),
+        law.draft_probs_of(proposals, draft_ids).to(target_laws.device),
+    )
+
+
+def draw_final_tokens(
+    target_laws: Tensor, placed: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None
+) -> list[int]:
+    """The recovered or bonus token of each trial after its `counts` accepted drafts, all drawn at once."""
+    laws = final_laws(target_laws, placed, counts, scales)
+    rows = [each.trial.rows[count] for each, count in zip(placed, counts, strict=True)]
+    noise = gumbel(row_keys(rows, Purpose.RESIDUAL, laws.device), laws.shape[1])
+    return (laws.log() + noise).argmax(dim=1).tolist()  # probability zero is never drawn: log 0 + noise = -inf
+
+
+def final_laws(target_laws: Tensor, placed: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None) -> Tensor:
+    """The law of the token after the accepted drafts of each trial, `[trials, V]`: norm(max(0, scale p - q)).
+
+    `scales` weigh the target's laws p; without them they weigh 1. After the last draft q is 0 and the law is p itself.
+    """
+    pairs = list(zip(placed, counts, strict=True))
+    row_ids = [law.final_row(each.first_row, count) for each, count in pairs]
+    proposals = [law.final_proposal(each.proposals, count) for each, count in pairs]
+    p = target_laws[row_ids]  # [trials, V]
+    if scales is not None:
+        p *= p.new_tensor(scales)[:, None]
+    return law.recovered_law(p, law.dense_laws(proposals, target_laws))
