@@ -17,6 +17,7 @@ from actors.children import PairActors
 from actors.frames import private_folder
 from actors.metrics import PairMetrics
 from actors.process_logging import configure_logging
+from actors.ray_metrics import RayMetrics
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
 from actors.target_client import TargetClient
@@ -38,6 +39,7 @@ class Pair:
         configure_logging()
         self._admission = Admission(settings.max_requests)
         self._metrics = PairMetrics()
+        self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()))
         await self._actors.start()
         self._client = TargetClient(self._actors.target_socket)
@@ -92,6 +94,7 @@ class Pair:
 
     def _on_pong(self, pong: Pong) -> None:
         self._metrics.update(pong, self._admission.num_refused)
+        self._ray_metrics.export(self._metrics)
 
 
 def _assigned_gpus() -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from cluster.cache_budget import cache_config, draft_cache_config
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_path import resolve_model_path
+from cluster.ports import is_free
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
@@ -25,7 +25,7 @@ def check_ports(file: DeployFile) -> None:
         (file.http_host, file.http_port, "http_options"),
         ("0.0.0.0", file.grpc_port, "grpc_options"),
     ):
-        if port is not None and not _is_free(host, port):
+        if port is not None and not is_free(host, port):
             raise ConfigError(
                 f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml "
                 "(an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
@@ -55,16 +55,6 @@ def _pair_bytes(config: DeployConfig) -> int:
 def _weight_bytes(folder: Path) -> int:
     """Twice the files: packing holds a second copy of a layer for a moment, and float32 of bfloat16 files for good."""
     return 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _holder(port: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 
+from cluster.ports import free_port, is_free
+
 logger = logging.getLogger(__name__)
 
 FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-
-
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "disabled",  # a cluster that only this machine reaches; Ray would save a token in the home folder
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
@@ -17,11 +17,18 @@ _OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
+_PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+
 
 def set_variables() -> None:
-    """Set what is not set already: the fast path, and what suits a cluster of our own."""
+    """Set what is not set already: the fast path, and what suits a cluster of our own.
+
+    The proxy's own two ports move aside where another cluster on this machine has them.
+    """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)
+    for name, port in _PROXY_PORTS.items():
+        os.environ.setdefault(name, str(port if is_free("0.0.0.0", port) else free_port()))
 
 
 def warn_of_missing_variables() -> None:

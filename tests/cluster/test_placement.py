@@ -1,12 +1,12 @@
 """Who gets which cores and devices, on machines we only remember."""
 
 import pytest
-from recorded_nvml import RecordedNvml
 
 from actors.settings import PairDevices
 from cluster.placement import NodeResources, PairPlacement, PlacementRequest, choose_devices, plan_pair
 from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
+from tests.cluster.recorded_nvml import RecordedNvml
 
 NO_GPU = NodeTopology()
 

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
+from cluster.ports import free_port
 from cluster.preflight import check_memory, check_ports
 from protos.errors import ConfigError
 
@@ -30,12 +31,6 @@ def taken_port() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_taken_port_is_named_with_its_key(config: DeployConfig, taken_port: int):

@@ -1,9 +1,9 @@
 """NVLink groups, read from recorded machines."""
 
 import pytest
-from recorded_nvml import RecordedNvml
 
 from cluster.topology import NodeTopology, read_topology
+from tests.cluster.recorded_nvml import RecordedNvml
 
 
 def recorded(name: str) -> NodeTopology:

@@ -1,17 +1,12 @@
 """One cluster with one tiny pair for all tests of the served application."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from served_pair import ServedPair, free_port, write_deploy_file
-from tiny_models import write_pair
-
 from cluster.local_cluster import LocalCluster
+from tests.serve.served_pair import ServedPair, free_port, write_deploy_file
+from tests.serve.tiny_models import write_pair
 
 
 @pytest.fixture(scope="module")

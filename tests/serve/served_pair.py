@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.local_cluster import LocalCluster
+from cluster.ports import free_port as free_port  # for the tests beside this
 
 MODEL = "tiny"
 BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
@@ -62,9 +60,10 @@ class ServedPair:
         return sum(sample.value for family in families for sample in family.samples)
 
     def kill(self, actor: str) -> None:
-        """SIGKILL the process that Ray has titled with the actor's class."""
-        pid = subprocess.check_output(["pgrep", "-n", "-f", f"^ray::{actor}"], text=True)
-        os.kill(int(pid), signal.SIGKILL)
+        """SIGKILL the process of this test's cluster that Ray has titled with the actor's class."""
+        processes = psutil.Process().children(recursive=True)
+        (process,) = (each for each in processes if each.cmdline()[:1] == [f"ray::{actor}"])
+        process.kill()
 
 
 def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
@@ -80,7 +79,7 @@ def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
     return check
 
 
-def eventually(is_so: Callable[[], bool], timeout_s: float = 90.0) -> None:
+def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
     """Wait until something becomes true."""
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
@@ -104,9 +103,3 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
     }
     deployment["applications"] = [{**deployment["applications"][0], "args": args}]
     return DeployFile(deployment, "127.0.0.1", ports[0], ports[1], file.config)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

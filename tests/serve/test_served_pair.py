@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from served_pair import MODEL, ServedPair, eventually, once
 
 from cluster.deploy_file import DeployFile
 from engine.config import CacheConfig, EngineConfig, ModelConfig
@@ -21,6 +20,7 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer_files import load_tokenizer_files
+from tests.serve.served_pair import MODEL, ServedPair, eventually, once
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

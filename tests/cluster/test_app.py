@@ -1,0 +1,80 @@
+"""The application as `build` hands it to Serve, without a cluster (what `serve build` does)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from actors.settings import DraftKind, PairSettings
+from cluster.app import build
+from protos.errors import ConfigError
+from router.config import IngressConfig
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def deployments(args: dict[str, Any]) -> tuple[serve.Deployment, serve.Deployment]:
+    """Ingress and Pair of the application."""
+    ingress = build(args)._bound_deployment
+    return ingress, ingress.init_args[0]._bound_deployment
+
+
+def settings_of(pair: serve.Deployment) -> PairSettings:
+    return pair.init_args[0]
+
+
+def test_the_application_is_an_ingress_in_front_of_a_pair(model: str):
+    ingress, pair = deployments({"model_id": "m", "target": {"path": model}})
+    assert (ingress.name, pair.name) == ("Ingress", "Pair")
+    config: IngressConfig = ingress.init_args[1]
+    assert (config.model_id, config.model_path) == ("m", model)
+    assert settings_of(pair).draft.kind is DraftKind.NONE
+
+
+def test_a_pair_is_packed_on_one_node_with_a_bundle_for_each_process(model: str):
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "draft": {"kind": "model", "path": model}})
+    config = pair._replica_config
+    assert config.placement_group_strategy == "STRICT_PACK"
+    assert len(config.placement_group_bundles) == 3
+    assert config.ray_actor_options["num_cpus"] <= config.placement_group_bundles[0]["CPU"]
+    assert settings_of(pair).draft_share is not None
+
+
+def test_limits_reach_the_engine(model: str):
+    args = {
+        "model_id": "m",
+        "target": {"path": model, "dtype": "float32", "num_threads": 3},
+        "draft": {"kind": "model", "path": model, "num_threads": 1},
+        "speculation": {"num_tokens": 6, "verify": "rejection"},
+        "cache": {"block_size": 32, "memory_gib": 2},
+        "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 100},
+        "pair": {"max_queued_requests": 5},
+    }
+    _, pair = deployments(args)
+    settings = settings_of(pair)
+    engine = settings.engine
+    assert (engine.model.dtype, engine.model.num_threads) == ("float32", 3)
+    assert (engine.speculation.num_tokens, engine.speculation.verify) == (6, "rejection")
+    assert (engine.cache.block_size, engine.cache.memory_bytes) == (32, 2 << 30)
+    assert (engine.scheduler.max_tokens_per_step, engine.scheduler.max_model_len) == (512, 100)
+    assert settings.max_requests == 13
+    assert pair._deployment_config.max_ongoing_requests > 13
+    assert settings.draft.cache is not None
+    assert settings.draft.cache.memory_bytes == 1 << 29
+
+
+def test_autoscaling_is_handed_to_serve(model: str):
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4}
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "pair": {"autoscaling": scaling}})
+    assert pair._deployment_config.autoscaling_config is not None
+    assert pair._deployment_config.autoscaling_config.max_replicas == 2
+
+
+def test_a_missing_model_is_refused_at_build(model: str):
+    with pytest.raises(ConfigError, match="neither a folder here"):
+        build({"model_id": "m", "target": {"path": model + "/not/there"}})
