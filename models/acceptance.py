@@ -4,6 +4,7 @@ A position can only be accepted when all before it were, so the draft always sta
 teacher-forced pass over the finished text gives every decision of every round.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +19,14 @@ class Acceptance:
     """Verdicts of all rounds.
 
     `by_position[j]` is the chance that draft token j is accepted, given that those before it were; `per_token` is plain
-    agreement over all positions.
+    agreement over all positions; `repetition` is the share of the continuations that only repeats itself.
     """
 
     num_rounds: int
     by_position: list[float]
     tokens_per_pass: float
     per_token: float
+    repetition: float
 
 
 @torch.no_grad()
@@ -47,14 +49,32 @@ def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
     return accepted
 
 
-def summarise(accepted: list[int], agrees: Tensor, num_draft_tokens: int) -> Acceptance:
-    """The figures of many rounds."""
+def repetition(row: list[int], num_gram_tokens: int = 8) -> float:
+    """The share of the n-grams of `row` that stood in it before: near 1 for a loop, near 0 for fresh text."""
+    grams = [tuple(row[start : start + num_gram_tokens]) for start in range(len(row) - num_gram_tokens + 1)]
+    return 1.0 - len(set(grams)) / max(1, len(grams))
+
+
+@torch.no_grad()
+def text_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Iterable[Tensor]) -> float:
+    """How often both models' likeliest next token is the same along given text, windows of [1, T]."""
+    num_equal, num_tokens = 0, 0
+    for ids in windows:
+        chosen = [model(ids, use_cache=False).logits.argmax(-1) for model in (target, draft)]  # two of [1, T]
+        num_equal += int((chosen[0] == chosen[1]).sum())
+        num_tokens += ids.numel()
+    return num_equal / max(1, num_tokens)
+
+
+def summarise(accepted: list[int], agrees: Tensor, written: Tensor, num_draft_tokens: int) -> Acceptance:
+    """The figures of many rounds over the continuations `written` [B, generated]; `agrees` holds their verdicts."""
     reached = [sum(run >= position for run in accepted) for position in range(num_draft_tokens + 1)]
     return Acceptance(
         num_rounds=len(accepted),
         by_position=[reached[j + 1] / max(1, reached[j]) for j in range(num_draft_tokens)],
         tokens_per_pass=sum(accepted) / max(1, len(accepted)) + 1.0,
         per_token=agrees.float().mean().item(),
+        repetition=sum(repetition(row) for row in written.tolist()) / len(written),
     )
 
 
@@ -71,4 +91,4 @@ def measure_acceptance(
     ids = generate(target, prompts, num_tokens, temperature, seed)
     agrees = agreement(draft, ids, prompts.shape[1], temperature, seed)
     accepted = [run for row in agrees.tolist() for run in count_rounds(row, num_draft_tokens)]
-    return summarise(accepted, agrees, num_draft_tokens)
+    return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)

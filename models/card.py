@@ -18,15 +18,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:
     """One row per temperature: the chance at each position, tokens per pass, plain agreement."""
     num_positions = len(acceptance["0"]["by_position"])
-    positions = " | ".join(str(position + 1) for position in range(num_positions))
-    lines = [
-        f"| temperature | {positions} | tokens per pass (K = {num_positions}) | plain agreement | rounds |",
-        "|---" * (num_positions + 4) + "|",
+    columns = [
+        "temperature",
+        *(str(position + 1) for position in range(num_positions)),
+        f"tokens per pass (K = {num_positions})",
+        "plain agreement",
+        "repetition",
+        "rounds",
     ]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for temperature, measured in acceptance.items():
         chances = " | ".join(f"{chance:.3f}" for chance in measured["by_position"])
-        tail = f"{measured['tokens_per_pass']:.2f} | {measured['per_token']:.3f} | {measured['num_rounds']}"
-        lines.append(f"| {temperature} | {chances} | {tail} |")
+        quality = f"{measured['tokens_per_pass']:.2f} | {measured['per_token']:.3f} | {measured['repetition']:.2f}"
+        lines.append(f"| {temperature} | {chances} | {quality} | {measured['num_rounds']} |")
     return "\n".join(lines)
 
 
@@ -78,6 +82,7 @@ def render_card(folder: Path) -> str:
         target_test_loss=losses["target, tests"],
         draft_test_loss=losses["draft, tests"],
         num_prompts=measured["num_prompts"],
+        text_agreement=measured["text_agreement"],
         acceptance=acceptance_table(measured["acceptance"]),
         contexts=context_table(measured["loss_by_context"]),
         num_training=measured["num_training_files"],

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.acceptance import Acceptance, measure_acceptance
+from models.acceptance import Acceptance, measure_acceptance, text_agreement
 from models.architecture import num_parameters
 from models.checkpoint import load_checkpoint
 from models.corpus import Corpus, Document, collect
@@ -56,6 +56,7 @@ class Measurements:
     losses: dict[str, float]
     loss_by_context: dict[str, float]
     acceptance: dict[str, Acceptance]
+    text_agreement: float
     samples: list[Sample]
     num_held_out_files: int
     num_training_files: int
@@ -127,6 +128,7 @@ def measure(folder: Path, corpus: Corpus) -> Measurements:
         },
         loss_by_context=loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
         acceptance={name: measure_acceptance(target, draft, prompts, t) for name, t in (("0", 0.0), ("1", 1.0))},
+        text_agreement=text_agreement(target, draft, measuring_windows(library, LOSS_WINDOW_TOKENS)),
         samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
         num_held_out_files=len(corpus.held_out),
         num_training_files=len(corpus.training),

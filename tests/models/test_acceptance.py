@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.acceptance import count_rounds, measure_acceptance, summarise
+from models.acceptance import count_rounds, measure_acceptance, repetition, summarise, text_agreement
 from models.rollout import gumbel_noise
 
 
@@ -25,7 +25,7 @@ def test_a_rejection_ends_the_round_and_its_token_is_recovered() -> None:
 
 
 def test_positions_are_conditional_on_earlier_ones() -> None:
-    summary = summarise([0, 1, 2, 2], torch.ones(1, 4), num_draft_tokens=2)
+    summary = summarise([0, 1, 2, 2], torch.ones(1, 4), torch.zeros(1, 4), num_draft_tokens=2)
     assert summary.by_position == [3 / 4, 2 / 3]
     assert summary.tokens_per_pass == 5 / 4 + 1
 
@@ -33,6 +33,16 @@ def test_positions_are_conditional_on_earlier_ones() -> None:
 def test_noise_is_a_function_of_seed_and_position() -> None:
     assert torch.equal(gumbel_noise(2, 8, seed=1, position=5), gumbel_noise(2, 8, seed=1, position=5))
     assert not torch.equal(gumbel_noise(2, 8, seed=1, position=5), gumbel_noise(2, 8, seed=1, position=6))
+
+
+def test_a_loop_is_repetition_and_fresh_text_is_not() -> None:
+    assert repetition([1, 2] * 40) > 0.9
+    assert repetition(list(range(80))) == 0.0
+
+
+def test_a_model_agrees_with_itself_along_any_text() -> None:
+    model = tiny_model(0)
+    assert text_agreement(model, model, [torch.randint(0, 32, (1, 9)), torch.randint(0, 32, (1, 4))]) == 1.0
 
 
 def test_a_model_accepts_itself_at_every_temperature() -> None:

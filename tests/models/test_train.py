@@ -1,0 +1,38 @@
+"""The training loop: budgets end it, checkpoints remain; the draft's loss is zero at the target."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from models.architecture import llama_config, new_model, num_parameters
+from models.checkpoint import load_checkpoint
+from models.loss import distillation_loss
+from models.optimizer import PairedOptimizer
+from models.train import Budget, train
+
+
+def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    model = new_model(llama_config(num_layers=1, hidden_size=64, mlp_size=64, num_heads=1, num_kv_heads=1), seed=0)
+    ids = torch.arange(33).unsqueeze(0)
+    budget = Budget(minutes=5.0, device=torch.device("cpu"), tokens_per_step=32, max_tokens=160)
+    optimizer = PairedOptimizer(model, matrix_lr=0.01, embedding_lr=0.01)
+    losses: list[float] = []
+
+    def step_loss(progress: float) -> torch.Tensor:
+        loss = F.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:])
+        losses.append(loss.item())
+        return loss
+
+    report = train(model, optimizer, step_loss, budget, tmp_path)
+    assert (report.num_steps, report.num_tokens) == (5, 160)
+    assert losses[-1] < losses[0]
+    assert num_parameters(load_checkpoint(tmp_path)) == num_parameters(model)
+
+
+def test_a_draft_that_equals_its_target_has_no_loss() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 3, 8), torch.randn(16, 8)
+    target_logits = F.linear(hidden, head)
+    assert distillation_loss(hidden, head, target_logits, 1.0).item() < 1e-5
+    assert distillation_loss(hidden, head, target_logits.flip(-1), 1.0).item() > 0.1
