@@ -13,6 +13,7 @@ class DraftKind(StrEnum):
 
     MODEL = "model"
     NGRAM = "ngram"
+    SUFFIX = "suffix"
     NONE = "none"
 
 

@@ -17,6 +17,7 @@ from engine.engine_core import EngineCore
 from engine.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.ngram import NgramProposer
+from engine.proposer.suffix import SuffixProposer
 from protos.messages import ModelCard
 
 
@@ -42,7 +43,13 @@ def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:
 
 
 def _local_proposer(settings: PairSettings) -> Proposer | None:
-    return NgramProposer() if settings.draft.kind is DraftKind.NGRAM else None
+    match settings.draft.kind:
+        case DraftKind.NGRAM:
+            return NgramProposer()
+        case DraftKind.SUFFIX:
+            return SuffixProposer()
+        case _:
+            return None
 
 
 def _stats_of(channel: ChannelProposer | None) -> Callable[[], DraftChannelStats]:

@@ -47,9 +47,11 @@ class TargetSection(_Section):
 
 
 class DraftSection(_Section):
-    """Who guesses: a second model in its own process, n-grams of the text itself, or nobody."""
+    """Who guesses: a second model in its own process, n-grams of the text itself, suffixes of it and of earlier ones
+    under the same cache_salt, or nobody.
+    """
 
-    kind: Annotated[str, _one_of("model", "ngram", "none")] = "model"
+    kind: Annotated[str, _one_of("model", "ngram", "suffix", "none")] = "model"
     path: str | None = None
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)

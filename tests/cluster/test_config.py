@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from actors.settings import DraftKind
 from cluster.config import parse_config
 from protos.errors import ConfigError
 
@@ -88,6 +89,12 @@ def test_what_this_version_does_not_do_is_refused_and_not_ignored(changes: dict[
 def test_model_draft_needs_a_path_and_ngram_takes_none():
     assert "needs path" in error_of(draft={"kind": "model"})
     assert "loads no model" in error_of(draft={"kind": "ngram", "path": "d"})
+
+
+def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
+    for kind in DraftKind:
+        path = {"path": "d"} if kind is DraftKind.MODEL else {}
+        assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
 
 
 def test_two_sizes_of_one_cache_are_refused():

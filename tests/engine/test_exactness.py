@@ -22,6 +22,7 @@ from engine.proposer import Proposer
 from engine.proposer.model import ModelProposer
 from engine.proposer.ngram import NgramProposer
 from engine.proposer.none import NoProposer
+from engine.proposer.suffix import SuffixProposer
 from protos.messages import GenerateRequest, SamplingParams, TokenLogprobs, VerifyMode
 from tests.engine.checkpoints import VOCAB_SIZE, write_checkpoint
 
@@ -75,6 +76,10 @@ def ngram(folders: Folders) -> Proposer:
     return NgramProposer(min_size=1, max_size=3)
 
 
+def suffix(folders: Folders) -> Proposer:
+    return SuffixProposer()
+
+
 def model(folders: Folders) -> Proposer:
     return ModelProposer.from_config(
         ModelConfig(str(folders.draft), dtype="float32"),
@@ -108,6 +113,9 @@ SETUPS = {
     "forced preemption": Setup(num_blocks=10),
     "prefix hits": Setup(num_repeats=2),
     "n-gram": Setup(ngram, 4),
+    "suffix": Setup(suffix, 6),
+    "suffix, finished texts": Setup(suffix, 6, num_repeats=2),
+    "suffix, preempted": Setup(suffix, 4, num_blocks=10),
     "adversary": Setup(adversary, 4),
     "adversary, alone": Setup(adversary, 8, num_at_once=1),
     "adversary, chunked and preempted": Setup(adversary, 5, max_tokens_per_step=40, num_blocks=10),
@@ -190,7 +198,7 @@ def test_the_text_depends_on_nothing_but_prompt_seed_and_target(
         assert engine.stats().num_preemptions > 0
     if setup.num_repeats > 1:
         assert engine.stats().num_prefix_hit_tokens > 0
-    if setup.proposer in (model, ngram):
+    if setup.proposer in (model, ngram, suffix):
         assert engine.stats().drafts.num_accepted_tokens > 0
 
 
@@ -201,7 +209,7 @@ def assert_same_logprobs(ours: Seq[TokenLogprobs], theirs: Seq[TokenLogprobs]) -
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-@pytest.mark.parametrize("proposer", [no_draft, ngram, adversary, model])
+@pytest.mark.parametrize("proposer", [no_draft, ngram, suffix, adversary, model])
 def test_greedy_text_is_the_same_in_every_mode(
     proposer: Callable[[Folders], Proposer], verify: VerifyMode, folders: Folders, reference: dict[str, Text]
 ) -> None:
