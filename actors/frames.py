@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import struct
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,11 +28,6 @@ Incoming = TypeVar("Incoming")
 
 class ConnectionLostError(ConnectionError):
     """The other side closed, died, sent what is not a frame, or did not read in time."""
-
-
-def private_folder() -> Path:
-    """A new folder with mode 0700 for this pair's sockets; short, since a socket's path may have 107 bytes."""
-    return Path(tempfile.mkdtemp(prefix="outrider-"))
 
 
 class FrameCodec(Generic[Incoming]):

@@ -14,12 +14,12 @@ import ray
 
 from actors.admission import Admission
 from actors.children import PairActors
-from actors.frames import private_folder
 from actors.metrics import PairMetrics
 from actors.process_logging import configure_logging
 from actors.ray_metrics import RayMetrics
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
+from actors.socket_folder import private_folder
 from actors.target_client import TargetClient
 from actors.watchdog import Watchdog
 from protos.messages import GenerateRequest, ModelCard, TokenChunk

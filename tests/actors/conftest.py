@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.frames import private_folder
+from actors.socket_folder import private_folder
 from engine.batch import ScheduledSequence
 from engine.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode

@@ -2,7 +2,6 @@
 
 import random
 import socket
-import stat
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from actors.frames import (
     FrameConnection,
     FrameListener,
     connect,
-    private_folder,
 )
 from actors.shell_messages import Refused
 from engine.draft import Draft, SparseLaw
@@ -104,12 +102,6 @@ def test_a_restarted_listener_takes_its_path_over(folder: Path):
 
 def test_nobody_listening_is_no_error():
     assert connect(Path("/nonexistent/socket"), ToDraft) is None
-
-
-def test_only_the_owner_may_enter_the_folder_of_the_sockets():
-    folder = private_folder()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.rmdir()
 
 
 def test_an_error_crosses_the_socket_as_it_was_raised():
