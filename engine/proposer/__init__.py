@@ -13,8 +13,8 @@ from engine.sequence import Sequence
 class Proposer(Protocol):
     """The engine's side of drafting; a remote draft, an in-process model and a table of n-grams all look like this.
 
-    The order per sequence is `open`, then (`propose`, `commit`) for every pass, then `close`. A preempted sequence stays
-    open. Implementations never raise for a sequence they do not know and never block beyond their own deadline.
+    The order per sequence is `open`, then (`propose`, `commit`) for every pass, then `close`. A preempted sequence
+    stays open. Implementations never raise for a sequence they do not know and never block beyond their own deadline.
     """
 
     def open(self, sequence: Sequence) -> None:
