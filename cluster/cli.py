@@ -100,8 +100,8 @@ class _Progress:
         if now_s - self._reported_s < _REPORT_PERIOD_S:
             return
         self._reported_s = now_s
-        waiting = [name for name, state in status.deployments.items() if state != "HEALTHY"] or ["the application"]
-        _report(f"      {now_s - self._began_s:3.0f} s, waiting for {' and '.join(waiting)} {status.message}".rstrip())
+        waiting = " and ".join(status.waiting) or "the application"
+        _report(f"      {now_s - self._began_s:3.0f} s, waiting for {waiting}")
 
 
 def _draft_name(file: DeployFile) -> str:

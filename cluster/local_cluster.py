@@ -26,11 +26,11 @@ _REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """Serve's word on the application: its status, its message, and the state of each deployment."""
+    """Serve's word on the application: its status, why it is so, and the deployments that are not healthy (yet)."""
 
     status: str
     message: str
-    deployments: dict[str, str]
+    waiting: tuple[str, ...] = ()
 
     @property
     def is_running(self) -> bool:
@@ -86,7 +86,7 @@ class LocalCluster:
             if status.is_running:
                 return
             if status.is_failed:
-                raise ConfigError(f"the deployment failed: {status.message}")
+                raise ConfigError(f"the deployment failed: {_reason(status.message)}")
             on_wait(status)
             time.sleep(_POLL_S)
 
@@ -108,7 +108,14 @@ class LocalCluster:
     def _status(self) -> AppStatus:
         applications = serve.status().applications
         if not applications:
-            return AppStatus("DEPLOYING", "", {})
+            return AppStatus("DEPLOYING", "")
         application = next(iter(applications.values()))
-        deployments = {name: str(each.status.value) for name, each in application.deployments.items()}
-        return AppStatus(application.status.value, application.message, deployments)
+        waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
+        messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
+        return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+
+def _reason(message: str) -> str:
+    """Our own error out of Serve's message, which wraps it in the stack of every process on the way."""
+    _, _, reason = message.rpartition("\nprotos.errors.")
+    return reason or message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from cluster.ports import free_port, is_free
+from cluster.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -17,18 +17,18 @@ _OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-_PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+_PROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 
 
 def set_variables() -> None:
     """Set what is not set already: the fast path, and what suits a cluster of our own.
 
-    The proxy's own two ports move aside where another cluster on this machine has them.
+    The proxy's own two ports, which nobody calls, are any free ones: the usual ones may belong to another cluster.
     """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)
-    for name, port in _PROXY_PORTS.items():
-        os.environ.setdefault(name, str(port if is_free("0.0.0.0", port) else free_port()))
+    for name in _PROXY_PORTS:
+        os.environ.setdefault(name, str(free_port()))
 
 
 def warn_of_missing_variables() -> None:
