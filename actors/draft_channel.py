@@ -10,40 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 
 from actors.draft_link import DraftLink
-from actors.draft_messages import Commit, Offer, Offers, Open, Round
+from actors.draft_messages import Offers, Round
+from actors.followed_sequence import FollowedSequence
 from actors.patience import Patience
 from actors.shell_messages import DraftChannelStats
 from engine.batch import ScheduledSequence
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.sequence import Sequence
-
-_NEVER = -1
-
-
-@dataclass(slots=True)
-class _Followed:
-    """One sequence as the draft process knows it: its first `told_len` tokens, and the last offer it made."""
-
-    sequence: Sequence
-    told_len: int = 0  # 0: this draft process was told nothing
-    asked_len: int = _NEVER  # committed length at which a commit last asked for drafts
-    offer: Offer | None = None
-
-    @property
-    def draft(self) -> Draft | None:
-        """The offer, if it continues what is committed now."""
-        if self.offer is None or self.offer.base_len != len(self.sequence.token_ids):
-            return None
-        return self.offer.draft
-
-    @property
-    def is_awaited(self) -> bool:
-        return self.asked_len == len(self.sequence.token_ids) and self.draft is None
 
 
 class ChannelProposer:
@@ -57,9 +34,9 @@ class ChannelProposer:
         self._fallback = fallback
         self._clock = clock
         self._patience = Patience()
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, FollowedSequence] = {}
         self._closes: list[str] = []
-        self._opens: list[_Followed] = []
+        self._opens: list[FollowedSequence] = []
         self._asked_at_s = 0.0
         self._generation = 0
         self._num_stale_offers = 0
@@ -78,10 +55,9 @@ class ChannelProposer:
         self._send_news(())
 
     def open(self, sequence: Sequence) -> None:
-        self._fallback.open(sequence)
         if sequence.num_draft_tokens == 0:
             return
-        followed = _Followed(sequence)
+        followed = FollowedSequence(sequence)
         self._followed[sequence.request_id] = followed
         self._opens.append(followed)
 
@@ -90,39 +66,42 @@ class ChannelProposer:
         self._await_offers([share for share in shares if share.max_draft_tokens > 0])
         drafts = [self._take(share) for share in shares]
         missing = [index for index, draft in enumerate(drafts) if draft is None]
-        substitutes = self._fallback.propose([shares[index] for index in missing])
-        found = dict(zip(missing, substitutes, strict=True))
-        return [found[index] if draft is None else draft for index, draft in enumerate(drafts)]
+        substitutes = dict(zip(missing, self._fall_back([shares[index] for index in missing]), strict=True))
+        return [substitutes[index] if draft is None else draft for index, draft in enumerate(drafts)]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
-        self._fallback.commit(sequences)
         known = [self._followed[each.request_id] for each in sequences if each.request_id in self._followed]
-        self._send_news([followed for followed in known if followed.told_len > 0])
+        self._send_news([each for each in known if each.is_told])
 
     def close(self, request_id: str) -> None:
-        self._fallback.close(request_id)
         followed = self._followed.pop(request_id, None)
-        if followed is not None and followed.told_len > 0:
+        if followed is None:
+            return
+        if followed.has_fallen_back:
+            self._fallback.close(request_id)
+        if followed.is_told:
             self._closes.append(request_id)
 
     def disconnect(self) -> None:
         """Leave the draft process for good."""
         self._link.close()
 
-    def _send_news(self, grown: Seq[_Followed]) -> None:
+    def _send_news(self, grown: Seq[FollowedSequence]) -> None:
         opens = [each for each in self._opens if self._followed.get(each.sequence.request_id) is each]
         if not (self._closes or opens or grown):
             return
-        news = Round(tuple(self._closes), tuple(map(_open, opens)), tuple(map(_commit, grown)))
+        news = Round(
+            tuple(self._closes), tuple(each.opening() for each in opens), tuple(each.commit() for each in grown)
+        )
         if not self._link.send(news):
             return  # the next draft process is told everything
         self._closes = []
         self._opens = []
         self._asked_at_s = self._clock()
-        for followed in (*opens, *grown):
-            followed.told_len = len(followed.sequence.token_ids)
-        for followed in grown:
-            followed.asked_len = followed.told_len
+        for each in (*opens, *grown):
+            each.was_told()
+        for each in grown:
+            each.was_asked()
 
     def _await_offers(self, shares: Seq[ScheduledSequence]) -> None:
         followed = [self._followed[each] for share in shares if (each := share.sequence.request_id) in self._followed]
@@ -159,13 +138,23 @@ class ChannelProposer:
         self._patience = Patience()
         self._replay(list(self._followed.values()))
 
-    def _replay(self, forgotten: list[_Followed]) -> None:
+    def _replay(self, forgotten: list[FollowedSequence]) -> None:
         """Tell the draft all that is committed of sequences it does not know (any more)."""
-        for followed in forgotten:
-            followed.told_len = 0
-            followed.asked_len = _NEVER
+        for each in forgotten:
+            each.forget()
         self._opens += forgotten
         self._send_news(())
+
+    def _fall_back(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        """The fallback's drafts. It meets a sequence when first needed: while the draft answers it costs nothing."""
+        for share in shares:
+            followed = self._followed.get(share.sequence.request_id)
+            if followed is not None and followed.has_fallen_back:
+                self._fallback.commit((share.sequence,))
+            elif followed is not None:
+                self._fallback.open(share.sequence)
+                followed.has_fallen_back = True
+        return self._fallback.propose(shares)
 
     def _take(self, share: ScheduledSequence) -> Draft | None:
         limit = share.max_draft_tokens
@@ -176,22 +165,3 @@ class ChannelProposer:
         if draft is None:
             return None
         return Draft(draft.token_ids[:limit], draft.laws[:limit])
-
-
-def _open(followed: _Followed) -> Open:
-    sequence = followed.sequence
-    return Open(
-        request_id=sequence.request_id,
-        token_ids=tuple(sequence.token_ids),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        sampling=sequence.sampling,
-        sample_index=sequence.request.sample_index,
-        verify=sequence.verify,
-        num_drafts=sequence.num_wanted_drafts if sequence.num_computed_tokens > 0 else 0,
-    )
-
-
-def _commit(followed: _Followed) -> Commit:
-    sequence = followed.sequence
-    new_ids = tuple(sequence.token_ids[followed.told_len :])
-    return Commit(sequence.request_id, followed.told_len, new_ids, sequence.num_wanted_drafts)

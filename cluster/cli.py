@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ServingError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -235,6 +235,37 @@ def test_the_fallback_drafts_while_the_draft_is_away(folder: Path, new_sequence,
     assert channel.propose([new_share(sequence, 2)]) == [Draft((7, 8))]
 
 
+def test_the_fallback_follows_what_was_committed_before_it_was_needed(channel, draft, sequence, new_share):
+    channel._fallback = NgramProposer()
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 8, 1, 2)
+    draft.die()
+    assert channel.propose([new_share(sequence, 2)]) == [Draft((3, 8))]
+    grow(channel, sequence, 3, 8)
+    assert channel.propose([new_share(sequence, 2)]) == [Draft((1, 2))]
+    channel.close("a")
+
+
+def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    began_s = time.monotonic()
+    for _ in range(1000):  # fills the socket's buffer
+        grow(channel, sequence, *range(200))
+        if not channel.stats.is_connected:
+            break
+    assert not channel.stats.is_connected
+    assert time.monotonic() - began_s < 5.0
+    time.sleep(0.15)
+    channel.flush()
+    assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
+    draft.greet()
+    channel.flush()
+    (news,) = draft.rounds()
+    assert news.opens[0].token_ids == tuple(sequence.token_ids)
+
+
 def test_another_protocol_is_refused(folder: Path, sequence):
     scripted = ScriptedDraft(folder / "draft.sock")
     channel = ChannelProposer(folder / "draft.sock", NoProposer())
