@@ -1,4 +1,4 @@
-"""How much the prefix index carries: lookups and events per second on one core, and memory per million blocks.
+"""How much the router carries: lookups, events and decisions on one core, and memory per million blocks.
 
     python -m bench.index_capacity --workers 32 --prompts 250
 
@@ -12,13 +12,20 @@ import argparse
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 from bench.simulator.trace import trace_key
 from protos.block_keys import BlockKey
 from protos.kv_events import BlocksRemoved, BlocksStored, KvEventBatch
+from protos.worker_load import WorkerLoad
 from router.index import PrefixIndex
+from router.load import LoadTable
+from router.policy import CostConfig, Policy, rank
+from router.selector import RouteRequest, Selector
 
 PROMPT_BLOCKS = 128
+BLOCK_SIZE = 16
+NUM_DECISIONS = 500
 
 Prompt = tuple[BlockKey, ...]
 
@@ -33,6 +40,7 @@ def main() -> None:
     print(f"{options.workers} workers x {options.prompts} prompts x {PROMPT_BLOCKS} blocks")
     print(f"memory per million blocks: {bytes_per_block:.0f} MB")
     _print_rates(options.workers, options.prompts)
+    print(f"one decision: {_decision_s(options.workers) * 1000:.2f} ms")
 
 
 def _print_rates(num_workers: int, num_prompts: int) -> None:
@@ -45,6 +53,22 @@ def _print_rates(num_workers: int, num_prompts: int) -> None:
     remove_s = _seconds(lambda: _drain(index, prompts))
     print(f"blocks stored: {num_blocks / store_s:,.0f} per second, removed: {num_blocks / remove_s:,.0f} per second")
     print(f"lookups of {PROMPT_BLOCKS} blocks that all match: {len(every) / lookup_s:,.0f} per second")
+
+
+def _decision_s(num_workers: int) -> float:
+    """Mean time of `Selector.select` where workers hold more and less of the prompt."""
+    (prompt,) = _prompts(0, 1)
+    index, loads = PrefixIndex(), LoadTable()
+    names = tuple(f"worker-{number}" for number in range(num_workers))
+    for number, name in enumerate(names):
+        loads.update(WorkerLoad(name, 0, 0.0, 1, 1, number, 100, prefill_tokens_per_s=1000.0))
+        held = prompt[: 1 + number % PROMPT_BLOCKS]
+        index.apply(KvEventBatch(name, 0, 0, (BlocksStored(held, parent=b""),)))
+    selector = Selector(partial(rank, Policy.PREFIX, config=CostConfig()), BLOCK_SIZE, index, loads)
+    requests = [RouteRequest(str(n), PROMPT_BLOCKS * BLOCK_SIZE, prompt, seed=n) for n in range(NUM_DECISIONS)]
+    return (
+        _seconds(lambda: [selector.select(request, names, request.seed * 10.0) for request in requests]) / NUM_DECISIONS
+    )
 
 
 def _bytes_per_block(num_workers: int, num_prompts: int) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.simulator.baselines import POLICIES, SimulatedPolicy
-from bench.simulator.calibration import at_load
+from bench.simulator.calibration import Calibration, at_load
 from bench.simulator.channel import ChannelQuality
 from bench.simulator.rates import ServingRates
 from bench.simulator.replay import Fleet, replay
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (TraceError, OSError) as error:
         parser.error(str(error))
     fleet = _fleet(options)
-    trace = at_load(recorded, fleet, options.load)
-    print(_describe(recorded, trace, fleet, options.load))
+    calibration = at_load(recorded, fleet, options.load)
+    trace = calibration.trace
+    print(_describe(recorded, calibration, fleet))
     report = simulate(trace, fleet, options.policies)
     print(_format(report))
     if options.json:
@@ -65,7 +66,7 @@ def simulate(trace: Trace, fleet: Fleet, policies: Sequence[SimulatedPolicy]) ->
 
 
 def _with_signal_age(trace: Trace, fleet: Fleet, age_s: float) -> ReportLine:
-    older = replace(fleet, loads=replace(fleet.loads, delay_s=age_s))
+    older = replace(fleet, loads=ChannelQuality(delay_s=age_s))
     label = f"prefix, load {age_s * 1000:.0f} ms old" if age_s else "prefix, load exact"
     return report_line(label, replay(trace, POLICIES["prefix"], older))
 
@@ -86,15 +87,22 @@ def _fleet(options: argparse.Namespace) -> Fleet:
     )
 
 
-def _describe(recorded: Trace, trace: Trace, fleet: Fleet, load: float) -> str:
+def _describe(recorded: Trace, calibration: Calibration, fleet: Fleet) -> str:
     num_requests = len(recorded.requests)
-    pace = recorded.span_s / trace.span_s
+    pace = recorded.span_s / calibration.trace.span_s
+    shortfall = (
+        ""
+        if calibration.is_reached
+        else f"\nload {calibration.wanted_load:.0%} is out of reach: these sessions wait for their answers;"
+        " fewer workers or a higher --decode-rate would get there"
+    )
     return (
         f"{recorded.name}: {num_requests} requests, {recorded.num_tokens / num_requests:.0f} prompt tokens each,"
         f" ideal hit rate {recorded.ideal_hit_rate:.1%}\n"
         f"{fleet.num_workers} workers with {fleet.num_cache_blocks} blocks of {recorded.block_size} tokens,"
         f" {fleet.num_prefill_workers} prefill workers;"
-        f" arrivals at {pace:.2f}x the recorded pace, where random routing is {load:.0%} busy"
+        f" arrivals at {pace:.2f}x the recorded pace, where random routing is"
+        f" {calibration.measured_load:.0%} busy{shortfall}"
     )
 
 

@@ -4,10 +4,11 @@
     queue        = backlog tokens / prefill rate                   work that stands before the request
     prefill      = uncached tokens / prefill rate                  its own prompt, less the blocks the worker holds
     interference = (queue + prefill) * slowdown * decode tokens    what running streams take from prefill
-    others       = (uncached weight - 1) * prefill                 what this prefill costs those who come after
+    others       = prefill * weight * share of workers with work   what this prefill costs those who come after
 
 The first three are the predicted seconds to the first token. Without the fourth every request would look after itself
-alone: it would leave its prefix to save a moment, and compute again what all the others then wait for.
+alone: it would leave its prefix to save a moment, and compute again what all the others then wait for. Where every
+other worker is idle nobody waits, and the term is nothing.
 
 Pure functions of their arguments: no clock, no state, no side effect; the simulator and the serving router call the
 same ones. Everything is an array over workers [W], so a decision over a thousand workers costs little more than one
@@ -63,13 +64,12 @@ class CostConfig:
     """The constants of the cost.
 
     Attributes:
-        uncached_weight: seconds of its own waiting that a request gives for one second of prefill saved. 1 looks at the
-            request alone. In the simulator 2 is as good as any from 1.5 to 3 over loads of 30% to 85%
-            (docs/routing.md).
+        others_weight: how much the delay of later requests counts against the request's own; 0 looks at the request
+            alone. docs/routing.md compares values.
         tie_s, tie_fraction: costs within both of the lowest count as equal to it.
     """
 
-    uncached_weight: float = 2.0
+    others_weight: float = 1.5
     tie_s: float = 0.001
     tie_fraction: float = 0.01
 
@@ -170,7 +170,7 @@ def cost_terms(query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> CostT
     queue_s = fleet.backlog_tokens / fleet.prefill_tokens_per_s
     prefill_s = (query.num_tokens - cached) / fleet.prefill_tokens_per_s
     interference_s = (queue_s + prefill_s) * fleet.decode_slowdown * fleet.decode_tokens
-    others_s = (config.uncached_weight - 1.0) * prefill_s
+    others_s = prefill_s * (config.others_weight * float(np.mean(fleet.backlog_tokens > 0)))
     return CostTerms(cached, queue_s, prefill_s, interference_s, others_s)
 
 

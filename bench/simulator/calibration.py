@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import log
+
 from bench.simulator.baselines import POLICIES
 from bench.simulator.replay import Fleet, replay
 from bench.simulator.trace import Trace
 
-_NUM_ROUNDS = 6
+_NUM_ROUNDS = 8
 _TOLERANCE = 0.002
+_CLOSE = 0.05
 
 
-def at_load(trace: Trace, fleet: Fleet, load: float) -> Trace:
-    """`trace` at the pace at which random routing keeps the fleet's prefill busy for `load` of the arrivals' span.
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A trace at its new pace, and the share of time for which random routing then keeps the fleet's prefill busy."""
 
-    The work of random routing hardly depends on the speed of replay (only decode interference and cache timing do), so
-    each round corrects the factor by the load it measured.
+    trace: Trace
+    wanted_load: float
+    measured_load: float
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the wanted load is there.
+
+        It may not be: a session waits for its answers at any pace, so a few sessions cannot fill many workers.
+        """
+        return self.error < _CLOSE
+
+    @property
+    def error(self) -> float:
+        """How far the load is off, as a share of the wanted one."""
+        return abs(self.measured_load / self.wanted_load - 1.0)
+
+
+def at_load(trace: Trace, fleet: Fleet, load: float) -> Calibration:
+    """`trace` at the pace at which random routing keeps the fleet's prefill busy for `load` of the time.
+
+    Without sessions the load is inversely proportional to the factor on arrival times; sessions that wait for their
+    answers bend that, so each round takes its slope from the two before (secant method, on logarithms).
     """
     machines = fleet.num_workers + fleet.num_prefill_workers
     factor = trace.num_tokens / (fleet.rates.prefill_tokens_per_s * machines * load * trace.span_s)
+    tried: list[Calibration] = []
     for _ in range(_NUM_ROUNDS):
         stretched = trace.stretched(factor)
-        result = replay(stretched, POLICIES["random"], fleet)
-        measured = result.work_s / (machines * result.span_s)
-        if abs(measured / load - 1.0) < _TOLERANCE:
-            return stretched
-        factor *= measured / load
-    return trace.stretched(factor)
+        tried.append(Calibration(stretched, load, replay(stretched, POLICIES["random"], fleet).load(machines)))
+        if tried[-1].error < _TOLERANCE:
+            break
+        factor *= (load / tried[-1].measured_load) ** (1.0 / _slope(tried))
+    return min(tried, key=lambda trial: trial.error)
+
+
+def _slope(tried: list[Calibration]) -> float:
+    """Of log load over log factor, kept within what sessions can do to it."""
+    if len(tried) < 2:
+        return -1.0
+    stretch = log(tried[-1].trace.span_s / tried[-2].trace.span_s)
+    rise = log(tried[-1].measured_load / tried[-2].measured_load)
+    return min(max(rise / stretch, -1.5), -0.2)

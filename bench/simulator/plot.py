@@ -39,7 +39,7 @@ def plot_rows(rows: Sequence[Row], title: str, path: Path) -> None:
 def _draw_panel(panel: Axes, label: str, rows: Sequence[Row], values: Sequence[float]) -> None:
     colors = ["tab:green" if row.policy.startswith("prefix") else "tab:gray" for row in rows]
     bars = panel.barh([row.policy for row in rows], values, color=colors)
-    panel.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+    panel.bar_label(bars, fmt="%.4g", padding=3, fontsize=8)
     panel.set_title(label, fontsize=10)
     panel.invert_yaxis()
     panel.margins(x=0.18)

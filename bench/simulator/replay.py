@@ -26,6 +26,7 @@ from router.policy import Decision
 from router.selector import RouteRequest, Selector
 
 _SNAPSHOT_RETRY_S = 1.0
+_STEADY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class ReplayResult:
     """What one replay measured.
 
     Attributes:
-        span_s: from the first arrival to the last.
+        arrived_s: per request, its arrival; later than recorded where a session waited for an answer. [requests]
         ttft_s: per request, from arrival to first token. [requests]
         cached_tokens: per request, prompt tokens found in the worker's cache. [requests]
         busy_s: per worker, seconds of prefill. [workers]
@@ -53,7 +54,7 @@ class ReplayResult:
     """
 
     trace: Trace
-    span_s: float
+    arrived_s: NDArray[np.float64]
     ttft_s: NDArray[np.float64]
     cached_tokens: NDArray[np.int64]
     busy_s: NDArray[np.float64]
@@ -70,10 +71,16 @@ class ReplayResult:
         """Prefill seconds of the busiest worker over the mean worker's."""
         return float(self.busy_s.max() / self.busy_s.mean()) if self.busy_s.any() else 1.0
 
-    @property
-    def work_s(self) -> float:
-        """Prefill seconds of all workers together."""
-        return float(self.busy_s.sum()) + self.pool_busy_s
+    def load(self, num_machines: int) -> float:
+        """Share of time for which prefill kept `num_machines` busy, while nine tenths of the requests arrived.
+
+        The last tenth is left out because a few long sessions may stretch it over as much time again.
+        """
+        end_s = float(np.quantile(self.arrived_s, _STEADY_SHARE))
+        prompt_tokens = np.array([request.num_tokens for request in self.trace.requests])
+        uncached_tokens = prompt_tokens - self.cached_tokens
+        early_share = uncached_tokens[self.arrived_s <= end_s].sum() / uncached_tokens.sum()
+        return float((self.busy_s.sum() + self.pool_busy_s) * early_share / (num_machines * end_s))
 
 
 def replay(trace: Trace, policy: SimulatedPolicy, fleet: Fleet) -> ReplayResult:
@@ -112,8 +119,9 @@ class _Replay:
         self._clock.run()
         busy_s = np.array([worker.busy_s for worker in self._workers.values()])
         pool_busy_s = self._pool.busy_s if self._pool else 0.0
-        span_s = float(self._arrived_s.max())
-        return ReplayResult(self._trace, span_s, self._ttft_s, self._cached_tokens, busy_s, pool_busy_s, self._audit)
+        return ReplayResult(
+            self._trace, self._arrived_s, self._ttft_s, self._cached_tokens, busy_s, pool_busy_s, self._audit
+        )
 
     def _worker(self, fleet: Fleet, number: int) -> SimulatedWorker:
         ports = WorkerPorts(self._first_token, self._ended, self._load_channel.send, self._send_events)

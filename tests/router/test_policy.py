@@ -24,7 +24,7 @@ def fleet(*loads: WorkerLoad) -> FleetLoad:
 
 def test_the_cost_is_queue_prefill_interference_and_what_others_pay():
     terms = cost_terms(
-        replace(QUERY, prefix_blocks={"a": 4}), fleet(load("a", 500, decode=2000)), CostConfig(uncached_weight=3.0)
+        replace(QUERY, prefix_blocks={"a": 4}), fleet(load("a", 500, decode=2000)), CostConfig(others_weight=2.0)
     )
     assert terms.queue_s[0] == pytest.approx(0.5)
     assert terms.prefill_s[0] == pytest.approx(0.6)
@@ -47,6 +47,13 @@ def test_a_request_goes_where_its_prefix_is():
 def test_a_prefix_is_left_when_waiting_for_it_costs_more():
     decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"b": 8}), fleet(load("a"), load("b", 5000)), CONFIG)
     assert decision.worker_id == "a"
+
+
+def test_others_count_only_as_far_as_workers_are_busy():
+    query = replace(QUERY, prefix_blocks={"b": 5})
+    half_busy = cost_terms(query, fleet(load("a"), load("b", 900)), CONFIG)
+    assert half_busy.others_s.tolist() == [pytest.approx(0.75), pytest.approx(0.375)]
+    assert cost_terms(query, fleet(load("a"), load("b")), CONFIG).others_s.tolist() == [0.0, 0.0]
 
 
 def test_load_looks_at_no_prefix():
@@ -109,7 +116,7 @@ def test_the_ranking_goes_by_cost():
     workers = fleet(load("a", 900), load("b", 100), load("c", 500))
     ranked = rank(Policy.PREFIX, QUERY, workers, CONFIG).ranked()
     assert [cost.worker_id for cost in ranked] == ["b", "c", "a"]
-    assert ranked[0].total_s == pytest.approx(2.1)
+    assert ranked[0].total_s == pytest.approx(1.1 + 1.5)  # every worker has a backlog: the whole prefill delays others
     assert ranked[0].ttft_s == pytest.approx(1.1)
 
 
@@ -121,6 +128,6 @@ def test_holders_that_are_no_candidates_are_ignored():
 def test_a_decision_explains_itself_with_its_numbers():
     decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"a": 4}), fleet(load("a", 500)), CONFIG)
     assert decision.explain() == (
-        "prefix: a 1.7000 s = queue 500/1000 + prefill (1000-400=600)/1000"
-        " + interference 0.0000 (0 decode tokens) + others 0.6000"
+        "prefix: a 2.0000 s = queue 500/1000 + prefill (1000-400=600)/1000"
+        " + interference 0.0000 (0 decode tokens) + others 0.9000"
     )
