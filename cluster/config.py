@@ -151,7 +151,7 @@ class LimitsSection(_Section):
     first_token_timeout_s: float = Field(default=600.0, gt=0, strict=False)
     inter_token_timeout_s: float = Field(default=30.0, gt=0, strict=False)
     migration_deadline_s: float = Field(default=60.0, gt=0, strict=False)
-    max_migrations: int = Field(default=16, ge=0)
+    max_migrations: int = Field(default=64, ge=0)
 
 
 class IngressSection(_Section):

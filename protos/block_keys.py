@@ -1,6 +1,7 @@
 """The chained name of each full KV block: equal keys mean equal tokens, equal prefix, equal salt and equal model.
 
-The ingress and the engine both call `block_keys`, so a router's prediction and a worker's cache speak of the same blocks.
+The ingress and the engine both call `block_keys`, so a router's prediction and a worker's cache speak of the same
+blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _DIGEST_BYTES = 16
 
 
 def root_key(model_version: str, salt: str = "") -> BlockKey:
-    """Key before the first block: tenants with different salts, and models of different versions, never share a block."""
+    """Key before the first block: different salts, and different versions of a model, never share a block."""
     return blake2b(f"{model_version}\0{salt}".encode(), digest_size=_DIGEST_BYTES).digest()
 
 

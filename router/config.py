@@ -14,7 +14,7 @@ class IngressLimits:
     first_token_timeout_s: float = 600.0  # includes the wait in the pair's queue
     inter_token_timeout_s: float = 30.0  # a pair that is silent for so long is given up, and the stream moves
     migration_deadline_s: float = 60.0  # a broken stream must go on within this
-    max_migrations: int = 16  # attempts within the deadline
+    max_migrations: int = 64  # attempts within the deadline
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from tests.serve.served_pair import MODEL, ServedPair, free_port, write_deploy_f
 VOCAB_SIZE = 16
 PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
-NUM_CHOICES = 12  # times 21 classes: what one pair takes at a time
-NUM_REQUESTS = 100  # per class: 1,200 samples
+NUM_CHOICES = 10  # times 28 classes: what one pair takes at a time
+NUM_REQUESTS = 100  # per class: 1,000 samples
 ALPHA = 1e-6
 
 LAWS: dict[str, dict[str, Any]] = {
@@ -45,6 +45,7 @@ LAWS: dict[str, dict[str, Any]] = {
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "coupled": {"verify": "coupled", "num_tokens": 3},
     "rejection": {"verify": "rejection", "num_tokens": 3},
+    "block": {"verify": "block", "num_tokens": 3},
     "off": {"enabled": False},
 }
 

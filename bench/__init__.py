@@ -1,0 +1,1 @@
+"""Every performance claim of the project, as something that prints it."""

@@ -1,0 +1,36 @@
+"""What a contender of a benchmark is: something that turns prompts into greedy tokens while a clock runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.step_times import StepTimes
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed run: the tokens of each prompt, and the wall seconds of all of them together (prefill included)."""
+
+    outputs: list[list[int]]
+    seconds: float
+    tokens_per_pass: float | None = None
+    step_times: StepTimes | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+class Contender(Protocol):
+    """A way to generate, with a name for the table."""
+
+    name: str
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        """Generate exactly `num_tokens` greedy tokens for every prompt, all prompts at once if the contender can."""
+
+    def close(self) -> None:
+        """Give back memory and processes."""

@@ -1,0 +1,54 @@
+"""Outrider as a user meets it: the served application, driven by the OpenAI client over HTTP with streaming."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from openai import AsyncOpenAI
+
+from bench.contender import Prompts, Run
+
+
+class HttpContender:
+    """Streams from a running application; `is_speculating` False switches speculation off per request."""
+
+    def __init__(self, base_url: str, model: str, *, is_speculating: bool) -> None:
+        self.name = f"outrider HTTP, {'draft' if is_speculating else 'plain'}"
+        self._base_url = base_url
+        self._model = model
+        self._is_speculating = is_speculating
+        self._num_runs = 0
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        self._num_runs += 1
+        return asyncio.run(self._run(prompts, num_tokens))
+
+    async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
+        async with AsyncOpenAI(base_url=self._base_url, api_key="none", max_retries=0) as client:
+            began = time.perf_counter()
+            outputs = await asyncio.gather(*(self._stream(client, prompt, num_tokens) for prompt in prompts))
+            return Run(outputs, time.perf_counter() - began)
+
+    async def _stream(self, client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> list[int]:
+        stream = await client.completions.create(
+            model=self._model,
+            prompt=prompt,
+            max_tokens=num_tokens,
+            temperature=0.0,
+            stream=True,
+            extra_body={
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "cache_salt": f"{self.name} {self._num_runs}",
+                "speculation": {"enabled": self._is_speculating},
+            },
+        )
+        token_ids: list[int] = []
+        async for chunk in stream:
+            for choice in chunk.choices:
+                token_ids.extend(getattr(choice, "token_ids", None) or ())
+        return token_ids
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,129 @@
+"""The table of the README: Transformers against Outrider, plain and with the draft, interleaved in one run.
+
+    python -m bench.pair --streams 1 8 --tokens 64 --rounds 3
+
+All contenders run the padded fixture (`models.padded_fixture`: the demo target's logits at the cost of a 0.5 B model)
+in bfloat16 on the same prompts. Rounds are interleaved, so that a machine that slows down slows down for everyone; the
+table quotes medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import yaml
+
+from bench.contender import Contender
+from bench.engine_contender import EngineContender
+from bench.http_contender import HttpContender
+from bench.prompts import held_out_prompts
+from bench.race import race
+from bench.served import ServedApplication
+from bench.table import print_rows, print_step_times, rows_of
+from bench.transformers_contender import TransformersContender, load
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine_core import EngineCore
+from engine.proposer.model import ModelProposer
+from models.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
+
+DEMO = Path("models/demo")
+CACHE = Path(".cache/bench")
+HTTP_PORT = 8100
+GRPC_PORT = 9100
+CACHE_BYTES = 1 << 29
+
+
+def main() -> None:
+    args = _parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(args.threads)
+    target = args.fixture or _fixture()
+    prompts = held_out_prompts(DEMO / "target", max(args.streams))
+    with ExitStack() as stack:
+        contenders = _contenders(args, target, stack)
+        runs = race(contenders, prompts, args.streams, args.tokens, args.rounds)
+    rows = rows_of(runs)
+    print_rows(rows)
+    print_step_times(runs)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="prompts at once")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the table quotes medians")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of every contender")
+    parser.add_argument("--num-draft-tokens", type=int, default=4, help="K")
+    parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--skip-http", action="store_true", help="leave out the served application")
+    parser.add_argument("--skip-transformers", action="store_true", help="leave out Transformers")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    return parser.parse_args()
+
+
+def _fixture() -> Path:
+    folder = CACHE / "padded-target"
+    if not (folder / "config.json").exists():
+        build_fixture(DEMO / "target", folder, DEFAULT_LAYERS, DEFAULT_MLP)
+    return folder
+
+
+def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> list[Contender]:
+    contenders: list[Contender] = []
+    if not args.skip_transformers:
+        stock_target, stock_draft = load(target), load(args.draft)
+        contenders.append(TransformersContender(stock_target))
+        contenders.append(TransformersContender(stock_target, stock_draft, args.num_draft_tokens))
+    contenders.append(_engine("outrider engine, plain", args, target, with_draft=False))
+    contenders.append(_engine("outrider engine, draft", args, target, with_draft=True))
+    if not args.skip_http:
+        base_url = _serve(args, target, stack)
+        contenders.append(HttpContender(base_url, "bench", is_speculating=False))
+        contenders.append(HttpContender(base_url, "bench", is_speculating=True))
+    for contender in contenders:
+        stack.enter_context(closing(contender))
+    return contenders
+
+
+def _engine(name: str, args: argparse.Namespace, target: Path, *, with_draft: bool) -> EngineContender:
+    cache = CacheConfig(memory_bytes=CACHE_BYTES)
+    model = ModelConfig(str(target), dtype="bfloat16", num_threads=args.threads)
+    speculation = SpeculationConfig(num_tokens=args.num_draft_tokens)
+    proposer = None
+    if with_draft:
+        draft = ModelConfig(str(args.draft), dtype="bfloat16")
+        proposer = ModelProposer.from_config(draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig())
+    return EngineContender(name, EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer))
+
+
+def _serve(args: argparse.Namespace, target: Path, stack: ExitStack) -> str:
+    """The root deploy.yaml with the fixture in the demo target's place, on ports of its own."""
+    deploy = yaml.safe_load(Path("deploy.yaml").read_text())
+    deploy["http_options"]["port"] = HTTP_PORT
+    deploy["grpc_options"]["port"] = GRPC_PORT
+    app_args = deploy["applications"][0]["args"]
+    app_args["model_id"] = "bench"
+    app_args["target"] = {"path": str(target.resolve()), "dtype": "bfloat16", "num_threads": args.threads}
+    app_args["draft"] = {**app_args["draft"], "path": str(args.draft.resolve()), "dtype": "bfloat16"}
+    app_args["speculation"] = {**app_args.get("speculation", {}), "num_tokens": args.num_draft_tokens}
+    app_args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
+    path = CACHE / "deploy.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
+    application = ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
+    stack.callback(application.close)
+    application.wait_until_ready()
+    return f"http://127.0.0.1:{HTTP_PORT}/v1"
+
+
+if __name__ == "__main__":
+    main()

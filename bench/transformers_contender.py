@@ -1,0 +1,53 @@
+"""Transformers' own `generate`, plain and assisted: what a user has before installing anything else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.contender import Prompts, Run
+
+
+def load(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+
+
+class TransformersContender:
+    """`model.generate` over a batch of equally long prompts; assisted generation serves one prompt at a time."""
+
+    def __init__(
+        self, target: PreTrainedModel, draft: PreTrainedModel | None = None, num_draft_tokens: int = 4
+    ) -> None:
+        self.name = "transformers generate" if draft is None else "transformers assisted"
+        self._target = target
+        self._draft = draft
+        if draft is not None:
+            draft.generation_config.num_assistant_tokens = num_draft_tokens
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            draft.generation_config.assistant_confidence_threshold = 0.0
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        batches = [prompts] if self._draft is None else [[prompt] for prompt in prompts]
+        began = time.perf_counter()
+        outputs = [row for batch in batches for row in self._generate(batch, num_tokens)]
+        return Run(outputs, time.perf_counter() - began)
+
+    def _generate(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+        input_ids = torch.tensor(prompts)
+        generate: Any = self._target.generate
+        output = generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            assistant_model=self._draft,
+        )
+        return output[:, input_ids.shape[1] :].tolist()
+
+    def close(self) -> None:
+        pass
