@@ -40,13 +40,20 @@ class ChannelProposer:
         self._asked_at_s = 0.0
         self._generation = 0
         self._num_stale_offers = 0
+        self._drafting_s = 0.0
+        self._channel_s = 0.0
         self._num_missed_offers = 0
 
     @property
     def stats(self) -> DraftChannelStats:
         """What the channel has lived through; may be read from any thread."""
         return DraftChannelStats(
-            self._link.is_connected, self._generation, self._num_stale_offers, self._num_missed_offers
+            self._link.is_connected,
+            self._generation,
+            self._num_stale_offers,
+            self._num_missed_offers,
+            self._drafting_s,
+            self._channel_s,
         )
 
     def flush(self) -> None:
@@ -116,7 +123,10 @@ class ChannelProposer:
 
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
-            self._patience.answered(self._clock() - self._asked_at_s)
+            latency_s = self._clock() - self._asked_at_s
+            self._patience.answered(latency_s)
+            self._drafting_s += message.drafting_s
+            self._channel_s += max(0.0, latency_s - message.drafting_s)
             self._keep(message)
         if self._generation != self._link.generation:
             self._generation = self._link.generation

@@ -13,7 +13,7 @@ from engine.draft import Draft
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -64,10 +64,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a round; `lost` are sequences the draft was told to continue and does not know."""
+    """The answer to a round; `lost` are sequences the draft was told to continue and does not know.
+
+    `drafting_s` is how long the draft model worked on it; the rest of the time until it is read is the channel's.
+    """
 
     offers: tuple[Offer, ...] = ()
     lost: tuple[str, ...] = ()
+    drafting_s: float = 0.0
 
 
 ToDraft = Round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence as Seq
 
 from actors.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round, ToDraft
@@ -59,9 +60,10 @@ class DraftServer:
         """
         asked, lost = self._apply(rounds)
         wanted = {each: number for each, number in asked.items() if number > 0}
+        began_s = time.monotonic()
         offers = self._draft(wanted) if wanted else ()
         if offers or lost:
-            connection.send(Offers(offers, lost), _SEND_TIMEOUT_S)
+            connection.send(Offers(offers, lost, time.monotonic() - began_s), _SEND_TIMEOUT_S)
         self._read([each for each, number in asked.items() if number == 0])
 
     def _apply(self, rounds: list[Round]) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -63,6 +63,8 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     yield _counter("draft_num_stale_offers", "Offers that came too late.", pong.draft.num_stale_offers)
     yield _counter("draft_num_missed_offers", "Drafts missing at the deadline.", pong.draft.num_missed_offers)
     yield _counter("draft_num_connections", "Draft processes that have connected.", pong.draft.num_connections)
+    yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
+    yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
     yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
 
 

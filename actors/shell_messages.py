@@ -69,6 +69,8 @@ class DraftChannelStats:
     num_connections: int = 0  # draft processes that have greeted
     num_stale_offers: int = 0
     num_missed_offers: int = 0  # wanted, and not there at the deadline
+    drafting_s: float = 0.0  # the draft model's work, part of it while the target worked too
+    channel_s: float = 0.0  # from question to answer less that: both ways, and until the target read it
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):

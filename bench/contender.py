@@ -11,6 +11,14 @@ Prompts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelTimes:
+    """Seconds a draft process worked, and its offers took beyond that; both partly beside the target's work."""
+
+    drafting_s: float
+    channel_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One timed run: the tokens of each prompt, and the wall seconds of all of them together (prefill included)."""
 
@@ -18,6 +26,7 @@ class Run:
     seconds: float
     tokens_per_pass: float | None = None
     step_times: StepTimes | None = None
+    channel_times: ChannelTimes | None = None
 
     @property
     def tokens_per_second(self) -> float:

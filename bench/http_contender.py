@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from openai import AsyncOpenAI
 
-from bench.contender import Prompts, Run
+from bench.contender import ChannelTimes, Prompts, Run
+from bench.served_times import read_served_times
 
 
 class HttpContender:
@@ -16,13 +18,20 @@ class HttpContender:
     def __init__(self, base_url: str, model: str, *, is_speculating: bool) -> None:
         self.name = f"outrider HTTP, {'draft' if is_speculating else 'plain'}"
         self._base_url = base_url
+        self._root_url = base_url.removesuffix("/v1")
         self._model = model
         self._is_speculating = is_speculating
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         self._num_runs += 1
-        return asyncio.run(self._run(prompts, num_tokens))
+        before = read_served_times(self._root_url)
+        run = asyncio.run(self._run(prompts, num_tokens))
+        after = read_served_times(self._root_url)
+        channel = ChannelTimes(
+            after.channel.drafting_s - before.channel.drafting_s, after.channel.channel_s - before.channel.channel_s
+        )
+        return replace(run, step_times=after.steps - before.steps, channel_times=channel)
 
     async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
         async with AsyncOpenAI(base_url=self._base_url, api_key="none", max_retries=0) as client:

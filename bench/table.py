@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
 
-from bench.contender import Run
+from bench.contender import ChannelTimes, Run
 from bench.race import TimedRun
 from engine.step_times import StepTimes
 
@@ -91,15 +91,31 @@ def print_rows(rows: Seq[Row]) -> None:
 
 
 def print_step_times(runs: Seq[TimedRun]) -> None:
-    """Milliseconds of a mean step, part by part, for the contenders that know them."""
-    print(f"\n{'ms per step':26} streams " + "".join(f"{part:>10}" for part in PARTS) + f"{'overhead':>10}")
+    """Milliseconds of a mean step, part by part, for the contenders that know them.
+
+    `draft` is what the target waits: with the draft in this process its whole work, with a draft actor what is left of
+    `drafting` and `channel` after the target's own bookkeeping. `overhead` is everything but the models' share.
+    """
+    columns = (*PARTS, "drafting", "channel", "overhead")
+    print(f"\n{'ms per step':26} streams " + "".join(f"{column:>10}" for column in columns))
     for (num_streams, name), members in _groups(runs):
         times = sum((run.step_times for run in members if run.step_times is not None), StepTimes())
         if times.num_steps:
-            print(f"{name:26} {num_streams:7d} " + _split(times))
+            channels = [run.channel_times for run in members if run.channel_times is not None]
+            print(f"{name:26} {num_streams:7d} " + _split(times, channels))
 
 
-def _split(times: StepTimes) -> str:
-    milliseconds = [1e3 * getattr(times, f"{part}_s") / times.num_steps for part in PARTS]
-    overhead = (times.schedule_s + times.sample_s + times.commit_s) / times.total_s
-    return "".join(f"{value:10.2f}" for value in milliseconds) + f"{overhead:10.1%}"
+def _split(times: StepTimes, channels: Seq[ChannelTimes]) -> str:
+    parts = [_per_step(getattr(times, f"{part}_s"), times) for part in PARTS]
+    overhead_s = times.schedule_s + times.sample_s + times.commit_s
+    if not channels:
+        return "".join(parts) + f"{'-':>10}{'-':>10}{overhead_s / times.total_s:10.1%}"
+    drafting_s = sum(channel.drafting_s for channel in channels)
+    channel_s = sum(channel.channel_s for channel in channels)
+    overhead_s += max(0.0, times.draft_s - drafting_s)
+    split = [*parts, _per_step(drafting_s, times), _per_step(channel_s, times)]
+    return "".join(split) + f"{overhead_s / times.total_s:10.1%}"
+
+
+def _per_step(seconds: float, times: StepTimes) -> str:
+    return f"{1e3 * seconds / times.num_steps:10.2f}"

@@ -33,9 +33,9 @@ class ScriptedDraft:
         assert self.connection is not None
         return self.connection.receive(timeout_s)
 
-    def offer(self, *offers: Offer, lost: tuple[str, ...] = ()) -> None:
+    def offer(self, *offers: Offer, lost: tuple[str, ...] = (), drafting_s: float = 0.0) -> None:
         assert self.connection is not None
-        self.connection.send(Offers(offers, lost), 1.0)
+        self.connection.send(Offers(offers, lost, drafting_s), 1.0)
 
     def die(self) -> None:
         if self.connection is not None:
@@ -104,6 +104,17 @@ def test_a_fresh_offer_is_proposed_and_cut_to_what_was_asked(channel, draft, seq
     grow(channel, sequence, 7)
     draft.offer(Offer("a", 4, Draft((11, 12, 13, 14))))
     assert channel.propose([new_share(sequence, 2)]) == [Draft((11, 12))]
+
+
+def test_the_time_of_an_offer_is_split_between_drafting_and_channel(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    time.sleep(0.02)
+    draft.offer(Offer("a", 4, Draft((11,))), drafting_s=0.005)
+    channel.propose([new_share(sequence, 1)])
+    assert channel.stats.drafting_s == 0.005
+    assert 0.015 <= channel.stats.channel_s < SHORT_S
 
 
 def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence, new_share):

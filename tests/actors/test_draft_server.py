@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.draft_messages import Commit, Hello, Offers, Open, Round, ToTarget
+from actors.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round, ToTarget
 from actors.draft_server import DraftServer
 from actors.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
@@ -49,7 +49,7 @@ def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection
     thread.start()
     connection = connect(folder / "draft.sock", ToTarget)
     assert connection is not None
-    assert connection.receive(2.0) == [Hello(1, "draft-1")]
+    assert connection.receive(2.0) == [Hello(PROTOCOL_VERSION, "draft-1")]
     yield connection
     connection.close()
     server.close()
@@ -121,6 +121,6 @@ def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer
     target.close()
     successor = connect(folder / "draft.sock", ToTarget)
     assert successor is not None
-    assert successor.receive(2.0) == [Hello(1, "draft-1")]
+    assert successor.receive(2.0) == [Hello(PROTOCOL_VERSION, "draft-1")]
     assert proposer.open_ids == set()
     successor.close()
