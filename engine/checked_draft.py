@@ -13,8 +13,7 @@ class CheckedDraft:
     """A draft, and how many of its leading tokens are in the vocabulary.
 
     Where an id is not, the draft ends with it: the model must not see it, but a verifier that tests ratios must know
-    that something was proposed there; leaving it out would depend on the drawn token and bias the output
-    (ALGORITHMS.md 2.1).
+    that something was proposed there; leaving it out would depend on the drawn token and bias the output.
     """
 
     draft: Draft

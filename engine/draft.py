@@ -11,7 +11,7 @@ WEIGHT_SUM = 1 << 16
 class SparseLaw:
     """The exact law q one draft token was drawn from: integer weights over a few tokens, summing to `WEIGHT_SUM`.
 
-    The draft samples with these integers, so both sides hold the same numbers (ALGORITHMS.md 2.1).
+    The draft samples with these integers, so both sides hold the same numbers.
     """
 
     token_ids: tuple[int, ...]

@@ -12,7 +12,7 @@ class DraftStats:
     """What speculation did since the engine started; plain decoding passes count nowhere.
 
     `num_accepted_tokens_per_pos[i]` is the number of passes whose draft i + 1 was accepted, so the conditional
-    acceptance at a position is the ratio of neighbours (ALGORITHMS.md 1.3).
+    acceptance at a position is the ratio of neighbours.
     """
 
     num_drafts: int = 0  # passes with at least one draft token

@@ -2,7 +2,7 @@
 
 A number is named by (seed, sample index, position, purpose, lane). Nothing counts steps, so plain decoding,
 speculation with any K, preemption, a retry on another replica and a draft in another process all meet the same
-numbers (ALGORITHMS.md 2.6). What must be new in every pass is named by the pass: its position is that of the first
+numbers. What must be new in every pass is named by the pass: its position is that of the first
 token it can commit, its lane the index of the draft. The function is a contract between processes and between versions:
 the tests hold golden values, and changing it changes every seeded output.
 

@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, from the counts of each row's own prefix.
 
 The prefix of a draft row holds the drafts before it. Taking the committed tokens alone for all rows is cheaper and
-wrong: the second draft would be judged by another law than plain decoding uses (ALGORITHMS.md 1.6).
+wrong: the second draft would be judged by another law than plain decoding uses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
 
-The order is penalties, logit bias, forbidden tokens, temperature, top-k, top-p, min-p (ALGORITHMS.md 1.2). The
+The order is penalties, logit bias, forbidden tokens, temperature, top-k, top-p, min-p. The
 sampler keeps no state: what it needs of a sequence is in the row, and the noise is a function of seed and position.
 """
 

@@ -1,7 +1,7 @@
 """Drawing drafts from laws of integer weights, so that both sides of a rejection test hold the very same q.
 
 A draft model's law is cut to its k likeliest tokens and rounded to weights that sum to 2**16 *before* the draw: the
-rounded law is the proposal, and nothing is lost by sending it (ALGORITHMS.md 2.1).
+rounded law is the proposal, and nothing is lost by sending it.
 """
 
 from __future__ import annotations

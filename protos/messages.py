@@ -25,7 +25,7 @@ class FinishReason(StrEnum):
 
 
 class VerifyMode(StrEnum):
-    """How drafts are verified (ALGORITHMS.md 1-2); all of them leave the target's distribution as it is."""
+    """How drafts are verified; every mode leaves the target's distribution as it is (see `engine.verifier`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"

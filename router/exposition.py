@@ -1,7 +1,7 @@
 """Several processes' metrics as one Prometheus text.
 
 Families that several replicas report appear once, their samples told apart by a `replica` label. Every sample bears
-exactly the name of the contract (DESIGN.md 9), which knows no `_total`: counters are therefore typed `gauge`, since
+exactly the name of the contract, which knows no `_total`: counters are therefore typed `gauge`, since
 Prometheus' clients rename the samples of a `counter` family to end in `_total`. They never fall but when a process
 restarts, so `rate()` works on them.
 """

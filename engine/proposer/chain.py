@@ -13,7 +13,7 @@ from engine.row import Row
 from engine.sampler import Sampler
 from protos.messages import VerifyMode
 
-_LAW_SIZE = 32  # of T=1 drafts, laws of 8, 32 and 128 tokens accept 63, 68 and 71% (ALGORITHMS.md 2.5, medium noise)
+_LAW_SIZE = 32  # of T=1 drafts, laws of 8, 32 and 128 tokens accept 63, 68 and 71% in a synthetic study
 
 
 class Chain:

@@ -94,7 +94,7 @@ class SuffixProposer:
         """The tenant's texts, unless they know the noise that will verify the draft.
 
         A text sampled with the same seed tells what that noise is. With coupled verification noise is public; a ratio
-        test would be biased by it (ALGORITHMS.md 2.4).
+        test would be biased by it.
         """
         tenant_id = sequence.request.cache_salt
         is_public = sequence.verify is VerifyMode.COUPLED or sequence.sampling.temperature < GREEDY_BELOW

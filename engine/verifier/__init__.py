@@ -18,8 +18,7 @@ class VerifyTask:
     """One sequence's rows of the step's logits, from `first_row`: one per draft and one more.
 
     The rows may end before the first draft outside the vocabulary, which no model can compute. Such a draft must stay
-    in the task nevertheless: rejection and block verification treat it as rejected, not as never made (ALGORITHMS.md
-    6.4).
+    in the task nevertheless: rejection and block verification treat it as rejected, not as never made.
     """
 
     sequence: Sequence

@@ -6,7 +6,7 @@ residual after tau accepted drafts is norm(max(0, rho_tau p - q)). The formulas 
 
 Unlike rejection, how many drafts stand depends on all drafts of the pass and all their coins, also on those beyond what
 is committed. Positions there are drafted and judged again by the next pass, which must know nothing of that: coins and
-draft noise are keyed by the pass (`engine.sampler.pass_keys`), never by the position alone (ALGORITHMS.md 2.3).
+draft noise are keyed by the pass (`engine.sampler.pass_keys`), never by the position alone.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def proposals_of(draft: Draft) -> tuple[SparseLaw, ...]:
     """The law q of each drafted token, one-hot where none came with it.
 
     A law that its token cannot have come from is not believed: one-hot is exact for any token that was chosen without
-    knowledge of the verifier's noise (ALGORITHMS.md 2.4).
+    knowledge of the verifier's noise.
     """
     if len(draft.laws) != len(draft.token_ids):
         return tuple(one_hot(token_id) for token_id in draft.token_ids)

@@ -70,7 +70,7 @@ def _without(probs: Tensor, offset: int) -> Tensor:
 
 
 def pair_library(num_tokens: int) -> list[Pair]:
-    """Pairs that between them make every known mistake visible (ALGORITHMS.md 11.4)."""
+    """Pairs that between them make every known mistake visible."""
     p, q = (_peaked(num_tokens, seed, 0.6) + 0.01 for seed in (1, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     impossible = torch.zeros_like(p)
@@ -206,7 +206,7 @@ def chi_square_tail(observed_ids: Tensor, law: Tensor) -> float:
 def detectable_variation(num_sequences: int, num_cells: int) -> float:
     """The total variation that `num_sequences` samples detect with power 0.999 at alpha 1e-6, in the worst case.
 
-    chi-square divergence >= 4 TV**2, and the power needs N * divergence >= noncentrality (ALGORITHMS.md 11.3).
+    chi-square divergence >= 4 TV**2, and the power needs N * divergence >= noncentrality.
     """
     noncentrality = {8: 82, 27: 110, 64: 142, 125: 178, 243: 227}[num_cells]
     return math.sqrt(noncentrality / num_sequences / 4)

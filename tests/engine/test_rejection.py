@@ -104,7 +104,7 @@ def test_samples_follow_the_target_without_a_draft_and_with_a_malicious_one(draf
 
 
 def test_successive_passes_use_independent_randomness() -> None:
-    """Five tokens take several passes, whose coins and noise must not be seen twice (ALGORITHMS.md 2.3)."""
+    """Five tokens take several passes, whose coins and noise must not be seen twice."""
     experiment = Experiment(pair_library(3)[PEAKED], num_drafts=2, num_tokens=5, num_sequences=10_000)
     tokens = experiment.run(draft_by_sampling)
     expected = joint_law(experiment.pair.target, experiment.sampling, 5)

@@ -270,7 +270,7 @@ def test_drafts_in_the_prefix_and_committed_tokens_are_the_same_position() -> No
 
 
 def test_draws_follow_the_law() -> None:
-    """40,000 draws of 8 tokens: total variation .023 is seen with power 0.999 at alpha 1e-6 (ALGORITHMS.md 11.3)."""
+    """40,000 draws of 8 tokens: total variation .023 is seen with power 0.999 at alpha 1e-6."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -3.0, -math.inf])
     rows = [row_after(SamplingParams(seed=seed), 0, 1) for seed in range(40_000)]
     tokens = Sampler().pick(logits.expand(len(rows), -1), rows)

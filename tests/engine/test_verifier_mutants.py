@@ -1,7 +1,7 @@
 """The mistakes that speculative engines have made, each patched into ours and shown to fail what the real code passes.
 
-The list is ALGORITHMS.md 11.4 and 1.9, with the errors of bookkeeping that are ours to make. Pairs are those of
-`tabular.pair_library`, because random near-uniform pairs are blind to several of them.
+The list is of mistakes seen in other engines, and of the errors of bookkeeping that are ours to make. Pairs are those
+of `tabular.pair_library`, because random near-uniform pairs are blind to several of them.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def test_the_mutant_fails(change: Mutant, check: str, monkeypatch: pytest.Monkey
 
 
 def test_dropping_unlikely_drafts_after_drawing_them_is_seen() -> None:
-    """Whether a draft is verified must not depend on the draft itself (ALGORITHMS.md 6.4)."""
+    """Whether a draft is verified must not depend on the draft itself."""
 
     def drop_unlikely(model: TabularModel, sequences: Seq, num_drafts: int) -> list[Draft]:
         return [_up_to_unlikely(draft) for draft in draft_by_sampling(model, sequences, num_drafts)]
