@@ -66,5 +66,5 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
         eos_token_ids=runner.eos_token_ids,
         model_version=runner.model_version,
         block_size=runner.block_size,
-        max_draft_tokens=settings.engine.speculation.num_tokens if is_drafting else 0,
+        max_draft_tokens=settings.engine.speculation.max_num_tokens if is_drafting else 0,
     )

@@ -63,13 +63,18 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
             model=target,
             cache=cache_config(config.cache),
             scheduler=SchedulerConfig(**config.scheduler.model_dump()),
-            speculation=SpeculationConfig(config.speculation.num_tokens, VerifyMode(config.speculation.verify)),
+            speculation=_speculation_config(config),
         ),
         draft=_draft_settings(config, placement),
         target_share=placement.target,
         draft_share=placement.draft,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
     )
+
+
+def _speculation_config(config: DeployConfig) -> SpeculationConfig:
+    section = config.speculation
+    return SpeculationConfig(section.num_tokens, VerifyMode(section.verify), section.max_num_tokens)
 
 
 def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:

@@ -66,9 +66,10 @@ class DraftSection(_Section):
 
 
 class SpeculationSection(_Section):
-    """K drafts per pass (the default and the limit of requests), and how they are verified."""
+    """K drafts per pass, by default and at most for a request that asks, and how they are verified."""
 
     num_tokens: int = Field(default=4, ge=0, le=64)
+    max_num_tokens: int = Field(default=16, ge=0, le=64)
     mode: Annotated[str, _one_of("sync")] = "sync"
     verify: Annotated[str, _one_of(*VerifyMode)] = "coupled"
     adaptive: Annotated[bool, _only(False, "the number of drafts is fixed by num_tokens")] = False

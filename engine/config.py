@@ -62,14 +62,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """The deployment's defaults: K drafts per pass, which is also a request's limit, and how they are verified."""
+    """The defaults of a deployment, K drafts per pass and how they are verified, and the most a request may ask for."""
 
     num_tokens: int = 4
     verify: VerifyMode = VerifyMode.COUPLED
+    max_num_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_tokens <= 64:
-            raise ConfigError(f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and 64")
+        if not 0 <= self.num_tokens <= self.max_num_tokens:
+            raise ConfigError(
+                f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and "
+                f"speculation.max_num_tokens, {self.max_num_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

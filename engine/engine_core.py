@@ -100,7 +100,9 @@ class EngineCore:
             runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
         )
         scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len)
-        speculation = config.speculation if proposer is not None else replace(config.speculation, num_tokens=0)
+        speculation = (
+            config.speculation if proposer is not None else replace(config.speculation, num_tokens=0, max_num_tokens=0)
+        )
         return cls(runner, scheduler, blocks, proposer or NoProposer(), Verifier(Sampler()), speculation)
 
     @property
@@ -233,4 +235,4 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
     wish = request.speculation
     if not wish.enabled:
         return 0
-    return deployment.num_tokens if wish.num_tokens is None else min(wish.num_tokens, deployment.num_tokens)
+    return deployment.num_tokens if wish.num_tokens is None else min(wish.num_tokens, deployment.max_num_tokens)
