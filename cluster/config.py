@@ -75,6 +75,15 @@ class SpeculationSection(_Section):
     adaptive: Annotated[bool, _only(False, "the number of drafts is fixed by num_tokens")] = False
     tree: Annotated[dict[str, Any] | None, _only(None, "drafts are chains")] = None
 
+    @model_validator(mode="after")
+    def _default_within_limit(self) -> SpeculationSection:
+        if self.num_tokens > self.max_num_tokens:
+            raise ValueError(
+                f"num_tokens is {self.num_tokens}, more than max_num_tokens, {self.max_num_tokens}; "
+                "lower it or raise the limit"
+            )
+        return self
+
 
 class CacheSection(_Section):
     """The KV pool of the target: a budget, or a number of blocks."""

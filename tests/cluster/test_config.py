@@ -97,5 +97,12 @@ def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
         assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
 
 
+def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
+    assert "num_tokens is 20, more than max_num_tokens, 16" in error_of(speculation={"num_tokens": 20})
+    assert (
+        parse_config(MINIMAL | {"speculation": {"num_tokens": 20, "max_num_tokens": 20}}).speculation.num_tokens == 20
+    )
+
+
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
