@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCH_INSTALLED := .venv/.bench-installed
 
-.PHONY: help install serve test lint type protos demo-pair bench clean
+.PHONY: help install serve test lint type protos demo-pair bench profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
 	@$(BIN)/python -m bench.pair
+
+profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
+	@$(BIN)/python -m bench.profile
 
 clean:  ## remove the environment and every cache
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

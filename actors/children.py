@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft import DraftActor
@@ -25,10 +26,13 @@ _DRAFT_BUNDLE = 2
 class PairActors:
     """A `TargetActor`, a `DraftActor` where the settings name one, and the folder of their sockets."""
 
-    def __init__(self, settings: PairSettings, folder: Path, devices: PairDevices) -> None:
+    def __init__(
+        self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle | None
+    ) -> None:
         self._settings = settings
         self._folder = folder
         self._devices = devices
+        self._prefill = prefill
         self._actors: list[Any] = []
 
     @property
@@ -42,9 +46,11 @@ class PairActors:
             ServingError: what kept one of them from it.
         """
         settings, devices = self._settings, self._devices
-        self._actors = [self._spawn(TargetActor, settings.target_share, _TARGET_BUNDLE, devices.target)]
+        target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.target))
+        self._actors = [target.remote(settings, self._folder, self._prefill)]
         if settings.draft_share is not None:
-            self._actors.append(self._spawn(DraftActor, settings.draft_share, _DRAFT_BUNDLE, devices.draft))
+            draft = ray.remote(DraftActor).options(**_options(settings.draft_share, _DRAFT_BUNDLE, devices.draft))
+            self._actors.append(draft.remote(settings, self._folder))
         await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
 
     def restart_target(self) -> None:
@@ -57,9 +63,6 @@ class PairActors:
             ray.kill(actor)
         self._actors = []
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _spawn(self, kind: type, share: ProcessShare, bundle: int, device: int | None) -> Any:
-        return ray.remote(kind).options(**_options(share, bundle, device)).remote(self._settings, self._folder)
 
 
 def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, Any]:

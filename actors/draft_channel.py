@@ -1,8 +1,10 @@
 """A draft model in another process, seen by the engine as one more proposer.
 
-Sync discipline: a commit leaves the moment the target has committed, so the draft works while the target finishes its
-step and plans the next; `propose` then waits for the offers up to a deadline and goes on with what is there. Nothing
-the draft does, or fails to do, changes a token; what it sends is checked by the engine like any other proposal.
+A commit leaves the moment the target has committed, so the draft works while the target finishes its step and plans
+the next; `propose` then waits for the offers up to a deadline and goes on with what is there. A draft that has offered
+ahead of the verdict, for this very outcome, is not waited for: which discipline it follows, and for which sequences it
+had time, shows in what it has offered. Nothing the draft does, or fails to do, changes a token; what it sends is
+checked by the engine like any other proposal.
 """
 
 from __future__ import annotations
@@ -19,19 +21,17 @@ from actors.patience import Patience
 from actors.shell_messages import DraftChannelStats
 from engine.batch import ScheduledSequence
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer import Proposer
 from engine.sequence import Sequence
 
 
 class ChannelProposer:
     """Implements `engine.proposer.Proposer` over the socket at `path`.
 
-    `fallback` proposes where the draft has nothing: it is away, late, or was not asked. For the engine's thread alone.
+    It has `NO_DRAFT` while the draft is away or late, or was not asked. For the engine's thread alone.
     """
 
-    def __init__(self, path: Path, fallback: Proposer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = DraftLink(path, clock)
-        self._fallback = fallback
         self._clock = clock
         self._patience = Patience()
         self._followed: dict[str, FollowedSequence] = {}
@@ -43,6 +43,8 @@ class ChannelProposer:
         self._drafting_s = 0.0
         self._channel_s = 0.0
         self._num_missed_offers = 0
+        self._num_lookups = 0
+        self._num_hits = 0
 
     @property
     def stats(self) -> DraftChannelStats:
@@ -52,6 +54,8 @@ class ChannelProposer:
             self._generation,
             self._num_stale_offers,
             self._num_missed_offers,
+            self._num_lookups,
+            self._num_hits,
             self._drafting_s,
             self._channel_s,
         )
@@ -71,27 +75,28 @@ class ChannelProposer:
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
         self.flush()
         self._await_offers([share for share in shares if share.max_draft_tokens > 0])
-        drafts = [self._take(share) for share in shares]
-        missing = [index for index, draft in enumerate(drafts) if draft is None]
-        substitutes = dict(zip(missing, self._fall_back([shares[index] for index in missing]), strict=True))
-        return [substitutes[index] if draft is None else draft for index, draft in enumerate(drafts)]
+        return [self._take(share) for share in shares]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
+        self._receive(0.0)
         known = [self._followed[each.request_id] for each in sequences if each.request_id in self._followed]
-        self._send_news([each for each in known if each.is_told])
+        self._look_up(known)
+        self._send_news([each for each in known if each.is_told and each.has_news])
 
     def close(self, request_id: str) -> None:
         followed = self._followed.pop(request_id, None)
-        if followed is None:
-            return
-        if followed.has_fallen_back:
-            self._fallback.close(request_id)
-        if followed.is_told:
+        if followed is not None and followed.is_told:
             self._closes.append(request_id)
 
     def disconnect(self) -> None:
         """Leave the draft process for good."""
         self._link.close()
+
+    def _look_up(self, grown: Seq[FollowedSequence]) -> None:
+        """Count who finds the drafts of its next pass prepared."""
+        wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
+        self._num_lookups += len(wanting)
+        self._num_hits += sum(each.draft is not None for each in wanting)
 
     def _send_news(self, grown: Seq[FollowedSequence]) -> None:
         opens = [each for each in self._opens if self._followed.get(each.sequence.request_id) is each]
@@ -123,10 +128,13 @@ class ChannelProposer:
 
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
-            latency_s = self._clock() - self._asked_at_s
-            self._patience.answered(latency_s)
             self._drafting_s += message.drafting_s
-            self._channel_s += max(0.0, latency_s - message.drafting_s)
+            if message.is_answer:
+                latency_s = self._clock() - self._asked_at_s
+                self._patience.answered(latency_s)
+                self._channel_s += max(0.0, latency_s - message.drafting_s)
+            else:
+                self._patience.heard()
             self._keep(message)
         if self._generation != self._link.generation:
             self._generation = self._link.generation
@@ -135,10 +143,9 @@ class ChannelProposer:
     def _keep(self, message: Offers) -> None:
         for offer in message.offers:
             followed = self._followed.get(offer.request_id)
-            if followed is None or offer.base_len != len(followed.sequence.token_ids):
-                self._num_stale_offers += 1
-            else:
-                followed.offer = offer
+            is_kept = followed is not None and followed.offers.add(offer)
+            # Of the offers made ahead only one can come true: the others are no loss.
+            self._num_stale_offers += not is_kept and not offer.after
         self._replay([self._followed[each] for each in message.lost if each in self._followed])
 
     def _start_over(self) -> None:
@@ -155,23 +162,9 @@ class ChannelProposer:
         self._opens += forgotten
         self._send_news(())
 
-    def _fall_back(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        """The fallback's drafts. It meets a sequence when first needed: while the draft answers it costs nothing."""
-        for share in shares:
-            followed = self._followed.get(share.sequence.request_id)
-            if followed is not None and followed.has_fallen_back:
-                self._fallback.commit((share.sequence,))
-            elif followed is not None:
-                self._fallback.open(share.sequence)
-                followed.has_fallen_back = True
-        return self._fallback.propose(shares)
-
-    def _take(self, share: ScheduledSequence) -> Draft | None:
-        limit = share.max_draft_tokens
-        if limit == 0:
-            return NO_DRAFT
+    def _take(self, share: ScheduledSequence) -> Draft:
         followed = self._followed.get(share.sequence.request_id)
         draft = followed.draft if followed is not None else None
-        if draft is None:
-            return None
-        return Draft(draft.token_ids[:limit], draft.laws[:limit])
+        if draft is None or draft.parents:
+            return draft or NO_DRAFT  # what a tree has room for is for the engine to say
+        return draft.head(share.max_draft_tokens)

@@ -13,13 +13,14 @@ from engine.draft import Draft
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
     """Start (or start again) drafting for a sequence whose committed tokens are these; replaces what was known of it.
 
-    `num_drafts` is how many tokens to offer now; 0 asks the draft only to read the tokens.
+    `num_drafts` is how many tokens the next pass can verify; the draft offers them now if that pass `is_next`, and has
+    time to read the tokens before if it is not.
     """
 
     request_id: str
@@ -29,10 +30,11 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     sample_index: int
     verify: VerifyMode
     num_drafts: int
+    is_next: bool
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids` follow the first `base_len` committed tokens; offer `num_drafts` more."""
+    """`token_ids` follow the first `base_len` committed tokens; offer `num_drafts` more, unless that has been done."""
 
     request_id: str
     base_len: int
@@ -41,11 +43,15 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts that continue the first `base_len` committed tokens; stale as soon as more are committed."""
+    """Drafts that continue the first `base_len` committed tokens and `after`; of use once exactly these are committed.
+
+    Offers made ahead of a verdict have one such outcome each in `after`; one that answers a commit has nothing there.
+    """
 
     request_id: str
     base_len: int
     draft: Draft
+    after: tuple[int, ...] = ()
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -64,14 +70,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a round; `lost` are sequences the draft was told to continue and does not know.
+    """The answer to a round, or offers ahead of the next; `lost` are sequences the draft should know and does not.
 
-    `drafting_s` is how long the draft model worked on it; the rest of the time until it is read is the channel's.
+    `drafting_s` is how long the draft model worked on it; the rest of an answer's time until it is read is the
+    channel's.
     """
 
     offers: tuple[Offer, ...] = ()
     lost: tuple[str, ...] = ()
     drafting_s: float = 0.0
+    is_answer: bool = True
 
 
 ToDraft = Round

@@ -24,7 +24,10 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
         ConfigError: the model cannot be had, or does not fit the target.
     """
     proposer = _proposer(settings)
-    server = DraftServer(FrameListener(folder / DRAFT_SOCKET), proposer, proposer.model_version)
+    fan_out = settings.draft.fan_out
+    lookahead = None if fan_out is None else proposer.lookahead(fan_out)
+    tree = settings.engine.speculation.tree
+    server = DraftServer(FrameListener(folder / DRAFT_SOCKET), proposer, proposer.model_version, lookahead, tree)
     is_ready()
     server.run()
 
@@ -34,7 +37,8 @@ def _proposer(settings: PairSettings) -> ModelProposer:
     assert draft.model is not None, "a pair without a draft model starts no DraftActor"
     assert draft.cache is not None, "and a draft model has a pool"
     limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
-    return ModelProposer.from_config(draft.model, draft.cache, limits, _vocab_size(engine.model.path))
+    vocab_size = _vocab_size(engine.model.path)
+    return ModelProposer.from_config(draft.model, draft.cache, limits, vocab_size, engine.speculation.tree)
 
 
 def _vocab_size(path: str) -> int:

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from actors.shell_messages import Abort, Add, Refused, StepOutput
+from actors.shell_messages import Abort, Add, AskSnapshot, Refused, StepOutput
+from actors.status_reporter import StatusReporter
 from engine.engine_stats import EngineStats
 from protos.errors import ServingError
 from protos.messages import GenerateRequest, TokenChunk
@@ -26,6 +27,8 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    def prepare(self, request: GenerateRequest) -> None: ...
+
     def add(self, request: GenerateRequest) -> None: ...
 
     def abort(self, request_id: str) -> TokenChunk | None: ...
@@ -36,18 +39,22 @@ class Engine(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def is_starved(self) -> bool: ...
+
 
 class AbortAll:
     """The shell is gone, and all its requests with it."""
 
 
-Command = Add | Abort | AbortAll
+Command = Add | Abort | AbortAll | AskSnapshot
 
 
 class EngineLoop:
-    """Turns of: take commands, compute a step, emit its output.
+    """Turns of: take commands, report, compute a step, emit its output.
 
-    `emit` and `before_step` are called in the loop's thread. `stats` and `step_age_s` may be read from any thread.
+    `emit`, `before_step` and the reporter are called in the loop's thread. `stats` and `step_age_s` may be read from
+    any thread.
     """
 
     def __init__(
@@ -55,12 +62,14 @@ class EngineLoop:
         engine: Engine,
         emit: Callable[[StepOutput | Refused], None],
         before_step: Callable[[], None] = lambda: None,
+        reporter: StatusReporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = engine.stats()
         self._engine = engine
         self._emit = emit
         self._before_step = before_step
+        self._reporter = reporter
         self._clock = clock
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
@@ -74,8 +83,17 @@ class EngineLoop:
         return 0.0 if began_s is None else self._clock() - began_s
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the loop; it is carried out before the next step."""
+        """Hand a command to the loop; it is carried out before the next step.
+
+        What an `Add` needs that takes long is done here, in the caller's thread, so that no step waits for it.
+        """
+        if isinstance(command, Add):
+            self._engine.prepare(command.request)
         self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is news for the engine: take the next step now, if there is work. For any thread."""
         self._wake.set()
 
     def run(self) -> None:
@@ -83,10 +101,13 @@ class EngineLoop:
         while not self._is_closing:
             self._carry_out_commands()
             self._before_step()
-            if self._engine.has_work:
-                self._step()
-            self.stats = self._engine.stats()
+            self._report()
             if not self._engine.has_work:
+                self._sleep()
+                continue
+            self._step()
+            if self._engine.is_starved:
+                self._report()
                 self._sleep()
         self._engine.close()
 
@@ -102,6 +123,12 @@ class EngineLoop:
         if chunks:
             self._emit(StepOutput(tuple(chunks)))
 
+    def _report(self) -> None:
+        """Commands are carried out before it, so a request that has arrived is in the numbers."""
+        self.stats = self._engine.stats()
+        if self._reporter is not None:
+            self._reporter.report(self.stats, is_idle=not self._engine.has_work)
+
     def _sleep(self) -> None:
         if not self._commands and not self._is_closing:
             self._wake.wait(_IDLE_TURN_S)
@@ -116,6 +143,9 @@ class EngineLoop:
                     self._engine.abort(request_id)
                 case AbortAll():
                     self._engine.close()
+                case AskSnapshot():
+                    if self._reporter is not None:
+                        self._reporter.send_snapshot()
 
     def _add(self, request: GenerateRequest) -> None:
         try:

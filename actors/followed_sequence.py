@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from actors.draft_messages import Commit, Offer, Open
+from actors.draft_messages import Commit, Open
+from actors.offer_table import OfferTable
 from engine.draft import Draft
 from engine.sequence import Sequence
 
@@ -14,8 +15,7 @@ class FollowedSequence:
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self.offer: Offer | None = None  # the last one that was not stale when it came
-        self.has_fallen_back = False  # the channel's fallback knows the sequence too
+        self.offers = OfferTable(sequence.token_ids)
         self._told_len = 0
         self._asked_len = _NEVER
 
@@ -25,11 +25,14 @@ class FollowedSequence:
         return self._told_len > 0
 
     @property
+    def has_news(self) -> bool:
+        """More is committed than the draft process was told."""
+        return self._told_len < len(self.sequence.token_ids)
+
+    @property
     def draft(self) -> Draft | None:
-        """The offer, if it continues what is committed now."""
-        if self.offer is None or self.offer.base_len != len(self.sequence.token_ids):
-            return None
-        return self.offer.draft
+        """What was offered on top of exactly what is committed now."""
+        return self.offers.draft
 
     @property
     def is_awaited(self) -> bool:
@@ -37,7 +40,7 @@ class FollowedSequence:
         return self._asked_len == len(self.sequence.token_ids) and self.draft is None
 
     def opening(self) -> Open:
-        """All committed tokens. Drafts are asked for only if the sequence decodes already."""
+        """All committed tokens. The draft is asked to answer only if the sequence decodes already."""
         sequence = self.sequence
         return Open(
             request_id=sequence.request_id,
@@ -46,7 +49,8 @@ class FollowedSequence:
             sampling=sequence.sampling,
             sample_index=sequence.request.sample_index,
             verify=sequence.verify,
-            num_drafts=sequence.num_wanted_drafts if sequence.num_computed_tokens > 0 else 0,
+            num_drafts=sequence.num_wanted_drafts,
+            is_next=sequence.num_computed_tokens > 0,
         )
 
     def commit(self) -> Commit:

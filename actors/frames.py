@@ -118,6 +118,10 @@ class FrameConnection(Generic[Incoming]):
             raise ConnectionLostError("the peer closed the connection")
         return self._codec.feed(data)
 
+    def has_arrived(self) -> bool:
+        """Whether `receive` would find something, be it the end of the connection; takes nothing and does not wait."""
+        return bool(self._readable.poll(0))
+
     def close(self) -> None:
         """Close the socket; a thread inside `receive` wakes up with `ConnectionLostError`. Closing twice is fine."""
         with contextlib.suppress(OSError):  # already gone, which is what was asked for

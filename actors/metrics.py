@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from actors.shell_messages import Pong
+from engine.fetch_failure import FetchFailure
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -59,9 +60,19 @@ def _speculation(pong: Pong) -> Iterable[Family]:
         "Mean tokens per pass with drafts, the recovered or bonus token included.",
         drafts.acceptance_length,
     )
+    speedups = GaugeMetricFamily(
+        "outrider_spec_decode_speedup",
+        "Tokens per second against no speculation, measured over recent steps, by class of requests.",
+        labels=["class"],
+    )
+    for name, speedup in pong.engine.speedups.items():
+        speedups.add_metric([name], speedup)
+    yield speedups
     yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that could not be.", drafts.num_invalid_tokens)
     yield _counter("draft_num_stale_offers", "Offers that came too late.", pong.draft.num_stale_offers)
     yield _counter("draft_num_missed_offers", "Drafts missing at the deadline.", pong.draft.num_missed_offers)
+    yield _counter("draft_cache_queries", "Passes that wanted drafts.", pong.draft.num_lookups)
+    yield _counter("draft_cache_hits", "Passes whose drafts had been offered ahead.", pong.draft.num_hits)
     yield _counter("draft_num_connections", "Draft processes that have connected.", pong.draft.num_connections)
     yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
     yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
@@ -73,10 +84,22 @@ def _cache(pong: Pong) -> Iterable[Family]:
     yield _gauge("kv_cache_usage", "Share of the KV blocks that sequences hold, 0 to 1.", engine.kv_usage)
     yield _gauge("kv_cache_blocks", "KV blocks of the pool.", engine.num_blocks)
     yield _gauge("kv_cache_used_blocks", "KV blocks that sequences hold.", engine.num_used_blocks)
+    remote = engine.remote
     queried, hits = engine.num_prefix_queried_tokens, engine.num_prefix_hit_tokens
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queried)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
-    yield _counter("prefill_local_tokens", "Prompt tokens this pair computed.", queried - hits)
+    yield _counter("prefill_local_tokens", "Prompt tokens this pair computed.", queried - hits - remote.num_tokens)
+    yield _counter("prefill_remote_tokens", "Prompt tokens a prefill replica computed.", remote.num_tokens)
+    yield _counter("prefill_transfers", "Prompts a prefill replica was asked to read.", remote.num_fetches)
+    failures = CounterMetricFamily(
+        "outrider_prefill_transfers_failed", "Transfers that ended in local prefill, by cause.", labels=["cause"]
+    )
+    for cause in FetchFailure:
+        failures.add_metric([cause], remote.failures.get(cause, 0))
+    yield failures
+    yield _counter("prefill_transfer_seconds", "Time KV blocks were under way.", remote.transfer_s)
+    yield _counter("prefill_remote_seconds", "Time from orders to their last blocks.", remote.fetch_s)
+    yield _gauge("prefill_num_requests_fetching", "Sequences that wait for KV blocks.", remote.num_fetching)
 
 
 def _requests(pong: Pong) -> Iterable[Family]:
@@ -87,7 +110,7 @@ def _requests(pong: Pong) -> Iterable[Family]:
     )
     times = pong.engine.times
     seconds = CounterMetricFamily("outrider_step_seconds", "Time of the engine's steps, by part.", labels=["part"])
-    for part in ("schedule", "draft", "forward", "sample", "commit"):
+    for part in ("receive", "schedule", "draft", "forward", "sample", "commit"):
         seconds.add_metric([part], getattr(times, f"{part}_s"))
     yield seconds
     yield _counter("num_steps", "Steps of the engine.", times.num_steps)

@@ -11,9 +11,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from actors.admission import Admission
 from actors.children import PairActors
+from actors.index_reporter import IndexReporter, ReportSink
 from actors.metrics import PairMetrics
 from actors.process_logging import configure_logging
 from actors.ray_metrics import RayMetrics
@@ -30,19 +33,27 @@ logger = logging.getLogger(__name__)
 class Pair:
     """One replica of the Serve deployment `Pair`.
 
-    `pin_devices` chooses, among the device indices Ray gave this replica, those of target and draft.
+    `pin_devices` chooses, among the device indices Ray gave this replica, those of target and draft; `open_index` gives
+    the router's index of an application; `prefill` is the deployment that reads long prompts for the target, if any.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it; the replica is not ready before
-        self, settings: PairSettings, pin_devices: Callable[[tuple[int, ...]], PairDevices]
+        self,
+        settings: PairSettings,
+        pin_devices: Callable[[tuple[int, ...]], PairDevices],
+        open_index: Callable[[str], ReportSink],
+        prefill: DeploymentHandle | None = None,
     ) -> None:
         configure_logging()
         self._admission = Admission(settings.max_requests)
         self._metrics = PairMetrics()
         self._ray_metrics = RayMetrics()
-        self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()))
+        self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
-        self._client = TargetClient(self._actors.target_socket)
+        replica = serve.get_replica_context()
+        self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
+        self._client = TargetClient(self._actors.target_socket, self._reporter)
+        self._reporting = asyncio.create_task(self._reporter.run(self._client), name="index-reporter")
         self._watchdog = Watchdog(self._client, settings, self._actors.restart_target, self._on_pong)
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
         self._ping_timeout_s = settings.pong_timeout_s

@@ -34,6 +34,10 @@ class Patience:
             self._usual_s = latency_s
         self._usual_s += _WEIGHT_OF_NEWEST * (latency_s - self._usual_s)
 
+    def heard(self) -> None:
+        """The draft said something that it was not asked for: it lives."""
+        self._is_silent = False
+
     def missed(self) -> None:
         """The deadline passed without the offers that were asked for."""
         self._is_silent = True

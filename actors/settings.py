@@ -19,11 +19,15 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`."""
+    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`.
+
+    `fan_out` is for how many outcomes per position of a pass it drafts ahead; None: only when it is asked.
+    """
 
     kind: DraftKind = DraftKind.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
+    fan_out: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,21 @@ class PairDevices:
 
     target: int | None = None
     draft: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    """What a prefill replica is built from.
+
+    `engine.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that of the
+    engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits in one
+    step for `step_timeout_s` is replaced.
+    """
+
+    engine: EngineConfig
+    niceness: int = 0
+    start_timeout_s: float = 1800.0
+    step_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)

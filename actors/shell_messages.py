@@ -10,6 +10,7 @@ from engine.engine_stats import EngineStats
 from protos import errors
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.worker_report import CacheDelta
 
 TARGET_SOCKET = "target.sock"
 
@@ -30,10 +31,18 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for a `Pong`; they are answered in order, and at once whatever the engine is doing."""
 
 
+class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for a `Snapshot` between two steps."""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target's first frame: it is loaded, holds no request, and serves this model."""
+    """The target's first frame: it is loaded, holds no request, and serves this model.
+
+    `epoch` is its start in nanoseconds of wall-clock time: larger after every restart.
+    """
 
     card: ModelCard
+    epoch: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -69,6 +78,8 @@ class DraftChannelStats:
     num_connections: int = 0  # draft processes that have greeted
     num_stale_offers: int = 0
     num_missed_offers: int = 0  # wanted, and not there at the deadline
+    num_lookups: int = 0  # passes that wanted drafts when the one before was committed
+    num_hits: int = 0  # of these, drafts that had been offered ahead
     drafting_s: float = 0.0  # the draft model's work, part of it while the target worked too
     channel_s: float = 0.0  # from question to answer less that: both ways, and until the target read it
 
@@ -81,5 +92,19 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     draft: DraftChannelStats
 
 
-ToTarget = Add | Abort | Ping
-ToShell = Ready | StepOutput | Refused | Pong
+class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How the engine stood at `measured_at_s` (wall clock) between two steps, and what its cache did since the last."""
+
+    measured_at_s: float
+    engine: EngineStats
+    cache: CacheDelta
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The joined keys of all cached blocks: what every `Status` so far adds up to."""
+
+    keys: bytes
+
+
+ToTarget = Add | Abort | Ping | AskSnapshot
+ToShell = Ready | StepOutput | Refused | Pong | Status | Snapshot

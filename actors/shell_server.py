@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from actors.engine_loop import AbortAll, EngineLoop
 from actors.frames import ConnectionLostError, FrameConnection, FrameListener
-from actors.shell_messages import DraftChannelStats, Ping, Pong, Ready, Refused, StepOutput, ToTarget
+from actors.shell_messages import (
+    DraftChannelStats,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Snapshot,
+    Status,
+    StepOutput,
+    ToTarget,
+)
 from protos.messages import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -27,6 +38,7 @@ class ShellServer:
         self._listener = listener
         self._card = card
         self._draft_stats = draft_stats
+        self._epoch = time.time_ns()
         self._connection: FrameConnection[ToTarget] | None = None
         self._is_closing = threading.Event()
 
@@ -38,7 +50,7 @@ class ShellServer:
                 self._serve(connection, loop)
         self._listener.close()
 
-    def emit(self, message: StepOutput | Refused) -> None:
+    def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
         """Send to the shell; without one the message is of no interest to anybody."""
         connection = self._connection
         if connection is None:
@@ -54,7 +66,7 @@ class ShellServer:
 
     def _serve(self, connection: FrameConnection[ToTarget], loop: EngineLoop) -> None:
         try:
-            connection.send(Ready(self._card), _SEND_TIMEOUT_S)
+            connection.send(Ready(self._card, self._epoch), _SEND_TIMEOUT_S)
             self._connection = connection
             while not self._is_closing.is_set():
                 for message in connection.receive(_POLL_S):

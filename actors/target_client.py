@@ -8,9 +8,23 @@ import logging
 import os
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 from actors.frames import ConnectionLostError, FrameCodec
-from actors.shell_messages import Abort, Add, Ping, Pong, Ready, Refused, StepOutput, ToShell, ToTarget
+from actors.shell_messages import (
+    Abort,
+    Add,
+    AskSnapshot,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Snapshot,
+    Status,
+    StepOutput,
+    ToShell,
+    ToTarget,
+)
 from actors.token_stream import TokenStream
 from protos.errors import RequestError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard
@@ -21,15 +35,30 @@ _RECONNECT_INTERVAL_S = 0.05
 _READ_BYTES = 1 << 18
 
 
+class TargetListener(Protocol):
+    """Hears how the target fares; called in the shell's loop, between two greetings in this order."""
+
+    def on_ready(self, epoch: int) -> None:
+        """A target has greeted; `epoch` is larger than that of every one before."""
+
+    def on_status(self, status: Status) -> None: ...
+
+    def on_snapshot(self, snapshot: Snapshot) -> None: ...
+
+    def on_lost(self) -> None:
+        """The target is gone, and its cache with it."""
+
+
 class TargetClient:
     """Connects whenever a target listens at `path`; between two targets every request fails at once.
 
     `card` is that of the last target that has greeted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, listener: TargetListener | None = None) -> None:
         self.card: ModelCard | None = None
         self._path = path
+        self._listener = listener
         self._writer: asyncio.StreamWriter | None = None
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
@@ -75,6 +104,11 @@ class TargetClient:
         """Nobody reads this stream any more: abort the request unless it has ended. Unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None and self.is_connected:
             self._send(Abort(request_id))
+
+    def ask_snapshot(self) -> None:
+        """Ask for the whole prefix cache; the listener hears it. Without a target nothing happens."""
+        if self.is_connected:
+            self._send(AskSnapshot())
 
     async def ping(self, timeout_s: float) -> Pong:
         """How the target stands now. Raises TimeoutError or UnavailableError."""
@@ -130,9 +164,17 @@ class TargetClient:
                 pong = self._pongs.popleft()
                 if not pong.done():
                     pong.set_result(message)
-            case Ready(card):
+            case Ready(card, epoch):
                 self.card = card
                 self._is_ready.set()
+                if self._listener:
+                    self._listener.on_ready(epoch)
+            case Status():
+                if self._listener:
+                    self._listener.on_status(message)
+            case Snapshot():
+                if self._listener:
+                    self._listener.on_snapshot(message)
 
     def _deliver(self, output: StepOutput) -> None:
         for chunk in output.chunks:
@@ -144,6 +186,8 @@ class TargetClient:
                 del self._streams[chunk.request_id]
 
     def _disconnect(self) -> None:
+        if self._listener and self.is_connected:
+            self._listener.on_lost()
         self._is_ready.clear()
         if self._writer is not None:
             self._writer.close()

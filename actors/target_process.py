@@ -6,31 +6,46 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ray.serve.handle import DeploymentHandle
+
+from actors.cache_journal import CacheJournal
 from actors.draft_channel import ChannelProposer
 from actors.draft_messages import DRAFT_SOCKET
 from actors.engine_loop import EngineLoop
 from actors.frames import FrameListener
+from actors.kv_transport import ObjectStoreTransport
 from actors.settings import DraftKind, PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
 from actors.shell_server import ShellServer
+from actors.status_reporter import StatusReporter
 from engine.engine_core import EngineCore
 from engine.model_runner import ModelRunner
-from engine.proposer import Proposer
-from engine.proposer.ngram import NgramProposer
-from engine.proposer.suffix import SuffixProposer
-from protos.messages import ModelCard
+from engine.proposer.methods import proposer_of
+from engine.sequence import Sequence
+from protos.block_keys import PROBE_SALT, probe_token_ids
+from protos.messages import GenerateRequest, ModelCard, VerifyMode
 
 
-def serve_target(settings: PairSettings, folder: Path, is_ready: Callable[[], None]) -> None:
+def serve_target(
+    settings: PairSettings, folder: Path, prefill: DeploymentHandle | None, is_ready: Callable[[], None]
+) -> None:
     """Load the target, call `is_ready` once the shell can connect, and compute until the process is killed.
+
+    Long prompts are read by `prefill` where there is one and it pays.
 
     Raises:
         ConfigError: the model, the pool or the limits cannot be had.
     """
     channel = _channel(settings, folder)
-    core = EngineCore.from_config(settings.engine, channel or _local_proposer(settings))
+    transport = None if prefill is None else ObjectStoreTransport(prefill)
+    journal = CacheJournal()
+    proposer = proposer_of(settings.engine.speculation.methods, channel)
+    core = EngineCore.from_config(settings.engine, proposer, journal.record, transport)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
-    loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None)
+    reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)
+    loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
+    if transport is not None:
+        transport.open(_runner(core).kv_layout, on_news=loop.wake)
     threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()
@@ -39,32 +54,36 @@ def serve_target(settings: PairSettings, folder: Path, is_ready: Callable[[], No
 def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:
     if settings.draft.kind is not DraftKind.MODEL:
         return None
-    return ChannelProposer(folder / DRAFT_SOCKET, fallback=NgramProposer())
-
-
-def _local_proposer(settings: PairSettings) -> Proposer | None:
-    match settings.draft.kind:
-        case DraftKind.NGRAM:
-            return NgramProposer()
-        case DraftKind.SUFFIX:
-            return SuffixProposer()
-        case _:
-            return None
+    return ChannelProposer(folder / DRAFT_SOCKET)
 
 
 def _stats_of(channel: ChannelProposer | None) -> Callable[[], DraftChannelStats]:
     return (lambda: channel.stats) if channel else DraftChannelStats
 
 
+def _runner(core: EngineCore) -> ModelRunner:
+    assert isinstance(core.runner, ModelRunner), "from_config loads one"
+    return core.runner
+
+
 def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
-    runner = core.runner
-    assert isinstance(runner, ModelRunner), "from_config loads one"
-    is_drafting = settings.draft.kind is not DraftKind.NONE
+    runner = _runner(core)
+    speculation = settings.engine.speculation
     return ModelCard(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
         eos_token_ids=runner.eos_token_ids,
         model_version=runner.model_version,
         block_size=runner.block_size,
-        max_draft_tokens=settings.engine.speculation.max_num_tokens if is_drafting else 0,
+        max_draft_tokens=speculation.max_num_tokens if speculation.can_draft else 0,
+        speculation_methods=speculation.methods,
+        verify=speculation.verify,
+        probe_key=_probe_key(core),
     )
+
+
+def _probe_key(core: EngineCore) -> bytes:
+    """What this engine calls the last block of a fixed text: an ingress that calls it otherwise knows none of them."""
+    request = GenerateRequest("probe", probe_token_ids(core.blocks.block_size), cache_salt=PROBE_SALT)
+    sequence = Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    return core.blocks.prefix_keys(sequence)[-1]

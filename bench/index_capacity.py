@@ -63,7 +63,7 @@ def _decision_s(num_workers: int) -> float:
     for number, name in enumerate(names):
         loads.update(WorkerLoad(name, 0, 0.0, 1, 1, number, 100, prefill_tokens_per_s=1000.0))
         held = prompt[: 1 + number % PROMPT_BLOCKS]
-        index.apply(KvEventBatch(name, 0, 0, (BlocksStored(held, parent=b""),)))
+        index.apply(KvEventBatch(name, 0, 0, (BlocksStored(held),)))
     selector = Selector(partial(rank, Policy.PREFIX, config=CostConfig()), BLOCK_SIZE, index, loads)
     requests = [RouteRequest(str(n), PROMPT_BLOCKS * BLOCK_SIZE, prompt, seed=n) for n in range(NUM_DECISIONS)]
     return (
@@ -92,7 +92,7 @@ def _prompts(worker: int, num_prompts: int) -> list[Prompt]:
 def _fill(index: PrefixIndex, prompts: dict[str, list[Prompt]]) -> None:
     for worker_id, own in prompts.items():
         for sequence, prompt in enumerate(own):
-            index.apply(KvEventBatch(worker_id, 0, sequence, (BlocksStored(prompt, parent=b""),)))
+            index.apply(KvEventBatch(worker_id, 0, sequence, (BlocksStored(prompt),)))
 
 
 def _drain(index: PrefixIndex, prompts: dict[str, list[Prompt]]) -> None:

@@ -29,6 +29,7 @@ from bench.table import print_rows, print_step_times, rows_of
 from bench.transformers_contender import TransformersContender, load
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.model_loader import model_version
 from engine.proposer.model import ModelProposer
 from models.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
 
@@ -43,7 +44,7 @@ def main() -> None:
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)
-    target = args.fixture or _fixture()
+    target = args.fixture or padded_target()
     prompts = held_out_prompts(DEMO / "target", max(args.streams))
     with ExitStack() as stack:
         contenders = _contenders(args, target, stack)
@@ -70,8 +71,9 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _fixture() -> Path:
-    folder = CACHE / "padded-target"
+def padded_target() -> Path:
+    """The padded fixture of the demo target as it is now, built under `CACHE` if it is not there."""
+    folder = CACHE / f"padded-{model_version(str(DEMO / 'target'))[:8]}"
     if not (folder / "config.json").exists():
         build_fixture(DEMO / "target", folder, DEFAULT_LAYERS, DEFAULT_MLP)
     return folder
@@ -114,7 +116,11 @@ def _serve(args: argparse.Namespace, target: Path, stack: ExitStack) -> str:
     app_args["model_id"] = "bench"
     app_args["target"] = {"path": str(target.resolve()), "dtype": "bfloat16", "num_threads": args.threads}
     app_args["draft"] = {**app_args["draft"], "path": str(args.draft.resolve()), "dtype": "bfloat16"}
-    app_args["speculation"] = {**app_args.get("speculation", {}), "num_tokens": args.num_draft_tokens}
+    app_args["speculation"] = {
+        **app_args.get("speculation", {}),
+        "num_tokens": args.num_draft_tokens,
+        "adaptive": False,
+    }
     app_args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
     path = CACHE / "deploy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def read_served_times(root_url: str) -> ServedTimes:
             sums[key] = sums.get(key, 0.0) + sample.value
     parts = {
         f"{part}_s": sums.get(f"outrider_step_seconds {part}", 0.0)
-        for part in ("schedule", "draft", "forward", "sample", "commit")
+        for part in ("receive", "schedule", "draft", "forward", "sample", "commit")
     }
     steps = StepTimes(**parts, num_steps=int(sums.get("outrider_num_steps", 0)))
     drafting_s = sums.get("outrider_draft_drafting_seconds", 0.0)

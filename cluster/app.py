@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +14,10 @@ from ray import serve
 from ray.serve import Application
 
 from actors.pair import Pair
-from actors.settings import DraftKind, DraftSettings, PairSettings
-from cluster.cache_budget import cache_config, draft_cache_config
-from cluster.config import DeployConfig, parse_config
+from actors.prefill import Prefill
+from actors.settings import DraftKind, DraftSettings, PairSettings, PrefillSettings, ProcessShare
+from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
+from cluster.config import SERVES_OWN_POLICY, DeployConfig, parse_config
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
     INGRESS_CPUS,
@@ -29,17 +32,19 @@ from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from protos.messages import VerifyMode
-from router.config import IngressConfig, IngressLimits
+from router.config import IngressConfig, IngressLimits, RouterConfig
+from router.index_client import IndexClient
 from router.ingress import Ingress
 
 logger = logging.getLogger(__name__)
 
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
 _DRAIN_S = 30.0
+_PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application `outrider`: `Ingress` in front of `Pair`.
+    """The application `outrider`: `Ingress` in front of `Pair`, and `Prefill` behind it where it is asked for.
 
     Raises:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
@@ -49,21 +54,31 @@ def build(args: dict[str, Any]) -> Application:
     placement = plan_pair(_placement_request(config), _nodes(), read_topology())
     settings = pair_settings(config, placement)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
-    pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement))(Pair)
+    router = _router_config(config)
+    pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement, router))(Pair)
     ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))
-    return ingress.bind(pair.bind(settings, pin_devices), _ingress_config(config))
+    open_index = partial(IndexClient, config=router)
+    prefill = _prefill(config, settings.engine, placement)
+    return ingress.bind(pair.bind(settings, pin_devices, open_index, prefill), _ingress_config(config), prefill)
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
     """What each pair replica is started with."""
     threads = placement.target.num_threads
-    target = ModelConfig(resolve_model_path(config.target.path), config.target.dtype, num_threads=threads)
+    target = ModelConfig(
+        resolve_model_path(config.target.path),
+        config.target.dtype,
+        quantization=config.target.quantization,
+        num_threads=threads,
+        attention=config.target.attention,
+    )
     return PairSettings(
         engine=EngineConfig(
             model=target,
             cache=cache_config(config.cache),
             scheduler=SchedulerConfig(**config.scheduler.model_dump()),
             speculation=_speculation_config(config),
+            min_remote_prefill_tokens=config.prefill.min_remote_prefill_tokens,
         ),
         draft=_draft_settings(config, placement),
         target_share=placement.target,
@@ -72,17 +87,52 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
     )
 
 
+def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:
+    """What each prefill replica is started with: the engine of the pairs, but for its threads, pool and chunks."""
+    assert placement.prefill is not None, "prefill replicas have a share"
+    return PrefillSettings(
+        engine=replace(
+            engine,
+            model=replace(engine.model, num_threads=placement.prefill.num_threads),
+            cache=prefill_cache_config(config),
+            scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
+        ),
+        niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
+    )
+
+
+def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> Application | None:
+    if placement.prefill is None:
+        return None
+    deployment = serve.deployment(name="Prefill", **_prefill_options(config, placement, placement.prefill))(Prefill)
+    return deployment.bind(prefill_settings(config, engine, placement))
+
+
 def _speculation_config(config: DeployConfig) -> SpeculationConfig:
     section = config.speculation
-    return SpeculationConfig(section.num_tokens, VerifyMode(section.verify), section.max_num_tokens)
+    return SpeculationConfig(
+        section.num_tokens,
+        VerifyMode(section.verify),
+        section.max_num_tokens,
+        config.offered_methods,
+        section.tree.config() if section.tree is not None else None,
+        section.adaptive,
+    )
 
 
 def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
     draft = config.draft
     if draft.path is None or placement.draft is None:
         return DraftSettings(DraftKind(draft.kind))
-    model = ModelConfig(resolve_model_path(draft.path), draft.dtype, num_threads=placement.draft.num_threads)
-    return DraftSettings(DraftKind.MODEL, model, draft_cache_config(config.cache))
+    model = ModelConfig(
+        resolve_model_path(draft.path),
+        draft.dtype,
+        quantization=draft.quantization,
+        num_threads=placement.draft.num_threads,
+        attention=draft.attention,
+    )
+    fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
+    return DraftSettings(DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out)
 
 
 def _placement_request(config: DeployConfig) -> PlacementRequest:
@@ -92,6 +142,8 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
         has_draft_model=config.draft.kind == DraftKind.MODEL,
         target_threads=config.target.num_threads,
         draft_threads=config.draft.num_threads,
+        num_prefills=config.prefill.max_replicas,
+        prefill_threads=config.prefill.num_threads,
     )
 
 
@@ -103,7 +155,9 @@ def _nodes() -> list[NodeResources]:
     return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in resources]
 
 
-def _pair_options(config: DeployConfig, settings: PairSettings, placement: PairPlacement) -> dict[str, Any]:
+def _pair_options(
+    config: DeployConfig, settings: PairSettings, placement: PairPlacement, router: RouterConfig
+) -> dict[str, Any]:
     scaling = config.pair.autoscaling
     count = {"autoscaling_config": scaling.model_dump()} if scaling else {"num_replicas": config.pair.num_replicas or 1}
     return {
@@ -112,6 +166,46 @@ def _pair_options(config: DeployConfig, settings: PairSettings, placement: PairP
         "placement_group_bundles": placement.bundles,
         "placement_group_strategy": "STRICT_PACK",
         "max_ongoing_requests": settings.max_requests + _EXTRA_CALLS,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_timeout_s": _DRAIN_S,
+        **_request_router_options(router),
+    }
+
+
+def _request_router_options(router: RouterConfig) -> dict[str, Any]:
+    if router.policy == SERVES_OWN_POLICY:
+        return {}
+    arguments = {
+        "request_router_class": "router.serve_router:PrefixAwareRouter",
+        "request_router_kwargs": asdict(router),
+    }
+    return {"request_router_config": arguments}
+
+
+def _router_config(config: DeployConfig) -> RouterConfig:
+    section = config.router
+    return RouterConfig(
+        block_size=config.cache.block_size,
+        policy=section.policy,
+        others_weight=section.others_weight,
+        index_timeout_s=section.index_timeout_ms / 1000,
+    )
+
+
+def _prefill_options(config: DeployConfig, placement: PairPlacement, share: ProcessShare) -> dict[str, Any]:
+    scaling = config.prefill.autoscaling
+    count = {"autoscaling_config": scaling.model_dump()} if scaling else {"num_replicas": config.prefill.num_replicas}
+    # Idle OpenMP threads sleep instead of spinning, since decoding may want the same cores.
+    environment = {"OMP_NUM_THREADS": str(share.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        **count,
+        "ray_actor_options": {
+            "num_cpus": share.num_cpus,
+            "num_gpus": min(1, placement.num_gpus),
+            "runtime_env": {"env_vars": environment},
+        },
+        "max_ongoing_requests": config.scheduler.max_num_sequences + _EXTRA_CALLS,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_timeout_s": _DRAIN_S,
@@ -134,5 +228,6 @@ def _ingress_config(config: DeployConfig) -> IngressConfig:
         model_id=config.model_id,
         model_path=resolve_model_path(config.target.path),
         api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
+        tool_format=config.ingress.tool_format,
         limits=IngressLimits(**config.ingress.limits.model_dump()),
     )

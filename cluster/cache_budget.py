@@ -1,10 +1,10 @@
-"""How much memory the KV pools of target and draft take."""
+"""How much memory the KV pools of target, draft and prefill replicas take."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config import CacheSection
+from cluster.config import CacheSection, DeployConfig
 from engine.config import CacheConfig
 
 _GIB = 1 << 30
@@ -18,6 +18,14 @@ def cache_config(section: CacheSection) -> CacheConfig:
         return CacheConfig(section.block_size, num_blocks=section.num_blocks, memory_bytes=None)
     memory_bytes = _DEFAULT_BYTES if section.memory_gib is None else int(section.memory_gib * _GIB)
     return CacheConfig(section.block_size, memory_bytes=memory_bytes)
+
+
+def prefill_cache_config(config: DeployConfig) -> CacheConfig:
+    """A prefill replica's pool: what the user says, or as much as a pair's."""
+    target = cache_config(config.cache)
+    if config.prefill.memory_gib is None:
+        return target
+    return CacheConfig(target.block_size, memory_bytes=int(config.prefill.memory_gib * _GIB))
 
 
 def draft_cache_config(section: CacheSection) -> CacheConfig:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engine.config import MAX_TREE_NODES, TreeConfig, TreeKind
 from protos.errors import ConfigError
-from protos.messages import VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
 
 
 def _one_of(*available: str) -> AfterValidator:
@@ -33,15 +34,22 @@ def _only(available: Any, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+SERVES_OWN_POLICY = "power_of_two"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class TargetSection(_Section):
-    """The model whose law is served. `path` is a local folder or a Hub id; dtype auto follows the processor."""
+    """The model whose law is served. `path` is a local folder or a Hub id; dtype auto follows the processor;
+    quantization is of the linear layers' weights; attention auto is our Triton kernel on GPUs and torch elsewhere.
+    """
 
     path: str
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
+    quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
+    attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
     tensor_parallel_size: Annotated[int, _only(1, "the target runs on one device")] = 1
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
 
@@ -54,6 +62,8 @@ class DraftSection(_Section):
     kind: Annotated[str, _one_of("model", "ngram", "suffix", "none")] = "model"
     path: str | None = None
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
+    quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
+    attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     @model_validator(mode="after")
@@ -65,15 +75,74 @@ class DraftSection(_Section):
         return self
 
 
+class TreeSection(_Section):
+    """Drafts that branch, in passes of at most `max_batch` sequences; `num_tokens` is then how deep they go.
+
+    kind dynamic: the `num_nodes` likeliest nodes of each pass. static: the same shape in every pass, by `parents` (of
+    each node the one before it, -1 for the committed tokens), or without them the best for `num_nodes`. Drafts drawn
+    for `rejection` have the static shape of their size in either kind; `block` judges chains.
+    """
+
+    kind: Annotated[str, _one_of(*TreeKind)] = "dynamic"
+    num_nodes: int | None = Field(default=None, ge=1, le=MAX_TREE_NODES)
+    parents: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TREE_NODES)
+    max_batch: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _is_a_tree(self) -> TreeSection:
+        try:
+            self.config()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def config(self) -> TreeConfig:
+        """What the engine takes; a shape says how many nodes it has."""
+        parents = tuple(self.parents or ())
+        num_nodes = self.num_nodes or len(parents) or TreeConfig().num_nodes
+        return TreeConfig(TreeKind(self.kind), num_nodes, self.max_batch, parents)
+
+
 class SpeculationSection(_Section):
-    """K drafts per pass, by default and at most for a request that asks, and how they are verified."""
+    """K drafts per pass, by default and at most for a request that asks, how they are verified, who guesses, and when.
+
+    When adaptive, every pass of every request gets its own K, from 0 to what the request may ask for, and num_tokens is
+    the first one; otherwise K is num_tokens.
+
+    A request may choose among `methods`: left out, all that need no more than the deployment has. One that does not
+    choose gets `method`: left out, the draft's kind.
+
+    mode sync: a draft model drafts when the target has committed, and the target waits for it. async: it drafts while
+    the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
+    """
 
     num_tokens: int = Field(default=4, ge=0, le=64)
     max_num_tokens: int = Field(default=16, ge=0, le=64)
-    mode: Annotated[str, _one_of("sync")] = "sync"
+    mode: Annotated[str, _one_of("sync", "async")] = "sync"
+    fan_out: int = Field(default=3, ge=1, le=16)
     verify: Annotated[str, _one_of(*VerifyMode)] = "coupled"
-    adaptive: Annotated[bool, _only(False, "the number of drafts is fixed by num_tokens")] = False
-    tree: Annotated[dict[str, Any] | None, _only(None, "drafts are chains")] = None
+    method: Annotated[str, _one_of(*SpeculationMethod)] | None = None
+    methods: list[Annotated[str, _one_of(*SpeculationMethod)]] | None = None
+    adaptive: bool = False
+    tree: TreeSection | None = None
+
+    @model_validator(mode="after")
+    def _tree_has_its_own_size(self) -> SpeculationSection:
+        if self.tree is not None and self.adaptive:
+            raise ValueError("adaptive is for chains, and tree sets its own size; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _tree_is_waited_for(self) -> SpeculationSection:
+        if self.tree is not None and self.mode != "sync":
+            raise ValueError(f"tree is for mode 'sync', and the mode is {self.mode!r}; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _fan_out_belongs_to_async(self) -> SpeculationSection:
+        if "fan_out" in self.model_fields_set and self.mode != "async":
+            raise ValueError(f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out")
+        return self
 
     @model_validator(mode="after")
     def _default_within_limit(self) -> SpeculationSection:
@@ -121,18 +190,24 @@ class AutoscalingSection(_Section):
         return self
 
 
-class PairSection(_Section):
-    """How many draft-target pairs serve, and how many requests may wait in each before it says 429."""
+class _Scaled(_Section):
+    """A deployment with a fixed number of replicas, or a moving one."""
 
-    num_replicas: int | None = Field(default=None, ge=1)
+    num_replicas: int | None
     autoscaling: AutoscalingSection | None = None
-    max_queued_requests: int = Field(default=256, ge=0)
 
     @model_validator(mode="after")
-    def _one_count(self) -> PairSection:
+    def _one_count(self) -> _Scaled:
         if self.num_replicas is not None and self.autoscaling is not None:
             raise ValueError("num_replicas and autoscaling contradict each other; keep one of them")
         return self
+
+
+class PairSection(_Scaled):
+    """How many draft-target pairs serve, and how many requests may wait in each before it says 429."""
+
+    num_replicas: int | None = Field(default=None, ge=1)
+    max_queued_requests: int = Field(default=256, ge=0)
 
     @property
     def max_replicas(self) -> int:
@@ -140,17 +215,37 @@ class PairSection(_Section):
         return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 1
 
 
-class PrefillSection(_Section):
-    """Separate prefill replicas; 0 means that each pair reads its own prompts."""
+class PrefillSection(_Scaled):
+    """Replicas that read long prompts for the pairs; none of them means that each pair reads its own.
 
-    num_replicas: Annotated[int, _only(0, "pairs prefill for themselves")] = 0
-    min_remote_prefill_tokens: Annotated[int | None, _only(None, "there is no remote prefill")] = None
+    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there; KV blocks come back every
+    `chunk_tokens`. Each replica has a KV pool of the size of a pair's, unless `memory_gib` says otherwise.
+    """
+
+    num_replicas: int | None = Field(default=None, ge=0)
+    min_remote_prefill_tokens: int = Field(default=512, ge=1)
+    chunk_tokens: int = Field(default=512, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
+    memory_gib: float | None = Field(default=None, gt=0, strict=False)
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas that must be placeable."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 0
 
 
 class RouterSection(_Section):
-    """How the ingress chooses a pair: `load` is the lesser loaded of two."""
+    """How the ingress chooses a pair: by predicted seconds to the first token with what each pair has cached
+    (`prefix`) or as if no pair had anything (`load`), in turn, at random, or as Ray Serve does without us: the pair
+    with fewer requests of two (`power_of_two`).
 
-    policy: Annotated[str, _one_of("load")] = "load"
+    `others_weight` is what the work a request brings counts for those behind it (docs/routing.md). The index has
+    `index_timeout_ms` to answer; after that the request goes to the pair with the fewest requests.
+    """
+
+    policy: Annotated[str, _one_of("prefix", "load", "round_robin", "random", SERVES_OWN_POLICY)] = "prefix"
+    others_weight: float = Field(default=1.5, ge=0, le=100, strict=False)
+    index_timeout_ms: float = Field(default=50.0, gt=0, le=10_000, strict=False)
 
 
 class LimitsSection(_Section):
@@ -165,10 +260,13 @@ class LimitsSection(_Section):
 
 
 class IngressSection(_Section):
-    """The faces. `api_keys_file` has one key per line; without it every client is served."""
+    """The faces. `api_keys_file` has one key per line; without it every client is served. `tool_format` is how the
+    model writes tool calls; auto follows its chat template.
+    """
 
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: str | None = None
+    tool_format: Annotated[str, _one_of("auto", "hermes", "llama")] = "auto"
     limits: LimitsSection = LimitsSection()
 
 
@@ -185,6 +283,55 @@ class DeployConfig(_Section):
     prefill: PrefillSection = PrefillSection()
     router: RouterSection = RouterSection()
     ingress: IngressSection = IngressSection()
+
+    @model_validator(mode="after")
+    def _methods_can_be_had(self) -> DeployConfig:
+        possible = [str(method) for method in _possible_methods(self.draft.kind)]
+        wanted = self.speculation.methods or []
+        for method in (*wanted, *([self.speculation.method] if self.speculation.method else [])):
+            if method not in possible:
+                raise ValueError(
+                    f"speculation names method {method!r}, which draft.kind {self.draft.kind!r} does not give; "
+                    f"it gives {', '.join(possible)}"
+                )
+        if self.speculation.methods is not None and self.speculation.method not in (None, *wanted):
+            raise ValueError(f"speculation.method {self.speculation.method!r} is not among speculation.methods; add it")
+        return self
+
+    @model_validator(mode="after")
+    def _trees_need_a_draft_model(self) -> DeployConfig:
+        if self.speculation.tree is not None and self.draft.kind != "model":
+            raise ValueError(
+                f"speculation.tree needs a draft model, and draft.kind is {self.draft.kind!r}; "
+                "set draft.kind to 'model', or remove the tree"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _async_needs_a_draft_model(self) -> DeployConfig:
+        if self.speculation.mode == "async" and self.draft.kind != "model":
+            raise ValueError(
+                f"speculation.mode 'async' needs a draft in its own process, and draft.kind is {self.draft.kind!r}; "
+                "set draft.kind to 'model', or the mode to 'sync'"
+            )
+        return self
+
+    @property
+    def offered_methods(self) -> tuple[SpeculationMethod, ...]:
+        """What a request may choose from, the default first; plain decoding is always among them."""
+        possible = _possible_methods(self.draft.kind)
+        default = SpeculationMethod(self.speculation.method or self.draft.kind)
+        limit = possible if self.speculation.methods is None else self.speculation.methods
+        others = (method for method in possible if method in limit and method is not default)
+        return tuple(dict.fromkeys((default, *others, SpeculationMethod.NONE)))
+
+
+def _possible_methods(draft_kind: str) -> tuple[SpeculationMethod, ...]:
+    """The draft's own, alone and with suffixes, and those that need nothing but the text."""
+    kind = SpeculationMethod(draft_kind)
+    hybrid = (SpeculationMethod.HYBRID,) if kind is SpeculationMethod.MODEL else ()
+    free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
+    return tuple(dict.fromkeys((kind, *hybrid, *free)))
 
 
 def parse_config(args: dict[str, Any]) -> DeployConfig:

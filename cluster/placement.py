@@ -1,14 +1,15 @@
 """How much of a node each process of a pair gets, and which devices: pure decisions over what the cluster has.
 
 A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle,
-because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES.
+because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES. A
+prefill replica is one process anywhere, with a device of its own on GPU nodes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.settings import PairDevices, ProcessShare
 from cluster.topology import NodeTopology, read_topology
@@ -37,15 +38,18 @@ class PlacementRequest:
     has_draft_model: bool
     target_threads: int | None = None
     draft_threads: int | None = None
+    num_prefills: int = 0
+    prefill_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node. Without a draft model there is no draft process."""
+    """One pair's share of a node, and a prefill replica's. Without a draft model there is no draft process."""
 
     target: ProcessShare
     draft: ProcessShare | None
     num_gpus: int
+    prefill: ProcessShare | None = None
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -57,7 +61,8 @@ class PairPlacement:
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
-    """Divide the cluster among its pairs: on CPU nodes all cores, on GPU nodes one or two devices each.
+    """Divide the cluster among its pairs and prefill replicas: on CPU nodes all cores, in equal parts, on GPU nodes one
+    or two devices for a pair and one for a prefill replica.
 
     Two processes that want the same cores stall each other at every barrier, so the threads of target and draft
     together never exceed the cores their pair owns unless the user says so (or there is but one core).
@@ -70,11 +75,16 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     if not hosts:
         raise ConfigError("no node of the cluster offers a CPU; start Ray with --num-cpus of at least 1")
     pairs_per_node = math.ceil(request.num_pairs / len(hosts))
+    prefills_per_node = math.ceil(request.num_prefills / len(hosts))
     num_cpus = min(node.num_cpus for node in hosts)
-    threads = _threads(request, max(1, num_cpus // pairs_per_node))
+    num_cores = max(1, num_cpus // (pairs_per_node + prefills_per_node))
     # Twice the ingresses: during a redeploy the old ones and the new ones run side by side.
-    share = (num_cpus - 2 * INGRESS_CPUS * request.num_ingresses) / pairs_per_node - SHELL_CPUS
-    return _claim(threads, share, num_gpus, topology)
+    unit = (num_cpus - 2 * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
+    placement = _claim(_threads(request, num_cores), unit - SHELL_CPUS, num_gpus, topology)
+    if not request.num_prefills:
+        return placement
+    prefill_threads = request.prefill_threads or num_cores
+    return replace(placement, prefill=ProcessShare(prefill_threads, _hundredths(min(prefill_threads, unit))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +103,33 @@ def _threads(request: PlacementRequest, num_cores: int) -> _Threads:
 def _claim(threads: _Threads, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:
     """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller."""
     scale = min(1.0, share / (threads.target + threads.draft))
-    target_cpus, draft_cpus = (math.floor(100 * scale * each) / 100 for each in (threads.target, threads.draft))
+    target_cpus, draft_cpus = (_hundredths(scale * each) for each in (threads.target, threads.draft))
     if target_cpus < 0.01 or (threads.draft and draft_cpus < 0.01):
         raise ConfigError(
             f"a pair's share of its node is {share:.2f} CPUs, too little for a target and a draft; "
-            f"lower pair.num_replicas or ingress.num_replicas, or add cores (seen: {topology})"
+            f"lower pair.num_replicas, prefill.num_replicas or ingress.num_replicas, or add cores (seen: {topology})"
         )
     draft = ProcessShare(threads.draft, draft_cpus) if threads.draft else None
     return PairPlacement(ProcessShare(threads.target, target_cpus), draft, num_gpus)
 
 
+def _hundredths(num_cpus: float) -> float:
+    return math.floor(100 * num_cpus) / 100
+
+
 def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
-    """Two devices for target and draft where all pairs can have two, else one that they share."""
-    if not any(node.num_gpus for node in nodes):
+    """Two devices for target and draft where all pairs can have two beside the prefill replicas, else one that they
+    share."""
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if num_gpus == 0:
         return 0
     for wanted in (2, 1) if request.has_draft_model else (1,):
-        if sum(node.num_gpus // wanted for node in nodes) >= request.num_pairs:
+        has_places = sum(node.num_gpus // wanted for node in nodes) >= request.num_pairs
+        if has_places and num_gpus - wanted * request.num_pairs >= request.num_prefills:
             return wanted
+    prefills = f" and {request.num_prefills} prefill replicas" if request.num_prefills else ""
     raise ConfigError(
-        f"{request.num_pairs} pairs need a GPU each and the cluster has {sum(node.num_gpus for node in nodes)}; "
+        f"{request.num_pairs} pairs{prefills} need a GPU each and the cluster has {num_gpus}; "
         f"lower pair.num_replicas (or autoscaling.max_replicas), or add GPUs (seen: {topology})"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from cluster.cache_budget import cache_config, draft_cache_config
+from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_path import resolve_model_path
@@ -34,7 +34,8 @@ def check_ports(file: DeployFile) -> None:
 
 def check_memory(config: DeployConfig) -> None:
     """Raise ConfigError if the models, their caches and Ray need more memory than is available."""
-    needed = _RAY_BYTES + config.pair.max_replicas * _pair_bytes(config)
+    pairs, prefills = config.pair.max_replicas, config.prefill.max_replicas
+    needed = _RAY_BYTES + pairs * _pair_bytes(config) + prefills * _prefill_bytes(config)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
@@ -50,6 +51,11 @@ def _pair_bytes(config: DeployConfig) -> int:
     if config.draft.path is not None:
         caches += draft_cache_config(config.cache).memory_bytes or 0
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
+
+
+def _prefill_bytes(config: DeployConfig) -> int:
+    weights = _weight_bytes(Path(resolve_model_path(config.target.path)))
+    return weights + (prefill_cache_config(config).memory_bytes or 0) + _PROCESS_BYTES
 
 
 def _weight_bytes(folder: Path) -> int:

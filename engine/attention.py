@@ -8,7 +8,9 @@ heads of a kv head are folded into rows of one matrix product ("packed"), so tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from engine.attention_plan import Read
+from engine.attention_plan import Read, ReadPlan
 from engine.index import Index
 from engine.kv_cache import KVCache
+from engine.span import Span
 
 ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
@@ -123,6 +126,20 @@ class PagedAttentionPass:
             mask = read.mask.repeat(1, 1, group_size, 1)
             self._packed_masks[id(read), group_size] = mask
         return mask
+
+
+class TorchAttention:
+    """The `engine.attention_backend.AttentionPlan` that this file computes."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._cache = cache
+        self._plan = ReadPlan(spans, cache)
+
+    def whole(self, slots: Index) -> PagedAttentionPass:
+        return PagedAttentionPass(self._cache, slots, self._plan.reads)
+
+    def step(self, step: int, slots: Index) -> PagedAttentionPass:
+        return PagedAttentionPass(self._cache, slots, partial(self._plan.step_reads, step))
 
 
 def _keys_of(pool: Tensor, read: Read) -> Tensor:

@@ -10,8 +10,9 @@ one manager and one pool.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 from engine.block_pool import BlockName, BlockPool
 from engine.sequence import Sequence
@@ -66,12 +67,20 @@ class BlockManager:
         """Keys of all blocks that can be found: the state that the event stream replays to."""
         return self._pool.keys
 
+    def prefix_keys(self, sequence: Sequence) -> tuple[BlockKey, ...]:
+        """Names of all full blocks of the sequence's tokens, as publishing and looking up use them."""
+        return tuple(self._name(sequence, i).key for i in range(len(sequence.token_ids) // self.block_size))
+
     def adopt_prefix(self, sequence: Sequence) -> int:
         """Give a sequence without blocks the longest cached prefix of its tokens; return the number of tokens.
 
         Sets `block_table` and `num_computed_tokens`. At least one token is left to compute: its logits are needed.
         """
         return self._adopt(sequence, self._match_prefix(sequence))
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens that the sequence would adopt if it were admitted now; changes nothing."""
+        return len(self._match_prefix(sequence)) * self.block_size
 
     def admit(self, sequence: Sequence, num_spare_blocks: int = 0) -> bool:
         """Adopt the cached prefix and reserve slots for all committed tokens; False changes nothing.
@@ -115,16 +124,35 @@ class BlockManager:
         num_full = num_tokens // self.block_size if self._is_caching else 0
         if sequence.num_named_blocks >= num_full:
             return
-        stored: list[BlockName] = []
+        stored: list[BlockKey] = []
         for index in range(sequence.num_named_blocks, num_full):
             name = self._name(sequence, index)
             if self._pool.name(sequence.block_table[index], name):
-                stored.append(name)
+                stored.append(name.key)
             elif not self._share(sequence, index, name):
                 break
             sequence.num_named_blocks += 1
         if stored:
-            self._emit(BlocksStored(tuple(name.key for name in stored), stored[0].parent))
+            self._emit(BlocksStored(tuple(stored)))
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Change over to what others have published behind a sequence's computed tokens, which end at a block's end.
+
+        Moves `num_computed_tokens` forward; the last token is left to compute.
+        """
+        index = sequence.num_computed_tokens // self.block_size
+        while (
+            index == sequence.num_named_blocks < self._num_adoptable(sequence)
+            and self._pool.find(self._name(sequence, index)) is not None
+        ):
+            sequence.num_computed_tokens += self.block_size
+            self.num_hit_tokens += self.block_size
+            self.publish(sequence, sequence.num_computed_tokens)
+            index += 1
+
+    def is_equal_block(self, first: Sequence, second: Sequence, index: int) -> bool:
+        """Whether full block `index` of both is the same and would be shared."""
+        return self._is_caching and self._key(first, index) == self._key(second, index)
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Free the blocks behind the first `num_tokens` slots: room kept for drafts. Committed tokens keep theirs."""
@@ -139,6 +167,18 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
+
+    @contextmanager
+    def scratch(self, num_blocks: int) -> Iterator[list[int]]:
+        """Lend up to `num_blocks` free blocks that belong to no sequence, until the end of the `with` block."""
+        taken = self._pool.take(min(num_blocks, self.num_free_blocks), after=None)
+        if taken.evicted_keys:
+            self._emit(BlocksRemoved(taken.evicted_keys))
+        try:
+            yield taken.block_ids
+        finally:
+            for block_id in reversed(taken.block_ids):
+                self._pool.drop(block_id)
 
     def clear(self) -> None:
         """Forget the whole prefix cache; every sequence must have been released."""
@@ -163,13 +203,17 @@ class BlockManager:
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:
         matched: list[int] = []
-        num_full = (len(sequence.token_ids) - 1) // self.block_size if self._is_caching else 0
-        for index in range(num_full):
+        for index in range(self._num_adoptable(sequence)):
             block_id = self._pool.find(self._name(sequence, index))
             if block_id is None:
                 break
             matched.append(block_id)
         return matched
+
+    def _num_adoptable(self, sequence: Sequence) -> int:
+        """Leading blocks that may come from others: full ones, without the last token."""
+        is_wanted = self._is_caching and not sequence.is_scoring  # a cached block has no logits
+        return (len(sequence.token_ids) - 1) // self.block_size if is_wanted else 0
 
     def _adopt(self, sequence: Sequence, block_ids: list[int]) -> int:
         assert not sequence.block_table, "a sequence adopts before it computes"
@@ -200,6 +244,11 @@ class BlockManager:
         if index == len(sequence.block_keys):
             sequence.block_keys.append(child_key(parent, token_ids))
         return BlockName(sequence.block_keys[index], parent, token_ids)
+
+    def _key(self, sequence: Sequence, index: int) -> BlockKey:
+        while len(sequence.block_keys) <= index:
+            self._name(sequence, len(sequence.block_keys))
+        return sequence.block_keys[index]
 
     def _parent_key(self, sequence: Sequence, index: int) -> BlockKey:
         return sequence.block_keys[index - 1] if index else root_key(self._model_version, sequence.request.cache_salt)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch import ScheduledSequence
+from engine.draft import NO_DRAFT, Draft, depths
 from engine.vocabulary import Vocabulary
+from protos.messages import VerifyMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,12 @@ class CheckedDraft:
     num_valid: int
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def computed(self) -> Draft:
         """The tokens that the model computes."""
+        return self.draft.head(self.num_valid)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
         return self.draft.token_ids[: self.num_valid]
 
     @property
@@ -32,9 +38,37 @@ class CheckedDraft:
 NOTHING = CheckedDraft(NO_DRAFT, 0)
 
 
-def check_draft(draft: Draft, max_tokens: int, vocabulary: Vocabulary) -> CheckedDraft:
-    """Cut a draft to `max_tokens`, and behind its first id that the target does not have."""
-    token_ids = draft.token_ids[:max_tokens]
-    num_valid = vocabulary.num_known(token_ids)
-    num_kept = min(num_valid + 1, len(token_ids))
-    return CheckedDraft(Draft(token_ids[:num_kept], draft.laws[:num_kept]), num_valid)
+def check_draft(draft: Draft, share: ScheduledSequence, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to what its share has room for, and behind its first id that the target does not have.
+
+    A tree loses its branches where the share has no room for one, or is verified in blocks, which judge a chain.
+    """
+    if draft.parents:
+        draft = draft.head(_num_well_formed(draft, share.max_draft_tokens))
+    is_tree = share.max_tree_nodes > 0 and share.sequence.verify is not VerifyMode.BLOCK
+    if draft.parents and not is_tree:
+        draft = _first_path(draft)
+    draft = draft.head(share.max_tree_nodes if draft.parents else share.max_draft_tokens)
+    num_valid = vocabulary.num_known(draft.token_ids)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid)
+
+
+def _num_well_formed(draft: Draft, max_depth: int) -> int:
+    """Leading nodes that have a parent before them and are not too deep; 0 if tokens and parents do not match."""
+    if len(draft.parents) != len(draft.token_ids):
+        return 0
+    parents = draft.parents
+    num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
+    by_depth = depths(parents[:num_placed])
+    return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
+
+
+def _first_path(draft: Draft) -> Draft:
+    """The chain of first children."""
+    nodes: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if parent == (nodes[-1] if nodes else -1):
+            nodes.append(node)
+    has_laws = len(draft.laws) == len(draft.token_ids)
+    laws = tuple(draft.laws[node] for node in nodes) if has_laws else ()
+    return Draft(tuple(draft.token_ids[node] for node in nodes), laws)

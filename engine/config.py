@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from protos.errors import ConfigError
-from protos.messages import VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
+
+MAX_TREE_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +16,17 @@ class ModelConfig:
     """Where a model is and how it is computed.
 
     `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
-    processor computes in it, float32 elsewhere. `num_threads` is the torch thread count of the process; None leaves
-    torch's choice.
+    processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4 (`engine.quantized_linear`).
+    `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch or
+    triton (`engine.attention_backend`); auto means our own kernel on GPUs.
     """
 
     path: str
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = "none"
     num_threads: int | None = None
+    attention: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +66,64 @@ class SchedulerConfig:
             )
 
 
+class TreeKind(StrEnum):
+    """Whether a tree's shape follows the draft's probabilities or is the same in every pass."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """Drafts that branch while at most `max_batch` sequences decode: in larger batches every row of a pass costs.
+
+    A tree has `num_nodes`. `parents` are a static tree's shape, as in `engine.draft.Draft`; without them it is the best
+    one for the acceptance of `engine.tree_shape`.
+    """
+
+    kind: TreeKind = TreeKind.DYNAMIC
+    num_nodes: int = 8
+    max_batch: int = 4
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= MAX_TREE_NODES:
+            raise ConfigError(f"speculation.tree.num_nodes is {self.num_nodes}; use 1 to {MAX_TREE_NODES}")
+        if self.parents and self.kind is not TreeKind.STATIC:
+            raise ConfigError("speculation.tree.parents are the shape of a static tree; set kind to 'static'")
+        if self.parents and len(self.parents) != self.num_nodes:
+            raise ConfigError(
+                f"speculation.tree.parents are {len(self.parents)} and num_nodes is {self.num_nodes}; give one for each"
+            )
+        wrong = next((node for node, parent in enumerate(self.parents) if not -1 <= parent < node), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"speculation.tree.parents has {self.parents[wrong]} for node {wrong}; a parent comes before its "
+                "children, and -1 stands for the committed tokens"
+            )
+
+    def num_nodes_for(self, num_sequences: int, verify: VerifyMode) -> int:
+        """Nodes of each sequence's tree where so many decode; 0 is a chain. Block verification judges chains."""
+        return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """The defaults of a deployment, K drafts per pass and how they are verified, and the most a request may ask for."""
+    """How a deployment speculates: by default, and at most for a request that asks.
+
+    `num_tokens` is K, the drafts per pass. `methods` are those on offer, the default first. When `adaptive`, each pass
+    of each request gets its own K between 0 and `max_num_tokens` (or what the request asks for) and `num_tokens` is
+    only the first one; a deployment with `num_tokens` 0 still drafts for those alone that ask.
+
+    With a `tree` drafts branch, and K is how deep they go.
+    """
 
     num_tokens: int = 4
     verify: VerifyMode = VerifyMode.COUPLED
     max_num_tokens: int = 16
+    methods: tuple[SpeculationMethod, ...] = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
+    tree: TreeConfig | None = None
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_tokens <= self.max_num_tokens:
@@ -74,6 +131,16 @@ class SpeculationConfig:
                 f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and "
                 f"speculation.max_num_tokens, {self.max_num_tokens}"
             )
+
+    @property
+    def method(self) -> SpeculationMethod:
+        """The method of a request that names none."""
+        return self.methods[0] if self.methods else SpeculationMethod.NONE
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether any request can have drafts."""
+        return self.max_num_tokens > 0 and any(method is not SpeculationMethod.NONE for method in self.methods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +151,4 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer

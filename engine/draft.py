@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 WEIGHT_SUM = 1 << 16
@@ -20,14 +21,46 @@ class SparseLaw:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Up to K tokens that may follow a sequence's committed tokens.
+    """Tokens that may follow a sequence's committed tokens: a chain of up to K, or a tree of alternatives.
 
     `laws` has one entry per token when the tokens were sampled for rejection or block verification, and is empty when
-    they are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot.
+    they are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot. Siblings of a
+    sampled tree have one law between them: each was drawn from it without those before it.
+
+    `parents` makes the tokens the nodes of a tree: the index of each one's parent, -1 where it follows the committed
+    tokens. A parent comes before its children, and siblings in the order in which they were drawn. Empty for a chain.
     """
 
     token_ids: tuple[int, ...] = ()
     laws: tuple[SparseLaw, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def head(self, num_tokens: int) -> Draft:
+        """The first `num_tokens` tokens, which are a chain or a tree themselves."""
+        return Draft(self.token_ids[:num_tokens], self.laws[:num_tokens], self.parents[:num_tokens])
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The tokens from the first draft down to `node`, itself included; none for -1."""
+        if not self.parents:
+            return self.token_ids[: node + 1]
+        path: list[int] = []
+        while node >= 0:
+            path.append(self.token_ids[node])
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that can stand."""
+        return max(depths(self.parents), default=0) if self.parents else len(self.token_ids)
 
 
 NO_DRAFT = Draft()
+
+
+def depths(parents: Seq[int]) -> list[int]:
+    """How many drafts stand on the way to each node of a tree, itself included."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found

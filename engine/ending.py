@@ -22,17 +22,19 @@ def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
     limit = sequence.num_remaining_tokens
     for index, token_id in enumerate(token_ids[:limit]):
         if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
-            return Cut(token_ids[: index + 1], FinishReason.STOP, token_id)
+            return Cut(token_ids[: index + 1], _reason_to_stop(sequence), token_id)
     if len(token_ids) >= limit:
         return Cut(token_ids[:limit], FinishReason.LENGTH)
     return Cut(token_ids)
 
 
 def finished_before_start(sequence: Sequence) -> Cut | None:
-    """The end of a sequence that has nothing left to generate when it arrives, None for all others.
+    """The end of a sequence that has nothing left to do when it arrives, None for all others.
 
     A stream can break between its last token and its finish reason; the replica that takes over gives only the latter.
     """
+    if sequence.is_scoring:
+        return None
     num_output = sequence.num_output_tokens
     last_id = sequence.token_ids[-1]
     if num_output > 0 and _is_stop(sequence, last_id, num_output - 1):
@@ -50,6 +52,7 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         stop_token_id=cut.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         speculation=sequence.speculation_stats(),
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_output_tokens == len(cut.token_ids) else (),
     )
 
 
@@ -58,6 +61,12 @@ def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = (
     sequence.status = SequenceStatus.FINISHED
     sequence.finish_reason = cut.finish_reason
     return chunk_of(sequence, cut, logprobs)
+
+
+def _reason_to_stop(sequence: Sequence) -> FinishReason:
+    """An end token after the grammar's parser has failed ends a text that is not complete."""
+    has_failed = sequence.matcher is not None and sequence.matcher.has_failed
+    return FinishReason.LENGTH if has_failed else FinishReason.STOP
 
 
 def _is_stop(sequence: Sequence, token_id: int, output_index: int) -> bool:

@@ -25,14 +25,24 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, ScheduledSequence
 from engine.block_manager import BlockManager, KvEventSink
 from engine.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.config import EngineConfig, SpeculationConfig
+from engine.constrained_draft import constrain
+from engine.draft_budget import DraftBudget, DraftedPass, PassTime
 from engine.engine_stats import DraftCounters, EngineStats
+from engine.grammar_compiler import GrammarCompiler
+from engine.kv_move import KVMove, compaction
+from engine.kv_transfer import KVTransport
+from engine.model_loader import tokenizer_file
 from engine.model_runner import ModelRunner
+from engine.prefill_source import NoPrefillSource, PrefillSource
+from engine.prompt_logprobs import score_prompts
 from engine.proposer import Proposer
 from engine.proposer.none import NoProposer
+from engine.rates import RateMeter, StepWork
+from engine.remote_prefill import RemotePrefill
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
@@ -42,7 +52,7 @@ from engine.verifier import Verified, VerifyTask
 from engine.verifier.verifier import Verifier
 from engine.vocabulary import Vocabulary
 from protos.errors import EngineError
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +65,18 @@ class Runner(Protocol):
     def forward(self, spans: Seq[Span]) -> Tensor:
         """Logits `[R, V] float32` of the rows that the spans ask for, in span order."""
 
+    def move(self, moves: Seq[KVMove]) -> None:
+        """Bring KV to other places before the next `forward`."""
+
 
 class EngineCore:
     """One model, its sequences and its truth: what `step` returns is committed and never taken back.
 
-    Not thread-safe: `add`, `abort`, `step` and `stats` belong to one thread. After a step has raised, the engine's
-    state is in doubt: it computes nothing more, and its owner builds a new one.
+    Not thread-safe but for `prepare`: `add`, `abort`, `step` and `stats` belong to one thread. After a step has
+    raised, the engine's state is in doubt: it computes nothing more, and its owner builds a new one.
+
+    Attributes:
+        on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
     """
 
     def __init__(
@@ -71,26 +87,44 @@ class EngineCore:
         proposer: Proposer,
         verifier: Verifier,
         speculation: SpeculationConfig,
+        source: PrefillSource | None = None,
+        rates: RateMeter | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer."""
         self.runner = runner
         self.scheduler = scheduler
         self.blocks = blocks
         self.last_times = StepTimes()
+        self.rates = rates or RateMeter()
+        self.on_computed: Callable[[Batch], None] = _ignore
+        self._source = source or NoPrefillSource()
         self._proposer = proposer
         self._verifier = verifier
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
+        self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
+        self._budget = (
+            DraftBudget(speculation.num_tokens, speculation.max_num_tokens) if _is_adaptive(speculation) else None
+        )
         self._drafts = DraftCounters()
         self._total_times = StepTimes()
         self._is_broken = False
+        self._is_starved = False
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, proposer: Proposer | None = None, event_sink: KvEventSink | None = None
+        cls,
+        config: EngineConfig,
+        proposer: Proposer | None = None,
+        event_sink: KvEventSink | None = None,
+        transport: KVTransport | None = None,
     ) -> EngineCore:
-        """Load the model and assemble an engine around it; without a proposer every pass is plain decoding.
+        """Load the model and assemble an engine around it.
+
+        Without a proposer every pass is plain decoding, without a transport every prompt is read here.
 
         Raises:
             ConfigError: the model, the pool or the limits cannot be had.
@@ -99,22 +133,38 @@ class EngineCore:
         blocks = BlockManager(
             runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
         )
-        scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len)
+        rates = RateMeter()
+        source = None
+        if transport is not None:
+            source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
+        scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
         speculation = (
             config.speculation if proposer is not None else replace(config.speculation, num_tokens=0, max_num_tokens=0)
         )
-        return cls(runner, scheduler, blocks, proposer or NoProposer(), Verifier(Sampler()), speculation)
+        verifier = Verifier(Sampler())
+        grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
+        return cls(runner, scheduler, blocks, proposer or NoProposer(), verifier, speculation, source, rates, grammars)
 
     @property
     def has_work(self) -> bool:
         """True while `step` has something to compute or to report."""
         return self.scheduler.has_work
 
+    @property
+    def is_starved(self) -> bool:
+        """True where the last step found nothing to compute: all that is left waits for blocks from elsewhere."""
+        return self._is_starved and self.has_work
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Do what of `add` may take long: compile the grammar. Optional, and the one call for any thread."""
+        if request.sampling.grammar is not None:
+            self._grammars.prepare(request.sampling.grammar)
+
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request. Its time-out runs from `arrival_s` on the engine's clock, from now if None.
 
         Raises:
-            RequestError: it can never be computed here: its length, its token ids, or its id is taken.
+            RequestError: it can never be computed here: its length, its token ids, its grammar, or its id is taken.
         """
         self._check_alive()
         self._vocabulary.check(request)
@@ -122,7 +172,9 @@ class EngineCore:
             request,
             num_draft_tokens=_num_draft_tokens(request, self._speculation),
             verify=request.speculation.verify or self._speculation.verify,
+            method=request.speculation.method or self._speculation.method,
             arrival_s=self._clock() if arrival_s is None else arrival_s,
+            matcher=self._grammars.matcher(request),
         )
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
@@ -165,6 +217,11 @@ class EngineCore:
             num_preemptions=self.scheduler.num_preemptions,
             drafts=self._drafts.snapshot(),
             times=self._total_times,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_slowdown=self.rates.decode_slowdown,
+            decode_tokens_per_s=self.rates.decode_tokens_per_s,
+            speedups={} if self._budget is None else self._budget.speedups,
+            remote=self._source.stats,
         )
 
     def close(self) -> None:
@@ -174,21 +231,29 @@ class EngineCore:
 
     def _step(self) -> list[TokenChunk]:
         timer = StepTimer()
+        has_received = self._source.receive(self.scheduler.prefill_load)
+        timer.lap("receive_s")
         batch = self.scheduler.schedule()
         timer.lap("schedule_s")
         drafts = self._propose(batch)
         timer.lap("draft_s")
-        logits = self.runner.forward(batch.spans([draft.token_ids for draft in drafts])) if batch.shares else None
+        logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.shares else None
+        self.on_computed(batch)
         timer.lap("forward_s")
         verified = self._verify(batch, drafts, logits)
         timer.lap("sample_s")
-        sampled = [share.sequence for share in batch.sampled]
+        self.runner.move(_compactions(batch, verified))
+        sampled = batch.sampled
+        is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
         chunks = self.scheduler.commit(batch, [draft.num_valid for draft in drafts], verified)
+        self._is_starved = not (has_received or batch.shares)
+        self._plan_drafts(sampled, drafts, verified, is_pure_decode, timer.times())
         timer.lap("commit_s")
         self._tell_proposer(sampled, chunks)
         timer.lap("draft_s")
         self.last_times = timer.times()
         self._total_times += self.last_times
+        self.rates.observe(StepWork.of(batch.shares, self.last_times.total_s))
         return chunks
 
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
@@ -200,25 +265,48 @@ class EngineCore:
             if share.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            checked.append(check_draft(next(drafts), share.max_draft_tokens, self._vocabulary))
-            self._drafts.num_invalid_tokens += checked[-1].is_cut
+            draft = check_draft(next(drafts), share, self._vocabulary)
+            self._drafts.num_invalid_tokens += draft.is_cut
+            matcher = share.sequence.matcher
+            checked.append(draft if matcher is None else constrain(draft, share.max_draft_tokens, matcher))
         return checked
 
     def _verify(self, batch: Batch, drafts: Seq[CheckedDraft], logits: Tensor | None) -> list[Verified]:
+        if logits is None:
+            return []
+        num_drafts = [draft.num_valid for draft in drafts]
         tasks = []
         first_row = 0
         for share, draft in zip(batch.sampled, drafts, strict=True):
-            tasks.append(VerifyTask(share.sequence, draft.draft, first_row))
-            first_row += draft.num_valid + 1
-        if logits is None or not tasks:
-            return []
-        verified = self._verifier.verify(logits, tasks)
+            tasks.append(VerifyTask(share.sequence, draft.draft, first_row + share.num_scored_rows))
+            first_row += share.num_logits(draft.num_valid)
+        score_prompts(logits, batch, num_drafts)
+        verified = self._verifier.verify(logits, tasks) if tasks else []
         for draft, outcome in zip(drafts, verified, strict=True):
-            self._drafts.record(draft.num_valid, outcome.num_accepted)
+            self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
         return verified
 
-    def _tell_proposer(self, sampled: Seq[Sequence], chunks: Seq[TokenChunk]) -> None:
-        grown = [s for s in sampled if s.status is SequenceStatus.RUNNING and s.num_draft_tokens > 0]
+    def _plan_drafts(
+        self,
+        sampled: Seq[ScheduledSequence],
+        drafts: Seq[CheckedDraft],
+        verified: Seq[Verified],
+        is_pure_decode: bool,
+        times: StepTimes,
+    ) -> None:
+        """Let the budget learn from the pass and set the next one's lengths, before anybody drafts for it."""
+        if self._budget is None:
+            return
+        passes = [
+            DraftedPass(share.sequence, share.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
+            for share, draft, outcome in zip(sampled, drafts, verified, strict=True)
+        ]
+        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_pure_decode else None
+        self._budget.observe(passes, time)
+        self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
+
+    def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
+        grown = [share.sequence for share in sampled if _will_be_drafted(share.sequence)]
         if grown:
             self._proposer.commit(grown)
         for chunk in chunks:
@@ -230,9 +318,30 @@ class EngineCore:
             raise EngineError("the engine failed in an earlier step and computes nothing more; build a new one")
 
 
+def _ignore(batch: Batch) -> None:
+    """Nobody wants to see the batches."""
+
+
+def _compactions(batch: Batch, verified: Seq[Verified]) -> list[KVMove]:
+    """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
+    pairs = zip(batch.sampled, verified, strict=True)
+    moves = [compaction(share.sequence.block_table, share.draft_start, outcome.path) for share, outcome in pairs]
+    return [move for move in moves if move is not None]
+
+
 def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
     """K that a request gets: what it asks for, within what the deployment allows."""
     wish = request.speculation
-    if not wish.enabled:
+    if not wish.enabled or (wish.method or deployment.method) is SpeculationMethod.NONE:
         return 0
-    return deployment.num_tokens if wish.num_tokens is None else min(wish.num_tokens, deployment.max_num_tokens)
+    if wish.num_tokens is None:
+        return deployment.max_num_tokens if _is_adaptive(deployment) else deployment.num_tokens
+    return min(wish.num_tokens, deployment.max_num_tokens)
+
+
+def _is_adaptive(speculation: SpeculationConfig) -> bool:
+    return speculation.adaptive and speculation.num_tokens > 0
+
+
+def _will_be_drafted(sequence: Sequence) -> bool:
+    return sequence.status is SequenceStatus.RUNNING and sequence.num_wanted_drafts > 0

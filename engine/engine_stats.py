@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.prefill_source import RemotePrefillStats
 from engine.step_times import StepTimes
 
 
@@ -11,8 +12,8 @@ from engine.step_times import StepTimes
 class DraftStats:
     """What speculation did since the engine started; plain decoding passes count nowhere.
 
-    `num_accepted_tokens_per_pos[i]` is the number of passes whose draft i + 1 was accepted, so the conditional
-    acceptance at a position is the ratio of neighbours.
+    `num_accepted_tokens_per_pos[i]` is the number of passes that accepted more than i drafts, so the conditional
+    acceptance at a position is the ratio of neighbours. Of a tree every node is a draft token, a position is a depth.
     """
 
     num_drafts: int = 0  # passes with at least one draft token
@@ -37,15 +38,15 @@ class DraftCounters:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_invalid_tokens: int = 0
 
-    def record(self, num_proposed: int, num_accepted: int) -> None:
-        """Count one verification pass."""
+    def record(self, num_proposed: int, num_accepted: int, depth: int) -> None:
+        """Count one verification pass; `depth` is the most drafts that could have stood."""
         if num_proposed == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
         per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (num_proposed - len(per_pos)))
+        per_pos.extend([0] * (depth - len(per_pos)))
         for position in range(num_accepted):
             per_pos[position] += 1
 
@@ -61,11 +62,14 @@ class DraftCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of an engine. Tokens and requests are counts; sums run since the engine started."""
+    """One moment of an engine. Tokens and requests are counts; sums run since the engine started.
+
+    The three rates are those of `engine.rates.RateMeter`, 0 until measured.
+    """
 
     num_running: int
     num_waiting: int
-    num_queued_prefill_tokens: int  # accepted and not yet computed
+    num_queued_prefill_tokens: int  # accepted, not cached and not yet computed
     num_running_decode_tokens: int  # context of the sequences that decode
     num_blocks: int
     num_used_blocks: int  # held by sequences; cached blocks that nobody holds are free
@@ -74,6 +78,11 @@ class EngineStats:
     num_preemptions: int
     drafts: DraftStats
     times: StepTimes
+    prefill_tokens_per_s: float = 0.0  # with nothing decoding
+    decode_slowdown: float = 0.0  # extra seconds per second of prefill, per context token in decode
+    decode_tokens_per_s: float = 0.0  # committed tokens per second of one running sequence
+    speedups: dict[str, float] = field(default_factory=dict)  # by class of requests (`engine.speedup`)
+    remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
 
     @property
     def kv_usage(self) -> float:

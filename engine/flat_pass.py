@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from engine.attention import PagedAttentionPass
-from engine.attention_plan import ReadPlan
+from engine.attention import AttentionPass, TorchAttention
+from engine.attention_backend import PlanAttention
 from engine.index import index_of, index_tensor
 from engine.kv_cache import KVCache
 from engine.span import Span
@@ -25,23 +24,22 @@ class FlatPass:
     position_ids: Tensor  # [T] int64
     num_positions: int  # at least one more than the largest position
     logit_rows: Tensor | None  # [R] int64; None: every row, in order
-    attention: PagedAttentionPass
+    attention: AttentionPass
 
     @classmethod
-    def of(cls, spans: Seq[Span], cache: KVCache) -> FlatPass:
+    def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> FlatPass:
         """Lay out `spans` (at least one) in order."""
         slots = list(chain.from_iterable(_slots(span, cache.block_size) for span in spans))
-        attention = PagedAttentionPass(cache, index_of(slots, cache.device), ReadPlan(spans, cache).reads)
         return cls(
             input_ids=index_tensor(chain.from_iterable(span.token_ids for span in spans), cache.device),
-            position_ids=index_tensor(chain.from_iterable(range(span.start, span.end) for span in spans), cache.device),
-            num_positions=max(span.end for span in spans),
+            position_ids=index_tensor(chain.from_iterable(span.positions for span in spans), cache.device),
+            num_positions=max(span.num_positions for span in spans),
             logit_rows=_logit_rows(spans, len(slots), cache.device),
-            attention=attention,
+            attention=plan_attention(spans, cache).whole(index_of(slots, cache.device)),
         )
 
 
-def plan_steps(spans: Seq[Span], cache: KVCache) -> list[FlatPass]:
+def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[FlatPass]:
     """One pass per token of `spans`, all of one length: pass i computes the i-th token of each, at its own position.
 
     The passes share `input_ids`, which the caller fills in place before each of them.
@@ -49,10 +47,10 @@ def plan_steps(spans: Seq[Span], cache: KVCache) -> list[FlatPass]:
     input_ids = index_tensor((0 for _ in spans), cache.device)
     starts = index_tensor((span.start for span in spans), cache.device)
     num_positions = max(span.end for span in spans)
-    plan = ReadPlan(spans, cache)
+    plan = plan_attention(spans, cache)
     passes = []
     for step, slots in enumerate(zip(*(_slots(span, cache.block_size) for span in spans), strict=True)):
-        attention = PagedAttentionPass(cache, index_of(slots, cache.device), partial(plan.step_reads, step))
+        attention = plan.step(step, index_of(slots, cache.device))
         passes.append(FlatPass(input_ids, starts + step, num_positions, None, attention))
     return passes
 

@@ -24,4 +24,11 @@ def is_run(values: Seq[int]) -> bool:
 
 def index_tensor(values: Iterable[int], device: torch.device) -> Tensor:
     """[n] int64 on `device`."""
-    return torch.tensor(list(values), dtype=torch.long, device=device)
+    return upload(list(values), torch.long, device)
+
+
+def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of (nested) numbers; to a GPU they go through pinned memory, and the host does not wait for it."""
+    if device.type == "cuda":
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=device)

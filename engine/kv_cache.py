@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.config import CacheConfig
-from engine.index import Index
+from engine.index import Index, index_of, index_tensor
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -66,6 +66,37 @@ class KVCache:
                 by_slot[slots] = new
             else:
                 by_slot.index_copy_(0, slots, new)
+
+    def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
+        """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
+        source, target = index_tensor(from_slots, self.device), index_tensor(to_slots, self.device)
+        for layer in self._slots:
+            for by_slot in layer:
+                by_slot.index_copy_(0, target, by_slot.index_select(0, source))
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        """A copy of these blocks in main memory, [n, bytes of a block] uint8: by layer its keys, then its values."""
+        index = index_of(block_ids, self.device)
+        # No pass may write to these blocks while they are copied; a pass on a GPU is waited for by the copy itself.
+        parts = [pool[index].flatten(1) for layer in zip(self.keys, self.values, strict=True) for pool in layer]
+        return torch.cat(parts, dim=1).view(torch.uint8).cpu()
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""
+        index = index_of(block_ids, self.device)
+        rows = blocks.to(self.device).view(self.dtype)  # [n, elements of a block]
+        start = 0
+        for layer in zip(self.keys, self.values, strict=True):
+            for pool in layer:
+                end = start + pool[0].numel()
+                pool[index] = rows[:, start:end].view(-1, *pool.shape[1:])
+                start = end
+
+    def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
+        """Give each of `block_ids` the contents of its source, in every layer; no block is on both sides."""
+        sources, blocks = index_tensor(source_ids, self.device), index_tensor(block_ids, self.device)
+        for pool in (*self.keys, *self.values):
+            pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import LayerOptions
 from engine.flat_pass import FlatPass
-from engine.packed_linear import Linear, linear_of
+from engine.packed_linear import Linear, LinearFactory, linear_of
 from engine.position_limit import max_positions
 
 _FIRST_POSITIONS = 2048
@@ -40,8 +40,8 @@ class _Layer:
 class LlamaDecoder:
     """The forward of one loaded model; takes over its weights and leaves its layers empty."""
 
-    def __init__(self, model: Any, options: Seq[LayerOptions]) -> None:
-        """`options` are what each layer passes to its attention."""
+    def __init__(self, model: Any, options: Seq[LayerOptions], make_linear: LinearFactory = linear_of) -> None:
+        """`options` are what each layer passes to its attention; `make_linear` packs the weights."""
         config = model.config
         attention = model.model.layers[0].self_attn
         self._head_dim = attention.head_dim
@@ -52,12 +52,13 @@ class LlamaDecoder:
         self._rotary_embedding = model.model.rotary_emb
         self._max_positions = max_positions(config)
         self._rotary = self._rotary_table(_FIRST_POSITIONS)
+        self._make_linear = make_linear
         self._layers = []
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
         self._final_norm = model.model.norm.weight
-        self._lm_head = linear_of(model.lm_head.weight, model.lm_head.bias)
+        self._lm_head = make_linear(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -94,7 +95,7 @@ class LlamaDecoder:
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+        return layer.down(F.silu(gate).mul_(up))  # in place: fresh memory costs a prefill chunk as much as the product
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
@@ -115,12 +116,12 @@ class LlamaDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
             input_norm=layer.input_layernorm.weight,
-            qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._joined(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norm=self._head_norm(attention),
-            output=linear_of(attention.o_proj.weight, attention.o_proj.bias),
+            output=self._make_linear(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-            down=linear_of(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate_up=self._joined(mlp.gate_proj, mlp.up_proj),
+            down=self._make_linear(mlp.down_proj.weight, mlp.down_proj.bias),
             options=options,
         )
 
@@ -130,12 +131,11 @@ class LlamaDecoder:
         query, key = attention.q_norm.weight, attention.k_norm.weight
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
 
-
-def _joined(*linears: nn.Linear) -> Linear:
-    """One product in place of several with the same input; outputs lie side by side."""
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    weights: list[Tensor] = [linear.weight for linear in linears]
-    return linear_of(torch.cat(weights), torch.cat(biases) if biases else None)
+    def _joined(self, *linears: nn.Linear) -> Linear:
+        """One product in place of several with the same input; outputs lie side by side."""
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        weights: list[Tensor] = [linear.weight for linear in linears]
+        return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).is_dir()
 
 
-def model_version(path: str) -> str:
+def model_version(path: str, quantization: str = "none") -> str:
     """A digest that tells any two sets of weights apart and is the same on every machine that holds the same files.
 
     It covers the configuration, and of each weight file its name, its size and evenly spaced pages, so that a fine-tune
@@ -100,6 +100,8 @@ def model_version(path: str) -> str:
     """
     folder = _folder_of(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    if quantization != "none":
+        digest.update(quantization.encode())
     for file in sorted(folder.glob("*.safetensors")):
         num_bytes = file.stat().st_size
         digest.update(f"{file.name}\0{num_bytes}\0".encode())
@@ -108,6 +110,12 @@ def model_version(path: str) -> str:
                 stream.seek(page * num_bytes // _NUM_SAMPLED_PAGES)
                 digest.update(stream.read(_PAGE_BYTES))
     return digest.hexdigest()
+
+
+def tokenizer_file(path: str) -> Path | None:
+    """The tokenizer.json that came with the model, if one did."""
+    file = _folder_of(path) / "tokenizer.json"
+    return file if file.is_file() else None
 
 
 def _folder_of(path: str) -> Path:

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.attention_backend import choose_attention
 from engine.config import CacheConfig, ModelConfig
 from engine.flat_pass import FlatPass, plan_steps
 from engine.kv_cache import block_bytes, pool_size
+from engine.kv_move import KVMove
+from engine.kv_transfer import KVLayout
 from engine.model_loader import load_model, model_version
 from engine.paged_model import PagedModel
 from engine.position_limit import max_positions
+from engine.quantized_linear import Quantization, can_quantize
 from engine.span import Span
+from engine.warm_up import warm_up
 from protos.errors import ConfigError
 
 
@@ -28,6 +33,7 @@ class ModelRunner:
         vocab_size: columns of the logits, padding rows of the embedding included.
         max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
         num_blocks, block_size, bytes_per_block: the pool, all layers together.
+        kv_layout: what a block of the pool is, for engines that exchange them.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
     """
@@ -37,15 +43,21 @@ class ModelRunner:
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         stock = load_model(model)
-        self._model = PagedModel(stock)
+        self._plan_attention = choose_attention(model.attention, stock.device)
+        self._model = PagedModel(stock, _quantization(model, stock.device), self._plan_attention)
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(self._model.layer_shapes, cache.block_size, stock.dtype)
         self.num_blocks = pool_size(cache, self.bytes_per_block)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
-        self.model_version = model_version(model.path)
+        self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
+        self.kv_layout = KVLayout(
+            self.model_version, str(stock.dtype), cache.block_size, tuple(self._model.layer_shapes)
+        )
         self._cache = self._model.new_cache(self.num_blocks, cache.block_size)
+        if stock.device.type == "cuda":
+            warm_up(self)
 
     def forward(self, spans: Seq[Span]) -> Tensor:
         """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
@@ -53,7 +65,16 @@ class ModelRunner:
         Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
         of this very pass writes. Block tables must cover every position of their span.
         """
-        return self.run(FlatPass.of(spans, self._cache))
+        return self.run(FlatPass.of(spans, self._cache, self._plan_attention))
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
+        if moves:
+            block_size = self._cache.block_size
+            self._cache.move(
+                [move.slot(place, block_size) for move in moves for place in move.from_places],
+                [move.slot(place, block_size) for move in moves for place in move.to_places],
+            )
 
     def plan_steps(self, spans: Seq[Span]) -> list[FlatPass]:
         """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
@@ -61,11 +82,33 @@ class ModelRunner:
         For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
         Fill `input_ids` of each pass, in place, before `run`.
         """
-        return plan_steps(spans, self._cache)
+        return plan_steps(spans, self._cache, self._plan_attention)
 
     def run(self, flat_pass: FlatPass) -> Tensor:
         """`forward` for a pass laid out beforehand."""
         return self._model.forward(flat_pass)
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        """A copy of these blocks (at least one), [n, bytes_per_block] uint8 in main memory."""
+        return self._cache.export_blocks(block_ids)
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        """Overwrite these blocks with what another engine of the same `kv_layout` has exported."""
+        self._cache.import_blocks(block_ids, blocks)
+
+    def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
+        """Give each of `block_ids` the KV of its source: for branches that part within a block."""
+        self._cache.copy_blocks(source_ids, block_ids)
+
+
+def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
+    quantization = Quantization(model.quantization)
+    if quantization is not Quantization.NONE and not can_quantize(device):
+        raise ConfigError(
+            f"quantization is {str(quantization)!r}, which needs a processor with int8 units "
+            f"(AVX512-VNNI or AMX), and the model runs on {device}; set it to 'none'"
+        )
+    return quantization
 
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:

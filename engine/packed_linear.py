@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
+LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
 
 _ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 to 8, and larger passes lose nothing
 _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, and a call of oneDNN costs 18 us alone
@@ -45,16 +46,18 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer around `linear_of`, to stand in for `nn.Linear` inside a stock model; inference only."""
+    """A layer around what `make_linear` gives, to stand in for `nn.Linear` inside a stock model; inference only."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: LinearFactory = linear_of) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.forward = linear_of(weight, bias)
+        self.forward = make_linear(weight, bias)
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, make_linear: LinearFactory = linear_of) -> int:
     """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
+
+    Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.
@@ -62,17 +65,19 @@ def pack_linears(model: nn.Module) -> int:
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed_twin(child)
+            packed = _packed_twin(child, make_linear)
             if packed is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
     return num_packed
 
 
-def _packed_twin(module: nn.Module) -> PackedLinear | None:
+def _packed_twin(module: nn.Module, make_linear: LinearFactory) -> PackedLinear | None:
     """None for anything but a plain linear layer: a subclass may compute something else."""
-    if type(module) is nn.Linear and can_pack(module.weight):
-        return PackedLinear(module.weight, module.bias)
-    if type(module) is Conv1D and can_pack(module.weight):  # GPT-2's linear, stored as [in, out]
-        return PackedLinear(module.weight.t(), module.bias)
-    return None
+    if type(module) is nn.Linear:
+        weight, bias = module.weight, module.bias
+    elif type(module) is Conv1D:
+        weight, bias = module.weight.t(), module.bias  # GPT-2's linear, stored as [in, out]
+    else:
+        return None
+    return None if make_linear is linear_of and not can_pack(weight) else PackedLinear(weight, bias, make_linear)

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention import PASS_KEYWORD
+from engine.attention import PASS_KEYWORD, TorchAttention
+from engine.attention_backend import PlanAttention
 from engine.attention_record import record_attention, refusal
 from engine.flat_pass import FlatPass
 from engine.kv_cache import KVCache
 from engine.llama_decoder import LlamaDecoder
 from engine.packed_linear import pack_linears
+from engine.quantized_linear import Quantization
 from engine.span import Span
 
 _PROBE_LENGTHS = (7, 5)
+_PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
 _PROBE_CHUNK = 4  # tokens of the first probe sequence that are computed in a pass before the others
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
+_QUANTIZATION_ERROR = {Quantization.NONE: 0.0, Quantization.INT8: 0.15, Quantization.INT4: 0.6}  # seen: 0.04, 0.32
 
 
 class PagedModel:
@@ -35,8 +39,15 @@ class PagedModel:
         layer_shapes: the KV every layer keeps, first to last.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Make `model` paged, in place; it is of no other use afterwards.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantization: Quantization = Quantization.NONE,
+        plan_attention: PlanAttention = TorchAttention,
+    ) -> None:
+        """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
+
+        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for.
 
         Raises:
             ConfigError: the model's family cannot be served.
@@ -48,12 +59,12 @@ class PagedModel:
         self._dtype, self._device = model.dtype, model.device
         self._decoder: LlamaDecoder | _StockDecoder
         if LlamaDecoder.fits(model):
-            self._decoder = LlamaDecoder(model, [record.options for record in records])
+            self._decoder = LlamaDecoder(model, [record.options for record in records], quantization.make_linear)
         else:
-            pack_linears(model)
+            pack_linears(model, quantization.make_linear)
             self._decoder = _StockDecoder(model)
-        error = self._relative_error(stock_logits)
-        if not error <= _MAX_RELATIVE_ERROR[self._dtype]:
+        error = self._relative_error(stock_logits, plan_attention)
+        if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
             raise refusal(model, f"its logits in a flat pass differ from the stock model's by {error:.1%}")
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -64,19 +75,18 @@ class PagedModel:
         """Logits of the pass's rows, [R, V] float32; their KV is in the pass's slots afterwards."""
         return self._decoder.logits(flat_pass).float()
 
-    def _relative_error(self, stock_logits: Tensor) -> float:
+    def _relative_error(self, stock_logits: Tensor, plan_attention: PlanAttention) -> float:
         """How far the probe's logits lie from `stock_logits`, against their spread.
 
         The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
         """
-        cache = self.new_cache(num_blocks=2, block_size=max(_PROBE_LENGTHS))
+        cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
         first, second = _probe_token_ids(self.vocab_size)
-        self.forward(FlatPass.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache))
+        self.forward(FlatPass.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
-        logits = self.forward(
-            FlatPass.of([Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))], cache)
-        )
+        spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
+        logits = self.forward(FlatPass.of(spans, cache, plan_attention))
         expected = stock_logits[_PROBE_CHUNK:]
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())

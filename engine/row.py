@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from engine.grammar import TokenMask
 from protos.messages import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; its law is the argmax to all purposes
@@ -15,7 +16,8 @@ class Row:
     """One row of `[R, V]` logits.
 
     Its prefix is `token_ids` and then `draft_ids`; apart, so that the K + 1 rows of a verification share one list of
-    committed tokens. Both are only read, and only until the call that takes the row returns.
+    committed tokens. Both are only read, and only until the call that takes the row returns. `mask` has the tokens that
+    a grammar allows after this prefix; None allows all.
     """
 
     sampling: SamplingParams
@@ -23,6 +25,7 @@ class Row:
     num_prompt_tokens: int
     sample_index: int = 0
     draft_ids: Seq[int] = ()
+    mask: TokenMask | None = None
 
     @property
     def position(self) -> int:

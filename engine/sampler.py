@@ -1,6 +1,6 @@
 """From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
 
-The order is penalties, logit bias, forbidden tokens, temperature, top-k, top-p, min-p. The
+The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p. The
 sampler keeps no state: what it needs of a sequence is in the row, and the noise is a function of seed and position.
 """
 
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.draft import SparseLaw
-from engine.masks import add_bias, has_banned_tokens, has_bias, mask_banned_tokens
+from engine.masks import (
+    add_bias,
+    has_banned_tokens,
+    has_bias,
+    has_mask,
+    mask_banned_tokens,
+    mask_forbidden_tokens,
+)
 from engine.noise import Purpose, gumbel, noise_keys, random_bits
 from engine.penalties import has_penalties, penalize
 from engine.row import Row
@@ -42,6 +49,7 @@ class Transform:
 TRANSFORMS = (
     Transform(has_penalties, penalize),
     Transform(has_bias, add_bias),
+    Transform(has_mask, mask_forbidden_tokens),
     Transform(has_banned_tokens, mask_banned_tokens),
     Transform(has_temperature, divide_by_temperature),
     Transform(has_top_k, keep_top_k),
@@ -87,14 +95,29 @@ class Sampler:
         Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
         they agree as often as their laws are alike (arXiv:2408.07978).
         """
+        return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
+
+    def rank(self, scores: Tensor, rows: Seq[Row], purpose: Purpose, k: int) -> list[list[int]]:
+        """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.
+
+        Noise is keyed and left out as in `pick`, whose choice leads the ranking for TARGET_GUMBEL.
+        """
+        top = self.perturb(scores, rows, purpose).topk(min(k, scores.shape[1]))
+        return [
+            [token_id for token_id, score in zip(token_ids, values, strict=True) if score > float("-inf")]
+            for token_ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+
+    def perturb(self, scores: Tensor, rows: Seq[Row], purpose: Purpose) -> Tensor:
+        """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
         noisy = [index for index, row in enumerate(rows) if not row.is_greedy]
         if not noisy:
-            return scores.argmax(dim=1)
-        noise = gumbel(row_keys([rows[i] for i in noisy], Purpose.TARGET_GUMBEL, scores.device), scores.shape[1])
+            return scores
+        noise = _noise([rows[i] for i in noisy], purpose, scores)
         if len(noisy) == len(rows):
-            return (noise + scores).argmax(dim=1)
+            return noise.add_(scores)
         index = torch.tensor(noisy, device=scores.device)
-        return scores.index_add(0, index, noise.to(scores.dtype)).argmax(dim=1)
+        return scores.index_add(0, index, noise.to(scores.dtype))
 
     def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
         """Each row's law as probabilities `[R, V]`; one-hot at the argmax if greedy, zero if no token is possible."""
@@ -120,6 +143,13 @@ class Sampler:
         bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
+
+
+def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:
+    """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
+    keys = row_keys(rows, purpose, like.device)
+    distinct, index = keys.unique(return_inverse=True)
+    return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
 
 
 def _one_hot_at_argmax(scores: Tensor) -> Tensor:

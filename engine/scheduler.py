@@ -21,15 +21,18 @@ from operator import attrgetter
 
 from engine.batch import Batch, ScheduledSequence
 from engine.block_manager import BlockManager
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, TreeConfig
 from engine.ending import Cut, chunk_of, cut_output, finish, finished_before_start
 from engine.length_limit import LengthLimit
+from engine.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
 from engine.sequence import Sequence, SequenceStatus
 from engine.verifier import Verified
 from protos.errors import RequestError
-from protos.messages import FinishReason, TokenChunk, TokenLogprobs
+from protos.messages import FinishReason, SpeculationMethod, TokenChunk, TokenLogprobs
 
 logger = logging.getLogger(__name__)
+
+_MAX_SCORED_TOKENS = 256  # of one prompt in one step: their logits are all in memory at once
 
 _by_urgency = attrgetter("urgency")
 
@@ -39,13 +42,15 @@ class Scheduler:
 
     The more urgent of two sequences has the lower priority number, then the earlier arrival. The rules:
 
-    1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts. Every last
-       token gets its slot before any draft does; K shrinks to what budget and pool leave.
+    1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
+       of a `tree`. Every last token gets its slot before any draft does; drafts shrink to what budget and pool leave.
     2. Prefill chunks fill the budget, running sequences before new ones.
     3. New sequences are admitted in order of urgency, none overtakes, while there are blocks for all their tokens and
        one to spare per running sequence. An idle pool holds whatever `add` accepts: admission cannot deadlock.
     4. When a slot is missing, blocks kept for drafts are given back first; then the least urgent running sequence is
        preempted. The most urgent one never is, so there is always progress.
+    5. `source` may bring blocks of a new sequence from elsewhere. Meanwhile it computes nothing, holds its slots and a
+       token of the budget, and is in nobody's way.
     """
 
     def __init__(
@@ -53,13 +58,17 @@ class Scheduler:
         config: SchedulerConfig,
         blocks: BlockManager,
         max_model_len: int,
+        source: PrefillSource | None = None,
+        tree: TreeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
+        self._tree = tree
         self._max_num_sequences = config.max_num_sequences
         self._max_tokens_per_step = config.max_tokens_per_step
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
         self._blocks = blocks
+        self._source = source or NoPrefillSource()
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
@@ -88,14 +97,22 @@ class Scheduler:
 
     @property
     def num_queued_prefill_tokens(self) -> int:
-        """Tokens accepted and not yet computed, cached or not; those of running prefills are included."""
-        num_waiting_tokens = sum(len(sequence.token_ids) for sequence in self._waiting)
-        return num_waiting_tokens + sum(s.num_uncomputed_tokens for s in self._running if not _is_ready(s))
+        """Tokens accepted and not yet computed, those of running prefills included. Neither those that were cached when
+        their sequence joined the queue are, nor those that are being fetched."""
+        num_waiting_tokens = sum(len(each.token_ids) - each.num_expected_tokens for each in self._waiting)
+        return num_waiting_tokens + sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
 
     @property
     def num_running_decode_tokens(self) -> int:
         """Context tokens of the sequences that decode now."""
         return sum(len(sequence.token_ids) for sequence in self._running if _is_ready(sequence))
+
+    @property
+    def prefill_load(self) -> PrefillLoad:
+        """What one more prompt would wait for here, and what would wait for it."""
+        decoding = [len(sequence.token_ids) for sequence in self._running if _is_ready(sequence)]
+        num_queued_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
+        return PrefillLoad(num_queued_tokens, len(decoding), sum(decoding))
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence into the queue; its output is limited to what the model and the pool can hold.
@@ -116,7 +133,7 @@ class Scheduler:
             self._ended.append(finish(sequence, end))
             return
         self._sequences[sequence.request_id] = sequence
-        insort(self._waiting, sequence, key=_by_urgency)
+        self._queue(sequence)
         if sequence.request.timeout_s is not None:
             deadline_s = sequence.arrival_s + sequence.request.timeout_s
             heappush(self._deadlines, (deadline_s, sequence.arrival, sequence.request_id))
@@ -136,7 +153,7 @@ class Scheduler:
         """
         self._expire()
         verifications = self._verification_shares(self._secure_ready())
-        budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_tokens for share in verifications)
+        budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_rows for share in verifications)
         return Batch((*verifications, *self._prefill_shares(budget)))
 
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
@@ -161,7 +178,8 @@ class Scheduler:
         assert {id(s) for s in [*self._running, *self._waiting]} == {id(s) for s in self._sequences.values()}
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
-        assert all(s.num_uncomputed_tokens > 0 and s.num_remaining_tokens > 0 for s in self._sequences.values())
+        assert all(s.num_uncomputed_tokens > 0 for s in self._sequences.values())
+        assert all(s.num_remaining_tokens > 0 or s.is_scoring for s in self._sequences.values())
         assert len(self._running) <= self._max_num_sequences
 
     def _expire(self) -> None:
@@ -202,21 +220,33 @@ class Scheduler:
             num_tokens = len(sequence.token_ids)
             num_slots = self._blocks.num_available_slots(sequence) - num_tokens
             num_drafts = min(sequence.num_wanted_drafts, budget, num_slots)
-            self._blocks.reserve(sequence, num_tokens + num_drafts)
-            budget -= num_drafts
-            shares.append(self._share(sequence, 1, num_drafts))
+            num_nodes = min(self._num_tree_nodes(sequence, len(ready)), budget, num_slots) if num_drafts > 0 else 0
+            num_rows = max(num_drafts, num_nodes)
+            self._blocks.reserve(sequence, num_tokens + num_rows)
+            budget -= num_rows
+            shares.append(self._share(sequence, 1, num_drafts, num_nodes))
         return shares
+
+    def _num_tree_nodes(self, sequence: Sequence, num_ready: int) -> int:
+        if self._tree is None or sequence.method is not SpeculationMethod.MODEL:
+            return 0
+        return self._tree.num_nodes_for(num_ready, sequence.verify)
 
     def _prefill_shares(self, budget: int) -> list[ScheduledSequence]:
         """Chunks without drafts: a draft model may still be reading the prompt, and the first token must not wait.
 
-        A chunk stops short of its sequence's last token only where it takes all that is left of the budget; so at most
-        one does, and it is the last.
+        A chunk stops short of its sequence's last token only where it takes all that is left of the budget (so at most
+        one does, and it is the last) or where its prompt's log-probabilities are wanted.
         """
         shares: list[ScheduledSequence] = []
         behind = self._behind()
         while budget > 0 and (sequence := next(behind, None)):
+            if sequence.is_fetching:
+                budget -= 1  # so that all that run could sample in one step
+                continue
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if sequence.is_scoring:
+                num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
             shares.append(self._share(sequence, num_tokens, 0))
             budget -= num_tokens
         return shares
@@ -227,6 +257,7 @@ class Scheduler:
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
         while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
+            self._source.offer(sequence, self.prefill_load)
             insort(self._running, sequence, key=_by_urgency)
             yield sequence
 
@@ -238,26 +269,41 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         return True
 
-    def _share(self, sequence: Sequence, num_tokens: int, max_draft_tokens: int) -> ScheduledSequence:
+    def _share(
+        self, sequence: Sequence, num_tokens: int, max_draft_tokens: int, max_tree_nodes: int = 0
+    ) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         self._blocks.publish(sequence, start + num_tokens)
-        return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens)
+        return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens, max_tree_nodes)
+
+    def _prefilling(self) -> Iterator[Sequence]:
+        """Sequences that have tokens to catch up, and do it here."""
+        return (sequence for sequence in self._running if not _is_ready(sequence) and not sequence.is_fetching)
+
+    def _stop_fetching(self, sequence: Sequence) -> None:
+        if sequence.is_fetching:
+            self._source.withdraw(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.num_expected_tokens = self._blocks.num_cached_tokens(sequence)
+        insort(self._waiting, sequence, key=_by_urgency)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue: its committed tokens are its whole state. What it computed stays cached while it can."""
+        self._stop_fetching(sequence)
         logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
         self._blocks.publish(sequence, sequence.num_computed_tokens)
         self._blocks.release(sequence)
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence, key=_by_urgency)
+        self._queue(sequence)
         self.num_preemptions += 1
 
     def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: Verified) -> TokenChunk:
         cut = cut_output(sequence, outcome.token_ids)
         num_accepted = min(outcome.num_accepted, len(cut.token_ids))
         sequence.record_pass(num_proposed, num_accepted)
-        sequence.token_ids += cut.token_ids
+        sequence.append(cut.token_ids)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
         logprobs = outcome.logprobs[: len(cut.token_ids)]
         if cut.finish_reason is None:
@@ -267,6 +313,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
         """Drop the sequence; what it computed of committed tokens stays in the prefix cache."""
         if sequence.status is SequenceStatus.RUNNING:
+            self._stop_fetching(sequence)
             self._blocks.publish(sequence, sequence.num_computed_tokens)
             self._blocks.release(sequence)
             self._running.remove(sequence)
@@ -278,4 +325,4 @@ class Scheduler:
 
 def _is_ready(sequence: Sequence) -> bool:
     """It has caught up with its tokens, so its next pass samples."""
-    return sequence.num_uncomputed_tokens == 1
+    return sequence.num_uncomputed_tokens == 1 and not sequence.is_fetching

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
+from engine.grammar import GrammarMatcher
 from protos.block_keys import BlockKey
-from protos.messages import FinishReason, GenerateRequest, SpeculationStats, VerifyMode
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    SpeculationMethod,
+    SpeculationStats,
+    TokenLogprobs,
+    VerifyMode,
+)
 
 
 class SequenceStatus(Enum):
@@ -21,16 +30,27 @@ class Sequence:
 
     Invariants between steps: `token_ids` are committed (prompt, then output) and only ever grow; the KV of
     `token_ids[:num_computed_tokens]` is in the blocks of `block_table`; `num_computed_tokens < len(token_ids)`, because
-    the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`.
+    the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`. A
+    `matcher` has read the output of `token_ids`, and nothing else.
     """
 
     def __init__(
-        self, request: GenerateRequest, *, num_draft_tokens: int, verify: VerifyMode, arrival_s: float
+        self,
+        request: GenerateRequest,
+        *,
+        num_draft_tokens: int,
+        verify: VerifyMode,
+        arrival_s: float,
+        method: SpeculationMethod = SpeculationMethod.NONE,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self.request = request
         self.sampling = request.sampling
         self.verify = verify
-        self.num_draft_tokens = num_draft_tokens  # K this request wants; 0 is plain decoding
+        self.method = method
+        self.matcher = matcher  # None where any text will do
+        self.num_draft_tokens = num_draft_tokens  # K this request may have; 0 is plain decoding
+        self.draft_allowance = num_draft_tokens  # K of its next pass, never more
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
@@ -39,11 +59,14 @@ class Sequence:
         self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.num_computed_tokens = 0
+        self.is_fetching = False  # blocks are on their way from elsewhere; it computes nothing until they are here
+        self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
         self.block_table: list[int] = []
         self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
         self.num_named_blocks = 0  # leading blocks of `block_table` that the prefix cache knows by these keys
         self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if they are wanted
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []
@@ -67,6 +90,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_scoring(self) -> bool:
+        """Log-probabilities of its prompt are wanted and not complete: every row of the prompt must be computed."""
+        is_wanted = self.sampling.num_prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Tokens the request may still generate."""
         return self.max_output_tokens - self.num_output_tokens
@@ -74,7 +103,13 @@ class Sequence:
     @property
     def num_wanted_drafts(self) -> int:
         """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
-        return max(0, min(self.num_draft_tokens, self.num_remaining_tokens - 1))
+        return max(0, min(self.draft_allowance, self.num_remaining_tokens - 1))
+
+    def append(self, token_ids: Seq[int]) -> None:
+        """Commit tokens: they are output from now on, and the grammar goes on behind them."""
+        self.token_ids += token_ids
+        if self.matcher is not None:
+            self.matcher.read(token_ids)
 
     def record_pass(self, num_proposed: int, num_accepted: int) -> None:
         """Count one verification pass; a pass without drafts is plain decoding and is not counted."""

@@ -5,22 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from engine.draft import depths
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive tokens of one sequence, computed in one pass.
 
-    The tokens stand at positions [start, start + len(token_ids)). The KV of positions [0, start) is already in the
-    blocks of `block_table`, or is written there by another span of the same pass; this span's KV goes to the slots of
-    its own positions, which the table covers too. The last `num_logits` tokens yield a row of logits each.
+    The tokens lie at places [start, start + len(token_ids)), whose slots the table covers. The KV of places [0, start)
+    is already in the blocks of `block_table`, or is written there by another span of the same pass. The last
+    `num_logits` tokens yield a row of logits each.
+
+    A place is a position, but in a tree: `parents` are those of the tokens at the last `len(parents)` places of the
+    span, as in `engine.draft.Draft`. Such a token sees its ancestors, and all that lies before the tree; its position
+    is its depth after that. The tree may begin before the span does.
     """
 
     token_ids: Seq[int]  # at least one
     start: int
-    block_table: Seq[int]  # block of position i: block_table[i // P]; may be longer than needed
+    block_table: Seq[int]  # block of place i: block_table[i // P]; may be longer than needed
     num_logits: int
+    parents: Seq[int] = ()
 
     @property
     def end(self) -> int:
-        """First position after the span: the number of tokens the span's last token attends to."""
+        """First place after the span: the number of tokens the last token of a chain attends to."""
         return self.start + len(self.token_ids)
+
+    @property
+    def tree_start(self) -> int:
+        """Place of the tree's first node; the end where there is no tree."""
+        return self.end - len(self.parents)
+
+    @property
+    def positions(self) -> Seq[int]:
+        """Position of each token."""
+        if not self.parents:
+            return range(self.start, self.end)
+        first = self.tree_start
+        placed = [*range(self.start, first), *(first + depth - 1 for depth in depths(self.parents))]
+        return placed[-len(self.token_ids) :]
+
+    @property
+    def num_positions(self) -> int:
+        """One more than the largest position."""
+        return max(self.positions) + 1 if self.parents else self.end
+
+    def first_key(self, window: int | None) -> int:
+        """The first place that any of the tokens may see, if each sees `window` positions, its own included."""
+        if window is None:
+            return 0
+        first_position = min(self.positions) if self.parents else self.start
+        return max(0, min(first_position - window + 1, self.tree_start))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class StepTimes:
     """Seconds of one step, or of `num_steps` steps together, by part; everything but `forward_s` is overhead."""
 
+    receive_s: float = 0.0  # storing KV blocks that were computed elsewhere
     schedule_s: float = 0.0
     draft_s: float = 0.0  # asking the proposer and telling it the outcome
     forward_s: float = 0.0
@@ -19,10 +20,11 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        return self.schedule_s + self.draft_s + self.forward_s + self.sample_s + self.commit_s
+        return self.receive_s + self.schedule_s + self.draft_s + self.forward_s + self.sample_s + self.commit_s
 
     def __add__(self, other: StepTimes) -> StepTimes:
         return StepTimes(
+            self.receive_s + other.receive_s,
             self.schedule_s + other.schedule_s,
             self.draft_s + other.draft_s,
             self.forward_s + other.forward_s,
@@ -34,6 +36,7 @@ class StepTimes:
     def __sub__(self, other: StepTimes) -> StepTimes:
         """The steps since `other`, an earlier total."""
         return StepTimes(
+            self.receive_s - other.receive_s,
             self.schedule_s - other.schedule_s,
             self.draft_s - other.draft_s,
             self.forward_s - other.forward_s,

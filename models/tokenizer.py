@@ -15,9 +15,25 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", END_OF_TURN)
 MAX_CONTEXT_TOKENS = 8192
+# Tools and their calls are written as Hermes models write them; a tool's answer is a user's turn, as in Qwen.
 CHAT_TEMPLATE = (
+    "{% if tools %}<|system|>"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n{% endif %}"
+    "You may call one or more of these functions to answer the user:\n<tools>\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "</tools>\nFor each call write a JSON object with its name and arguments between these tags:\n"
+    '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|end|>'
+    "{% endif %}"
     "{% for message in messages %}"
-    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% if message['role'] == 'tool' %}"
+    "<|user|><tool_response>\n{{ message['content'] }}\n</tool_response><|end|>"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '\n<tool_call>\n{"name": {{ call["function"]["name"] | tojson }}, '
+    '"arguments": {{ call["function"]["arguments"] | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

@@ -7,12 +7,14 @@ blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 BlockKey = bytes  # 16 bytes
 
 _DIGEST_BYTES = 16
+
+PROBE_SALT = "outrider"
 
 
 def root_key(model_version: str, salt: str = "") -> BlockKey:
@@ -33,3 +35,18 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
         parent = child_key(parent, token_ids[start : start + block_size])
         keys.append(parent)
     return keys
+
+
+def probe_token_ids(block_size: int) -> tuple[int, ...]:
+    """Two blocks of a fixed text: whoever names the second alike, under `PROBE_SALT`, names all blocks alike."""
+    return tuple(range(7, 7 + 2 * block_size))
+
+
+def join_keys(keys: Iterable[BlockKey]) -> bytes:
+    """Keys one after the other: what processes send, one object instead of thousands."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes) -> tuple[BlockKey, ...]:
+    """The inverse of `join_keys`."""
+    return tuple(joined[start : start + _DIGEST_BYTES] for start in range(0, len(joined), _DIGEST_BYTES))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from google.protobuf.message import Message
+
 from protos import outrider_pb2 as pb2
 from protos.messages import SpeculationStats, TokenLogprobs
 
@@ -23,8 +25,10 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
 
 
 def _plain(name: str, value: object) -> object:
-    if isinstance(value, pb2.Speculation):
-        return {descriptor.name: item for descriptor, item in value.ListFields()}
+    if isinstance(value, Message):
+        return {descriptor.name: _plain(descriptor.name, item) for descriptor, item in value.ListFields()}
+    if name == "prediction":
+        return {"type": "content", "content": value}
     if name == "logit_bias":
         assert hasattr(value, "items")
         return {str(token_id): bias for token_id, bias in value.items()}

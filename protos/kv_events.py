@@ -9,13 +9,9 @@ from protos.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Full blocks that are now reusable.
-
-    `parent` is the key before the first of them (a root key at a sequence's start).
-    """
+    """Full blocks that are now reusable."""
 
     keys: tuple[BlockKey, ...]
-    parent: BlockKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from itertools import zip_longest
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's.
 
-    Two more never reach a client as such: `abort` is a sequence that its client or its pair gave up, `timeout` one
-    whose own time-out passed (the faces report a `DeadlineExceededError`).
+    `tool_calls` is given by the ingress, which reads the text. Two more never reach a client as such: `abort` is a
+    sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the faces report a
+    `DeadlineExceededError`).
     """
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     ABORT = "abort"
     TIMEOUT = "timeout"
 
@@ -30,6 +32,34 @@ class VerifyMode(StrEnum):
     COUPLED = "coupled"
     REJECTION = "rejection"
     BLOCK = "block"
+
+
+class SpeculationMethod(StrEnum):
+    """Who guesses what comes next; a deployment offers some of them (`ModelCard.speculation_methods`)."""
+
+    MODEL = "model"  # the deployment's draft model
+    SUFFIX = "suffix"  # what followed the same words before, in this request or in finished ones of its cache_salt
+    NGRAM = "ngram"  # what followed the last few tokens of this request when they occurred last
+    HYBRID = "hybrid"  # pass by pass, the suffix or the model, whichever is expected to yield more
+    NONE = "none"  # plain decoding
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written: a JSON schema, a regular expression, a JSON list of texts, or Lark or GBNF rules."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output must match; `param` is the request field that says so, for errors."""
+
+    kind: GrammarKind
+    source: str
+    param: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,8 @@ class SamplingParams:
     min_tokens: int = 0  # stop tokens are masked before this many generated tokens
     max_tokens: int = 16
     num_logprobs: int | None = None  # None: no logprobs; n: the token's own and the n largest
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; the prompt is then computed whole
+    grammar: Grammar | None = None  # tokens that cannot continue a text of this grammar are impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +95,7 @@ class SpeculationParams:
     enabled: bool = True
     num_tokens: int | None = None
     verify: VerifyMode | None = None
+    method: SpeculationMethod | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +115,8 @@ class GenerateRequest:
     timeout_s: float | None = None  # from arrival at the pair
     cache_salt: str = ""
     output_token_ids: tuple[int, ...] = ()
+    prediction_token_ids: tuple[int, ...] = ()  # what the client expects the output to be; a draft, and nothing else
+    session_id: str = ""  # requests of one conversation share it; among equal pairs the router stays with the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +173,7 @@ class TokenChunk:
     stop_token_id: int | None = None  # the stop token that ended the sequence; it is also the last of token_ids
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     speculation: SpeculationStats | None = None  # the sums so far
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt from its second token on; in the first chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +185,7 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     model_version: str  # names the weights; part of every block key
     block_size: int  # tokens per KV block
+    probe_key: bytes = b""  # the engine's name of the last block of `protos.block_keys.probe_token_ids`
     max_draft_tokens: int = 0  # the most a request may ask for in `SpeculationParams.num_tokens`
+    speculation_methods: tuple[SpeculationMethod, ...] = ()  # what a request may ask for, the default first
+    verify: VerifyMode = VerifyMode.COUPLED  # of a request that does not say

@@ -21,6 +21,7 @@ from router.openai_responses import (
     ResponseMetrics,
     TextChoice,
     TextCompletion,
+    chat_delta,
     chat_logprobs,
     chat_message,
     completion_logprobs,
@@ -28,7 +29,7 @@ from router.openai_responses import (
 )
 from router.tokenizer import Tokenizer
 
-OpenAIFinishReason = Literal["stop", "length"]
+OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class AnswerFormat(Protocol):
@@ -97,7 +98,7 @@ class _Format:
     def _has_news(self, delta: Delta) -> bool:
         """Whether the client sees anything of this delta."""
         has_tokens = bool(delta.token_ids) and (bool(delta.logprobs) or bool(self._fields.return_token_ids))
-        return bool(delta.text) or has_tokens or delta.finish_reason is not None
+        return bool(delta.text) or bool(delta.tool_calls) or has_tokens or delta.finish_reason is not None
 
 
 class CompletionFormat(_Format):
@@ -120,7 +121,7 @@ class CompletionFormat(_Format):
         return TextChoice(
             index=delta.index,
             text=delta.text,
-            finish_reason=_openai_reason(delta.finish_reason),
+            finish_reason=cast(Literal["stop", "length"] | None, _openai_reason(delta.finish_reason)),
             logprobs=completion_logprobs(delta, self._tokenizer),
             **self._token_ids(delta),
         )
@@ -149,7 +150,7 @@ class ChatFormat(_Format):
         if self._has_news(delta):
             yield self._chunk(
                 delta.index,
-                ChoiceDelta(content=delta.text) if delta.text else ChoiceDelta(),
+                chat_delta(delta),
                 self._chunk_accounts(delta),
                 finish_reason=_openai_reason(delta.finish_reason),
                 logprobs=self._chunk_logprobs(delta),
@@ -178,7 +179,7 @@ class ChatFormat(_Format):
         assert reason is not None
         return ChatChoice(
             index=delta.index,
-            message=chat_message(delta.text),
+            message=chat_message(delta),
             finish_reason=reason,
             logprobs=None if content is None else chat_completion.ChoiceLogprobs(content=content, refusal=None),
             **self._token_ids(delta),

@@ -30,6 +30,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:

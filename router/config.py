@@ -21,6 +21,7 @@ class IngressLimits:
 class IngressConfig:
     """Everything an ingress replica needs to know.
 
+    `tool_format` is how the model writes tool calls: hermes, llama, or auto for what its chat template shows.
     `model_path` is the folder or Hub id whose tokenizer is used, the target's. `api_keys_file` holds one key per
     line; None serves anybody.
     """
@@ -28,4 +29,18 @@ class IngressConfig:
     model_id: str
     model_path: str
     api_keys_file: str | None = None
+    tool_format: str = "auto"
     limits: IngressLimits = field(default_factory=IngressLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How the ingress chooses a pair; equal in every process of an application.
+
+    An index that does not answer within `index_timeout_s` is passed over, and the request goes by load.
+    """
+
+    block_size: int
+    policy: str = "prefix"
+    others_weight: float = 1.5
+    index_timeout_s: float = 0.05

@@ -9,6 +9,16 @@ from protos.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What one tool call gained; its first delta has its id and its name."""
+
+    index: int  # among the calls of its choice
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one choice and the tokens that became final with it.
 
@@ -22,6 +32,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # one per token if asked for; None for an echoed prompt token
     text_offsets: tuple[int, ...] = ()  # where each token's text begins, in characters; with logprobs only
     finish_reason: FinishReason | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -35,4 +46,5 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
         text_offsets=tuple(offset for delta in deltas for offset in delta.text_offsets),
         finish_reason=deltas[-1].finish_reason,
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
     )

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from protos.errors import ContextLengthError, RequestError
-from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams
+from protos.messages import (
+    GenerateRequest,
+    Grammar,
+    ModelCard,
+    SamplingParams,
+    SpeculationMethod,
+    SpeculationParams,
+    VerifyMode,
+)
 from router.config import IngressLimits
 from router.generation_fields import GenerationFields, SpeculationFields
 from router.tokenizer import Tokenizer
@@ -34,6 +42,9 @@ class GenerateParams:
     is_chat: bool = False
     num_logprobs: int | None = None
     does_echo: bool = False
+    grammar: Grammar | None = None
+    tool_names: frozenset[str] = frozenset()  # tools whose calls are looked for in the answer
+    prediction_token_ids: tuple[int, ...] = ()
 
     @property
     def num_choices_per_prompt(self) -> int:
@@ -58,6 +69,8 @@ def generate_requests(
             f"one request may have {limits.max_choices}.",
             param="n",
         )
+    if params.fields.prediction is not None:
+        check_prediction(params, card)
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
     for prompt in params.prompts:
@@ -79,6 +92,8 @@ def _request(
         priority=params.fields.priority or 0,
         timeout_s=params.fields.timeout_s,
         cache_salt=params.fields.cache_salt or "",
+        prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
+        session_id=params.fields.prompt_cache_key or params.fields.user or "",
     )
 
 
@@ -108,6 +123,8 @@ def _sampling(
         min_tokens=min_tokens,
         max_tokens=max_tokens,
         num_logprobs=params.num_logprobs,
+        grammar=params.grammar,
+        num_prompt_logprobs=params.num_logprobs if params.does_echo else None,
     )
 
 
@@ -186,4 +203,38 @@ def _speculation(wishes: SpeculationFields | None, card: ModelCard) -> Speculati
             param="speculation.num_tokens",
         )
     is_enabled = True if wishes.enabled is None else wishes.enabled
-    return SpeculationParams(enabled=is_enabled, num_tokens=wishes.num_tokens, verify=wishes.verify)
+    return SpeculationParams(is_enabled, wishes.num_tokens, wishes.verify, _method(wishes.method, card))
+
+
+def check_prediction(params: GenerateParams, card: ModelCard) -> None:
+    """Raises `RequestError` where a prediction could not be used, or could not be used exactly."""
+    fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
+    if len(params.prompts) > 1:
+        raise RequestError(
+            f"prediction is for one prompt, and prompt holds {len(params.prompts)}; send them one by one.",
+            param="prediction",
+        )
+    is_off = wishes.enabled is False or wishes.num_tokens == 0 or wishes.method == SpeculationMethod.NONE
+    if is_off or card.max_draft_tokens == 0:
+        where = "this request" if is_off else "this deployment"
+        raise RequestError(
+            f"prediction is a draft, and {where} drafts nothing (speculation); leave one of them out.",
+            param="prediction",
+        )
+    is_sampled = _default(fields.temperature, 1.0) > 0
+    verify = wishes.verify or card.verify
+    if fields.seed is not None and is_sampled and verify is not VerifyMode.COUPLED:
+        raise RequestError(
+            f"prediction and seed together would bias a sampled output under {verify} verification, since the text may "
+            "come from that very seed; leave the seed out or set speculation.verify to coupled.",
+            param="prediction",
+        )
+
+
+def _method(name: str | None, card: ModelCard) -> SpeculationMethod | None:
+    offered = card.speculation_methods or (SpeculationMethod.NONE,)
+    if name is not None and name not in offered:
+        raise RequestError(
+            f"speculation.method is {name!r}; this deployment offers {', '.join(offered)}.", param="speculation.method"
+        )
+    return None if name is None else SpeculationMethod(name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
-from protos.messages import GenerateRequest
+from protos.messages import GenerateRequest, TokenChunk
 from router.backend import Backend
 from router.choice_text import ChoiceText
 from router.delta import Delta, join_deltas
@@ -16,6 +17,8 @@ from router.generate_params import GenerateParams
 from router.generation_fields import GenerationFields
 from router.metrics import IngressMetrics
 from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCallParser
+from router.tool_format import ToolFormat
 from router.usage import Usage, UsageMeter
 
 
@@ -31,6 +34,7 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         model_version: str,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self.params = params
         self.model_version = model_version
@@ -39,6 +43,7 @@ class Generation:
         self._backend = backend
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._tool_format = tool_format
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
 
     @property
@@ -83,6 +88,7 @@ class Generation:
             skip_special_tokens=self.fields.skip_special_tokens is not False,
             num_echoed_characters=len(echo.text) if echo else 0,
         )
+        calls = self._tool_calls()
         clock = self._metrics.token_clock()
         async with aclosing(self._backend.generate(request)) as batches:
             async for batch in batches:
@@ -91,13 +97,22 @@ class Generation:
                     continue
                 self._meter.record(index, gained, batch)
                 clock.tick(sum(len(delta.token_ids) for delta in gained))
-                yield join_deltas([echo, *gained] if echo else gained)
-                echo = None
+                if echo is not None:
+                    gained.insert(0, _with_logprobs(echo, batch[0]))
+                    echo = None
+                delta = join_deltas(gained)
+                yield delta if calls is None else calls.read(delta)
                 if text.is_finished:
                     return
 
+    def _tool_calls(self) -> ToolCallParser | None:
+        """Where the model may call tools, what finds its calls in the text."""
+        if self._tool_format is None or not self.params.tool_names:
+            return None
+        return ToolCallParser(self._tool_format, self.params.tool_names)
+
     def _echo(self, index: int, request: GenerateRequest) -> Delta:
-        """The prompt, as the beginning of the answer. The log-probabilities of its tokens are not known."""
+        """The prompt, as the beginning of the answer."""
         detokenizer = make_detokenizer(self._tokenizer, (), skip_special_tokens=True)
         offsets, pieces = [], [""]
         num_characters = 0
@@ -111,6 +126,11 @@ class Generation:
             index=index,
             text=prompt.text or decoded,
             token_ids=request.prompt_token_ids,
-            logprobs=(None,) * len(offsets) if self.params.num_logprobs is not None else (),
             text_offsets=tuple(offsets) if self.params.num_logprobs is not None else (),
         )
+
+
+def _with_logprobs(echo: Delta, first_chunk: TokenChunk) -> Delta:
+    """The echo with what the first chunk says of its tokens; the very first has no prediction."""
+    logprobs = (None, *first_chunk.prompt_logprobs) if echo.text_offsets else ()
+    return replace(echo, logprobs=logprobs)

@@ -7,12 +7,14 @@ fields are refused, and so are parameters whose meaning is not served here, unle
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
 from protos.messages import VerifyMode
+from router.body import Body
+from router.structured_output import Constraints
 
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -22,6 +24,7 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
+TokenCountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
 
 # Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
@@ -30,20 +33,10 @@ _NOT_SERVED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-
-
-class Body(BaseModel):
-    """Base of all bodies: JSON types are taken as they are, numbers must be finite, unknown names are refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Body):
@@ -59,13 +52,32 @@ class SpeculationFields(Body):
     enabled: bool | None = None
     num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     verify: Annotated[VerifyMode, Field(strict=False)] | None = None
+    method: str | None = None  # one of those the deployment offers
+
+
+class PredictionPart(Body):
+    """A part of a prediction's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictionFields(Body):
+    """`prediction`: a text that the output will mostly repeat; it is drafted from and changes no token."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class GenerationFields(Body):
+class GenerationFields(Constraints):
     """What both endpoints accept. A field that is null or left out takes the default of OpenAI's API."""
 
     model: str
@@ -94,21 +106,20 @@ class GenerationFields(Body):
     priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     speculation: SpeculationFields | None = None
+    prediction: PredictionFields | None = None
+
+    # Name a conversation for the router, the first of them that is set; neither changes the answer.
+    prompt_cache_key: str | None = None
+    user: str | None = None
 
     # Accepted, because they change nothing in the answer.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
     # Refused unless they ask for nothing (`_NOT_SERVED`).
-    response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
 

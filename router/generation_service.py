@@ -14,10 +14,12 @@ from router.backend import Backend
 from router.config import IngressConfig
 from router.generate_params import GenerateParams, Prompt, generate_requests
 from router.generation import Generation
+from router.generation_fields import GenerationFields
 from router.metrics import IngressMetrics
 from router.migration import MigratingBackend
 from router.openai_requests import ChatCompletionRequest, ChatMessageFields, CompletionRequest
 from router.tokenizer_files import TokenizerFiles
+from router.tool_format import ToolFormat, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class GenerationService:
         self.metrics = metrics
         self.backend = MigratingBackend(backend, config.limits)
         self.created_s = int(time.time())
+        self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
 
@@ -87,6 +90,8 @@ class GenerationService:
                 max_tokens=body.max_tokens,
                 num_logprobs=body.logprobs,
                 does_echo=bool(body.echo),
+                grammar=body.grammar,
+                prediction_token_ids=await self._prediction(body),
             )
         )
 
@@ -96,6 +101,11 @@ class GenerationService:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
+        use = body.tool_use
+        grammar = body.grammar
+        if use is not None:
+            variables["tools"] = use.for_template
+            grammar = self._tool_format().grammar(use, body.grammar)
         token_ids = await self.encode_chat(
             body.messages, add_generation_prompt=body.add_generation_prompt is not False, variables=variables
         )
@@ -107,8 +117,19 @@ class GenerationService:
                 max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
                 is_chat=True,
                 num_logprobs=body.num_logprobs,
+                grammar=grammar,
+                tool_names=frozenset(function.name for function in use.callable_) if use else frozenset(),
+                prediction_token_ids=await self._prediction(body),
             )
         )
+
+    def _tool_format(self) -> ToolFormat:
+        """How the model writes calls. Raises `RequestError` if its template knows no tools."""
+        if self._format is None:
+            raise RequestError(
+                f"The chat template of {self.config.model_id!r} knows no tools; leave tools out.", param="tools"
+            )
+        return self._format
 
     async def encode_chat(
         self,
@@ -135,6 +156,12 @@ class GenerationService:
             return Prompt(tuple(await self.files.tokenizer.encode_async(prompt)), prompt)
         return Prompt(tuple(prompt))
 
+    async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
+        """The predicted output in tokens, as the model would write it."""
+        if body.prediction is None:
+            return ()
+        return tuple(await self.files.tokenizer.encode_async(body.prediction.text, add_special_tokens=False))
+
     async def _start(self, params: GenerateParams) -> Generation:
         card = await self.card()
         requests = generate_requests(params, card, self.files.tokenizer, self.config.limits)
@@ -143,6 +170,7 @@ class GenerationService:
             requests,
             backend=self.backend,
             tokenizer=self.files.tokenizer,
+            tool_format=self._format,
             metrics=self.metrics,
             model_version=card.model_version,
         )

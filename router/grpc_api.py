@@ -228,8 +228,8 @@ def _usage(usage: Usage) -> pb2.Usage:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
     )
+    message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
+    message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
     if usage.speculation is not None:
-        message.accepted_prediction_tokens = usage.speculation.num_accepted_tokens
-        message.rejected_prediction_tokens = usage.speculation.num_draft_tokens - usage.speculation.num_accepted_tokens
         message.speculative_decoding.CopyFrom(convert.speculation_message(usage.speculation))
     return message

@@ -18,6 +18,7 @@ from router.generation_service import GenerationService
 from router.grpc_api import GrpcApi
 from router.metrics import IngressMetrics
 from router.openai_api import build_app
+from router.request_routing import RequestRouting
 from router.serve_backend import ServeBackend
 from router.tokenizer_files import load_tokenizer_files
 
@@ -30,13 +31,16 @@ GRPC_SERVICER_FUNCTIONS = (
 @serve.deployment(name="Ingress")
 @serve.ingress()
 class Ingress:
-    """One ingress replica. Serve calls the ASGI app for HTTP, and for gRPC the method named like the call."""
+    """One ingress replica. Serve calls the ASGI app for HTTP, and for gRPC the method named like the call.
 
-    def __init__(self, pair: DeploymentHandle, config: IngressConfig) -> None:
+    `prefill` is here for its metrics alone: the pairs call it.
+    """
+
+    def __init__(self, pair: DeploymentHandle, config: IngressConfig, prefill: DeploymentHandle | None = None) -> None:
         self._api_keys = ApiKeys.from_file(config.api_keys_file)
-        self._service = GenerationService(
-            ServeBackend(pair), load_tokenizer_files(config.model_path), config, IngressMetrics()
-        )
+        metrics = IngressMetrics()
+        backend = ServeBackend(pair, RequestRouting(metrics.router), prefill)
+        self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
         self._grpc = GrpcApi(self._service, self._api_keys)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

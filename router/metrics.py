@@ -6,6 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from router.router_metrics import RouterMetrics
+
 _FIRST_TOKEN_BUCKETS_S = (
     0.005,
     0.01,
@@ -53,6 +55,7 @@ class IngressMetrics:
             ("face", "operation", "status"),
             registry=self._registry,
         )
+        self.router = RouterMetrics(self._registry)
 
     def count_request(self, face: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""

@@ -101,7 +101,10 @@ class _Journey:
                 raise DeadlineExceededError(
                     f"timeout_s, {self._request.timeout_s}, passed before the answer was complete."
                 )
-        return replace(self._request, output_token_ids=tuple(self.committed), timeout_s=timeout_s)
+        sampling = self._request.sampling
+        if self.committed:  # the first chunk has come, and with it what was wanted of the prompt
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        return replace(self._request, output_token_ids=tuple(self.committed), timeout_s=timeout_s, sampling=sampling)
 
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
         """Seconds until the next attempt. Raises `error` if there is to be none."""

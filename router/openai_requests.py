@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
-from router.generation_fields import Body, GenerationFields, TokenCount
+from protos.messages import Grammar, GrammarKind
+from router.body import Body
+from router.generation_fields import GenerationFields, TokenCount, TokenCountOrZero
+from router.tools import Tool, ToolUse, tool_use
 
 _MAX_LOGPROBS = 20
 
@@ -43,11 +47,20 @@ class CompletionRequest(GenerationFields):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_check_prompt)]
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenCountOrZero | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: Any = None
+
+    @model_validator(mode="after")
+    def _only_an_echo_has_no_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(
+                "max_tokens is 0; it must be at least 1, or 0 with echo, which reads the prompt alone.",
+                param="max_tokens",
+            )
+        return self
 
     @model_validator(mode="after")
     def _refuse_best_of(self) -> CompletionRequest:
@@ -95,11 +108,25 @@ class ChatMessageFields(Body):
         return self
 
     def for_template(self) -> dict[str, object]:
-        """The message as chat templates expect it."""
+        """The message as chat templates expect it: the arguments of calls are objects there, not JSON texts."""
         fields = self.model_dump(exclude_none=True)
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.role == "developer":
             fields["role"] = "system"
         return fields
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError("a message's tool call has no function with a name.", param="messages")
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise RequestError(f"the arguments of a message's tool call are not JSON: {error}.", param="messages") from None
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -113,11 +140,13 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
-    prediction: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -127,11 +156,33 @@ class ChatCompletionRequest(GenerationFields):
             raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        if self.tool_use is not None and self.grammar is not None:
+            _check_tools_and_grammar(self.tool_use, self.grammar)
         return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools the model may call, None if it may call none."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+
+def _check_tools_and_grammar(use: ToolUse, grammar: Grammar) -> None:
+    """An answer in JSON may be chosen instead of a call; anything else beside calls is a contradiction."""
+    if use.is_required:
+        raise RequestError(
+            f"tool_choice requires a call, and {grammar.param} asks for another output; send one of them.",
+            param=grammar.param,
+        )
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise RequestError(
+            f"{grammar.param} cannot be combined with tools; constrain the answer by a JSON schema, "
+            "or send tool_choice 'none'.",
+            param=grammar.param,
+        )
 
 
 class TokenizeRequest(Body):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageToolCallUnion,
     ChatCompletionTokenLogprob,
     chat_completion,
     chat_completion_chunk,
 )
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 
 from protos.messages import SpeculationStats, TokenLogprobs
-from router.delta import Delta
+from router.delta import Delta, ToolCallDelta
 from router.tokenizer import Tokenizer
 from router.usage import Usage
 
@@ -108,16 +113,15 @@ class ChatChunk(ChatCompletionChunk):
 
 
 def usage_object(usage: Usage) -> CompletionUsage:
-    """`usage`: accepted and rejected drafts are reported where OpenAI reports predictions."""
-    stats = usage.speculation or SpeculationStats()
+    """`usage`: without a prediction, accepted and rejected drafts are reported where OpenAI reports predictions."""
     return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
         completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=stats.num_accepted_tokens,
-            rejected_prediction_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,
+            accepted_prediction_tokens=usage.prediction_tokens.accepted_tokens,
+            rejected_prediction_tokens=usage.prediction_tokens.rejected_tokens,
         ),
     )
 
@@ -157,9 +161,44 @@ def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> list[ChatCompletionToke
     ]
 
 
-def chat_message(text: str) -> ChatCompletionMessage:
-    """The assistant's message."""
-    return ChatCompletionMessage(role="assistant", content=text, refusal=None)
+def chat_message(delta: Delta) -> ChatCompletionMessage:
+    """The assistant's message; one that is all tool calls has no content."""
+    if not delta.tool_calls:
+        return ChatCompletionMessage(role="assistant", content=delta.text, refusal=None)
+    return ChatCompletionMessage(
+        role="assistant", content=delta.text or None, refusal=None, tool_calls=_whole_calls(delta.tool_calls)
+    )
+
+
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageToolCallUnion]:
+    """Each call's first delta names it, and all of them together hold its arguments."""
+    return [
+        ChatCompletionMessageFunctionToolCall(
+            id=first.id,
+            type="function",
+            function=Function(
+                name=first.name or "",
+                arguments="".join(delta.arguments for delta in deltas if delta.index == first.index),
+            ),
+        )
+        for first in deltas
+        if first.id is not None
+    ]
+
+
+def chat_delta(delta: Delta) -> ChoiceDelta:
+    """What a streamed message gained."""
+    gained: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.tool_calls:
+        gained["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return ChoiceDelta(**gained)
+
+
+def _call_delta(call: ToolCallDelta) -> ChoiceDeltaToolCall:
+    if call.id is None:
+        return ChoiceDeltaToolCall(index=call.index, function=ChoiceDeltaToolCallFunction(arguments=call.arguments))
+    function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)
 
 
 def _top_by_text(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:

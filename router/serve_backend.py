@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from contextvars import Context
 from typing import cast
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,56 +15,88 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from protos.errors import EngineError, OverloadedError, ServingError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from router.request_routing import RequestRouting
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
 _END_OF_STREAM_TIMEOUT_S = 1.0
+_PREFILL_METRICS_TIMEOUT_S = 2.0
 
 
 class ServeBackend:
     """`router.backend.Backend` over the handle of the pair deployment.
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
-    ModelCard` and `metrics_text() -> str`.
+    ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too, and is asked for nothing else here.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, routing: RequestRouting, prefill: DeploymentHandle | None = None
+    ) -> None:
         self._handle = handle
+        self._prefill = prefill
+        self._routing = routing
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """One sequence's chunks; the pair's generator is cancelled when this one is closed early."""
-        stream = cast(DeploymentResponseGenerator, self._generate.remote(request))
-        is_finished = False
+        call = self._routing.open(request)
+        # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
+        # id Serve's router serves only the first.
+        stream = cast(DeploymentResponseGenerator, Context().run(self._generate.remote, call))
+        is_accepted = is_finished = False
         try:
             async for item in stream:
                 batch = [item] if isinstance(item, TokenChunk) else item
+                if not is_accepted:
+                    is_accepted = True
+                    self._routing.accepted(call, batch[0])
                 is_finished = any(chunk.finish_reason is not None for chunk in batch)
                 yield batch
         except (Exception, asyncio.CancelledError) as error:
             raise _in_our_words(error) from error
         finally:
+            if not is_accepted:
+                self._routing.refused(call)
             await _end(stream, is_finished)
 
     async def describe(self) -> ModelCard:
         """The card of whichever pair Serve picks; all say the same."""
         try:
-            return await self._describe.remote()
+            card: ModelCard = await self._describe.remote()
         except (Exception, asyncio.CancelledError) as error:
             raise _in_our_words(error) from error
+        self._routing.learn(card)
+        return card
 
     async def metrics_texts(self) -> Sequence[str]:
-        """The metrics of all replicas that answer."""
+        """The metrics of all replicas that answer, pairs first."""
         try:
-            results = await self._handle.broadcast("metrics_text").results_async(return_exceptions=True)
+            results = await _metrics_of(self._handle)
         except (Exception, asyncio.CancelledError) as error:
             raise _in_our_words(error) from error
+        results += await self._prefill_metrics()
         for result in results:
             if isinstance(result, BaseException):
-                logger.warning("a pair did not send its metrics: %s", result)
+                logger.warning("a replica did not send its metrics: %s", result)
         return [result for result in results if isinstance(result, str)]
+
+    async def _prefill_metrics(self) -> list[str | BaseException]:
+        """Those of prefill replicas: their absence must not cost the pairs' metrics."""
+        if self._prefill is None:
+            return []
+        try:
+            async with asyncio.timeout(_PREFILL_METRICS_TIMEOUT_S):
+                return await _metrics_of(self._prefill)
+        except Exception as error:
+            return [error]
+
+
+async def _metrics_of(handle: DeploymentHandle) -> list[str | BaseException]:
+    results: list[str | BaseException] = await handle.broadcast("metrics_text").results_async(return_exceptions=True)
+    return list(results)
 
 
 async def _end(stream: DeploymentResponseGenerator, is_finished: bool) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.messages import GenerateRequest, SpeculationStats, TokenChunk
+from protos.predicted_text import PredictedText
 from router.delta import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionUsage:
+    """Tokens of a prediction that appeared in the output, and those that did not."""
+
+    accepted_tokens: int
+    rejected_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,14 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     speculation: SpeculationStats | None = None
+    prediction: PredictionUsage | None = None  # where the client sent one
+
+    @property
+    def prediction_tokens(self) -> PredictionUsage:
+        """What OpenAI reports of a prediction; without one, what became of the drafts."""
+        stats = self.speculation or SpeculationStats()
+        drafts = PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
+        return self.prediction or drafts
 
 
 class UsageMeter:
@@ -31,10 +48,14 @@ class UsageMeter:
         self._num_cached = [0] * len(requests)
         self._num_generated = [0] * len(requests)
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
+        self._prediction_token_ids = requests[0].prediction_token_ids if requests else ()
+        self._predicted = [PredictedText(self._prediction_token_ids) for _ in requests if self._prediction_token_ids]
 
     def record(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk]) -> None:
         """Count what choice `index` gained from `batch`."""
         self._num_generated[index] += sum(len(delta.token_ids) for delta in gained)
+        for delta in gained if self._predicted else ():
+            self._predicted[index].read(delta.token_ids)
         for chunk in batch:
             self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
             self._speculation[index] = chunk.speculation or self._speculation[index]
@@ -47,4 +68,10 @@ class UsageMeter:
             completion_tokens=sum(self._num_generated),
             cached_tokens=sum(self._num_cached[index] for index in self._firsts),
             speculation=sum(known, SpeculationStats()) if known else None,
+            prediction=self._prediction_usage() if self._predicted else None,
         )
+
+    def _prediction_usage(self) -> PredictionUsage:
+        """Over all choices: each had the whole prediction to repeat."""
+        num_accepted = sum(text.num_matched for text in self._predicted)
+        return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction_token_ids) - num_accepted)

@@ -22,7 +22,7 @@ HOMES = {
     "ray": (
         "actors/",
         "cluster/",
-        *(f"router/{name}.py" for name in ("ingress", "serve_backend", "serve_router", "index_actor")),
+        *(f"router/{name}.py" for name in ("ingress", "serve_backend", "serve_router", "index_actor", "index_client")),
     ),
     "torch": ("engine/", "actors/"),
     "transformers": ("engine/", "actors/"),

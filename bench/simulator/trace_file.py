@@ -44,7 +44,7 @@ def read_trace(path: Path, num_lines: int | None = None) -> Trace:
         TraceError: no line, a line that is not JSON, or a format that is not one of `FORMATS`; or all requests come at
             once, so that no speed of replay gives a load.
     """
-    records = _read_lines(path, num_lines)
+    records = read_lines(path, num_lines)
     for trace_format in FORMATS:
         if trace_format.is_mine(records[0]):
             return _parse(path, trace_format, records)
@@ -64,7 +64,8 @@ def _parse(path: Path, trace_format: TraceFormat, records: Sequence[Record]) -> 
     return trace
 
 
-def _read_lines(path: Path, num_lines: int | None) -> list[Record]:
+def read_lines(path: Path, num_lines: int | None = None) -> list[Record]:
+    """The objects of a `.jsonl` or `.jsonl.gz` file, or of its first lines. Raises TraceError."""
     opener = gzip.open if path.suffix == ".gz" else open
     records: list[Record] = []
     with opener(path, "rt", encoding="utf-8") as lines:

@@ -171,7 +171,7 @@ class SimulatedWorker:
         if change.removed:
             events.append(BlocksRemoved(change.removed))
         if change.stored:
-            events.append(BlocksStored(change.stored, parent=b""))
+            events.append(BlocksStored(change.stored))
         if events:
             self._ports.on_events(KvEventBatch(self.worker_id, 0, self._sequence, tuple(events)))
             self._sequence += 1

@@ -27,7 +27,11 @@ class Proposer(Protocol):
         """
 
     def commit(self, sequences: Seq[Sequence]) -> None:
-        """These sequences' `token_ids` have just grown; finished ones are not among them."""
+        """These sequences' `token_ids` have grown since they were last told of, and a draft will be asked for.
+
+        Finished ones are not among them, nor those that the next pass will decode plainly: they cost nothing, and the
+        next call has all that they have gained meanwhile.
+        """
 
     def close(self, request_id: str) -> None:
         """The sequence ended or was aborted; unknown ids are ignored."""

@@ -2,33 +2,45 @@
 
 One round: every sequence catches up with its committed tokens in one flat pass, whose last rows give the first drafts;
 then all take K - 1 steps of one row each, and every step's tokens are the next step's input. What a rejected draft
-wrote is overwritten by the next round.
+wrote is overwritten by the next round. Where drafts may branch, the steps are the levels of trees instead.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.batch import ScheduledSequence
 from engine.block_manager import BlockManager
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.draft import NO_DRAFT, Draft
+from engine.grammar_compiler import GrammarCompiler
+from engine.model_loader import tokenizer_file
 from engine.model_runner import ModelRunner
-from engine.proposer.chain import Chain, ChainSampler
+from engine.proposer.chain import Chain
+from engine.proposer.draft_model import DraftModel, Reading
+from engine.proposer.lookahead import Lookahead
 from engine.proposer.mirror import Mirror
-from engine.sampler import Sampler
+from engine.proposer.mirrors import Mirrors
+from engine.proposer.tree import Tree
+from engine.proposer.tree_shape import shape_of
 from engine.sequence import Sequence
-from engine.span import Span
-from protos.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 
-_MAX_PADDING_SHARE = 0.01  # of the vocabulary: two sizes of one tokenizer differ by the padding of their embeddings
-_MAX_STEPS_PER_PLAN = 16
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A sequence that can have a draft now, how long it may be, and of how many nodes if it may be a tree."""
+
+    mirror: Mirror
+    num_drafts: int
+    num_nodes: int
+
+    @property
+    def request_id(self) -> str:
+        return self.mirror.sequence.request_id
 
 
 class ModelProposer:
@@ -45,20 +57,21 @@ class ModelProposer:
         *,
         max_tokens_per_round: int,
         target_vocab_size: int | None = None,
+        tree: TreeConfig | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`max_tokens_per_round` bounds the prompt tokens computed before a round's drafts.
+
+        Without `tree` drafts are chains whatever a share has room for.
 
         Raises:
             ConfigError: draft and target have different vocabularies.
         """
-        self._runner = runner
-        self._blocks = blocks
-        self._max_tokens_per_round = max_tokens_per_round
-        self._vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
-        _check_vocab_sizes(runner.vocab_size, self._vocab_size)
-        self._sampler = ChainSampler(Sampler())
-        self._mirrors: dict[str, Mirror] = {}
-        self._round = 0
+        self.mirrors = Mirrors(blocks, grammars)
+        self._tree_config = tree
+        self._model = DraftModel(
+            runner, self.mirrors, max_tokens_per_round=max_tokens_per_round, target_vocab_size=target_vocab_size
+        )
 
     @classmethod
     def from_config(
@@ -67,6 +80,7 @@ class ModelProposer:
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         target_vocab_size: int | None = None,
+        tree: TreeConfig | None = None,
     ) -> ModelProposer:
         """Load the draft and give it a pool. Without `target_vocab_size` the two vocabularies are taken to be equal.
 
@@ -80,123 +94,81 @@ class ModelProposer:
             runner.model_version,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
+        vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
         return cls(
-            runner, blocks, max_tokens_per_round=scheduler.max_tokens_per_step, target_vocab_size=target_vocab_size
+            runner,
+            blocks,
+            max_tokens_per_round=scheduler.max_tokens_per_step,
+            target_vocab_size=vocab_size,
+            tree=tree,
+            grammars=GrammarCompiler(tokenizer_file(model.path), vocab_size, runner.eos_token_ids),
         )
 
     @property
     def model_version(self) -> str:
         """Names the draft's weights."""
-        return self._runner.model_version
+        return self._model.runner.model_version
+
+    def lookahead(self, fan_out: int) -> Lookahead:
+        """Drafting ahead of verdicts with this model, for the sequences that are open here."""
+        return Lookahead(self._model, fan_out)
 
     def open(self, sequence: Sequence) -> None:
-        self._mirrors[sequence.request_id] = Mirror(sequence)
+        self.mirrors.open(sequence)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Nothing to do: `propose` compares its drafts with the committed tokens."""
 
     def close(self, request_id: str) -> None:
-        mirror = self._mirrors.pop(request_id, None)
-        if mirror is not None:
-            self._blocks.release(mirror.sequence)
+        self.mirrors.close(request_id)
 
     @torch.inference_mode()
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        self._round += 1
-        chains = self._begin(shares)
-        self._draft(self._catch_up(chains))
-        drafts = {chain.mirror.sequence.request_id: chain.draft() for chain in chains}
+        self.mirrors.begin_round()
+        wishes = {wish.mirror.sequence.request_id: wish for share in shares if (wish := self._begin(share))}
+        read = self._model.read([Reading(wish.mirror) for wish in wishes.values()])
+        ready = [wishes[reading.mirror.sequence.request_id] for reading in read.readings]
+        drafts = {**self._draft_chains(ready, read.logits), **self._draft_trees(ready, read.logits)}
         return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
 
-    def _begin(self, shares: Seq[ScheduledSequence]) -> list[Chain]:
-        """A chain for every sequence that can have a draft now, with slots for all of it."""
-        chains = []
-        for share in shares:
-            mirror = self._mirrors.get(share.sequence.request_id)
-            if mirror is not None:
-                mirror.follow(share.sequence)
-                mirror.last_round = self._round
-                chains.append(Chain(mirror, self._num_possible(share)))
-        return [chain for chain in chains if chain.num_wanted > 0 and self._reserve(chain)]
+    def _draft_chains(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+        """The drafts of those that have no tree, by request id; `logits [B, V]` are those of all."""
+        rows = [row for row, wish in enumerate(ready) if wish.num_nodes == 0]
+        chains = [_chain(ready[row]) for row in rows]
+        if chains:
+            self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
+            self._model.grow(chains)
+        for row, chain in zip(rows, chains, strict=True):
+            ready[row].mirror.fed_ids = chain.token_ids[:-1]
+        return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
 
-    def _num_possible(self, share: ScheduledSequence) -> int:
-        """K within the draft's positions: the last draft is never computed, so it needs none."""
-        return min(share.max_draft_tokens, self._runner.max_model_len - len(share.sequence.token_ids) + 1)
+    def _draft_trees(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+        """The drafts of the others. Their KV is not kept: the next round computes again what was accepted."""
+        rows = [row for row, wish in enumerate(ready) if wish.num_nodes > 0]
+        trees = [self._tree(ready[row]) for row in rows]
+        if trees:
+            self._model.branch(trees, logits[rows])
+        return {ready[row].request_id: tree.draft() for row, tree in zip(rows, trees, strict=True)}
 
-    def _reserve(self, chain: Chain) -> bool:
-        """Slots for the committed tokens and all drafts that are fed back; sequences that idle make room."""
-        sequence = chain.mirror.sequence
-        num_tokens = len(sequence.token_ids) + chain.num_wanted - 1
-        if not sequence.block_table:
-            self._blocks.adopt_prefix(sequence)
-        while not self._blocks.reserve(sequence, num_tokens):
-            if not self._evict_idle():
-                self._blocks.release(sequence)
-                return False
-        return True
+    def _begin(self, share: ScheduledSequence) -> _Wish | None:
+        """The share's sequence with slots for its committed tokens and all drafts that are fed back."""
+        mirror = self.mirrors.follow(share.sequence)
+        if mirror is None:
+            return None
+        # Within the draft's positions: the last draft is never computed, so it needs none.
+        num_drafts = min(share.max_draft_tokens, self._model.runner.max_model_len - len(share.sequence.token_ids) + 1)
+        num_tokens = len(share.sequence.token_ids) + num_drafts - 1
+        if num_drafts < 1 or not self.mirrors.reserve(mirror, num_tokens):
+            return None
+        return _Wish(mirror, num_drafts, share.max_tree_nodes if self._tree_config is not None else 0)
 
-    def _evict_idle(self) -> bool:
-        """Release the blocks of the sequence drafted for longest ago, but of none in this round."""
-        idle = [m for m in self._mirrors.values() if m.last_round < self._round and m.sequence.block_table]
-        if not idle:
-            return False
-        longest_idle = min(idle, key=lambda mirror: mirror.last_round)
-        longest_idle.fed_ids = ()
-        self._blocks.release(longest_idle.sequence)
-        return True
-
-    def _catch_up(self, chains: list[Chain]) -> list[Chain]:
-        """Compute what is committed but not in the pool, within the budget; returns the chains that got a token.
-
-        Those with the least to compute go first: a long prompt waits for its turn, not the others for it.
-        """
-        budget = self._max_tokens_per_round
-        computed: list[Chain] = []
-        spans: list[Span] = []
-        for chain in sorted(chains, key=lambda chain: chain.mirror.num_missing_tokens):
-            if budget > 0:
-                spans.append(chain.mirror.next_span(budget))
-                computed.append(chain)
-                budget -= len(spans[-1].token_ids)
-        if not spans:
-            return []
-        logits = self._align(self._runner.forward(spans))
-        for chain, span in zip(computed, spans, strict=True):
-            chain.mirror.sequence.num_computed_tokens = span.end
-            self._blocks.publish(chain.mirror.sequence, span.end)
-        ready = [chain for chain, span in zip(computed, spans, strict=True) if span.num_logits]
-        if ready:
-            self._sampler.extend(ready, logits)
-        return ready
-
-    def _draft(self, chains: list[Chain]) -> None:
-        """Feed every chain its own last token until it is long enough."""
-        while chains := [chain for chain in chains if chain.num_left > 0]:
-            num_steps = min(_MAX_STEPS_PER_PLAN, *(chain.num_left for chain in chains))
-            token_ids = torch.tensor([chain.token_ids[-1] for chain in chains])
-            for step in self._runner.plan_steps([_step_span(chain, num_steps) for chain in chains]):
-                step.input_ids.copy_(token_ids)
-                token_ids = self._sampler.extend(chains, self._align(self._runner.run(step)))
-            for chain in chains:
-                chain.mirror.fed_ids = chain.token_ids[:-1]
-
-    def _align(self, logits: Tensor) -> Tensor:
-        """[R, V of the draft] -> [R, V of the target]: padding ids of either side cannot be drafted."""
-        num_missing = self._vocab_size - logits.shape[1]
-        if num_missing > 0:
-            return torch.nn.functional.pad(logits, (0, num_missing), value=float("-inf"))
-        return logits[:, : self._vocab_size]
+    def _tree(self, wish: _Wish) -> Tree:
+        assert self._tree_config is not None, "without one no wish has nodes"
+        sequence = wish.mirror.sequence
+        shape = shape_of(self._tree_config, sequence, wish.num_nodes, wish.num_drafts)
+        return Tree(sequence, shape, wish.num_nodes, wish.num_drafts)
 
 
-def _step_span(chain: Chain, num_steps: int) -> Span:
-    """The next `num_steps` drafts to be fed, the first of them known; their KV follows the committed tokens'."""
-    sequence = chain.mirror.sequence
-    start = len(sequence.token_ids) + len(chain.token_ids) - 1
-    return Span([0] * num_steps, start, sequence.block_table, num_steps)
-
-
-def _check_vocab_sizes(draft: int, target: int) -> None:
-    if abs(draft - target) > _MAX_PADDING_SHARE * target:
-        raise ConfigError(
-            f"the draft's vocabulary has {draft} tokens and the target's {target}; their tokenizers must be the same"
-        )
+def _chain(wish: _Wish) -> Chain:
+    sequence = wish.mirror.sequence
+    return Chain(sequence, sequence.token_ids, sequence.block_table, wish.num_drafts)

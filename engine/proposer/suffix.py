@@ -59,7 +59,8 @@ class SuffixProposer:
         followed.index.extend(sequence.token_ids)
 
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [self._draft(share) for share in shares]
+        guesses = [self.guess(share.sequence, share.max_draft_tokens) for share in shares]
+        return [NO_DRAFT if guess is None else Draft(guess.token_ids) for guess in guesses]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
@@ -77,18 +78,22 @@ class SuffixProposer:
             text = sequence.token_ids[max(0, sequence.num_prompt_tokens - MAX_MATCH) :]
             self._shared.add(sequence.request.cache_salt, _noise_of(sequence), text)
 
-    def _draft(self, share: ScheduledSequence) -> Draft:
-        followed = self._followed.get(share.sequence.request_id)
-        if followed is None or share.max_draft_tokens == 0:
-            return NO_DRAFT
-        suffix = share.sequence.token_ids[-MAX_MATCH:]
+    def is_for(self, sequence: Sequence) -> bool:
+        """Any text may repeat."""
+        return True
+
+    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+        """The better of the guesses of the request's own text and of its tenant's, if there is one."""
+        followed = self._followed.get(sequence.request_id)
+        if followed is None or max_tokens == 0:
+            return None
+        suffix = sequence.token_ids[-MAX_MATCH:]
         guesses = [
             guess
-            for index in (followed.index, self._texts_for(share.sequence))
-            if index is not None
-            and (guess := index.guess(suffix, share.max_draft_tokens, self._alpha, self._tau)) is not None
+            for index in (followed.index, self._texts_for(sequence))
+            if index is not None and (guess := index.guess(suffix, max_tokens, self._alpha, self._tau)) is not None
         ]
-        return Draft(max(guesses, key=_merit).token_ids) if guesses else NO_DRAFT
+        return max(guesses, key=_merit, default=None)
 
     def _texts_for(self, sequence: Sequence) -> SuffixIndex | None:
         """The tenant's texts, unless they know the noise that will verify the draft.

@@ -15,10 +15,11 @@ from protos.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """One sequence's rows of the step's logits, from `first_row`: one per draft and one more.
+    """One sequence's rows of the step's logits, from `first_row`: after the committed tokens, then after each draft.
 
-    The rows may end before the first draft outside the vocabulary, which no model can compute. Such a draft must stay
-    in the task nevertheless: rejection and block verification treat it as rejected, not as never made.
+    The rows may end before the first draft outside the vocabulary, which no model can compute, or before the first that
+    the sequence's grammar forbids. A draft that was drawn from a law must stay in the task nevertheless: rejection and
+    block verification treat it as rejected, not as never made.
     """
 
     sequence: Sequence
@@ -28,8 +29,12 @@ class VerifyTask:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token."""
+    """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
+
+    `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.
+    """
 
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    path: tuple[int, ...] = ()

@@ -63,9 +63,13 @@ def draw_final_tokens(
 ) -> list[int]:
     """The recovered or bonus token of each trial after its `counts` accepted drafts, all drawn at once."""
     laws = final_laws(target_laws, placed, counts, scales)
-    rows = [each.trial.rows[count] for each, count in zip(placed, counts, strict=True)]
+    return draw_tokens(laws, [each.trial.rows[count] for each, count in zip(placed, counts, strict=True)])
+
+
+def draw_tokens(laws: Tensor, rows: Seq[Row]) -> list[int]:
+    """A token from each of `laws [n, V]`, which follow these rows; one of probability zero is never drawn."""
     noise = gumbel(row_keys(rows, Purpose.RESIDUAL, laws.device), laws.shape[1])
-    return (laws.log() + noise).argmax(dim=1).tolist()  # probability zero is never drawn: log 0 + noise = -inf
+    return (laws.log() + noise).argmax(dim=1).tolist()  # log 0 + noise = -inf
 
 
 def final_laws(target_laws: Tensor, placed: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None) -> Tensor:

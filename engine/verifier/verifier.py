@@ -16,13 +16,19 @@ from engine.verifier import Verified, VerifyTask
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection
+from engine.verifier.tree_coupled import verify_coupled_tree
+from engine.verifier.tree_rejection import verify_tree_by_rejection
 from engine.verifier.trial import Outcome, Trial, prepare
 from protos.messages import VerifyMode
 
-_VERIFY = {
+_VERIFY_CHAIN = {
     VerifyMode.COUPLED: verify_coupled,
     VerifyMode.REJECTION: verify_by_rejection,
     VerifyMode.BLOCK: verify_by_block,
+}
+_VERIFY_TREE = {
+    VerifyMode.COUPLED: verify_coupled_tree,
+    VerifyMode.REJECTION: verify_tree_by_rejection,
 }
 
 
@@ -39,21 +45,27 @@ class Verifier:
         law, so the caller may cut off what lies beyond a stop token or a length limit.
         """
         trials = [prepare(task, logits.shape[1]) for task in tasks]
-        order = sorted(range(len(trials)), key=lambda index: trials[index].mode)
+        order = sorted(range(len(trials)), key=lambda index: _rule(trials[index]))
         outcomes = dict(zip(order, self._outcomes(logits, [trials[index] for index in order]), strict=True))
         return _with_logprobs(logits, tasks, [outcomes[index] for index in range(len(tasks))])
 
     def _outcomes(self, logits: Tensor, trials: Seq[Trial]) -> list[Outcome]:
-        """Outcomes of trials that are sorted by mode."""
+        """Outcomes of trials that are sorted by rule."""
         scores = self._sampler.process(_select(logits, trials), [row for trial in trials for row in trial.rows])
         outcomes: list[Outcome] = []
         first_row = 0
-        for mode, group in groupby(trials, key=lambda trial: trial.mode):
+        for (is_tree, mode), group in groupby(trials, key=_rule):
             members = list(group)
+            verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
             end_row = first_row + sum(len(trial.rows) for trial in members)
-            outcomes += _VERIFY[mode](self._sampler, scores[first_row:end_row], members)
+            outcomes += verify(self._sampler, scores[first_row:end_row], members)
             first_row = end_row
         return outcomes
+
+
+def _rule(trial: Trial) -> tuple[bool, VerifyMode]:
+    """What verifies a trial: trials of one rule are verified together."""
+    return trial.is_tree, trial.mode
 
 
 def _select(logits: Tensor, trials: Seq[Trial]) -> Tensor:
@@ -67,7 +79,7 @@ def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], outcomes: Seq[Outcome
     wanted = [_queries(task, outcome) for task, outcome in zip(tasks, outcomes, strict=True)]
     answers = iter(token_logprobs(logits, [query for queries in wanted for query in queries]))
     return [
-        Verified(outcome.token_ids, outcome.num_accepted, tuple(next(answers) for _ in queries))
+        Verified(outcome.token_ids, outcome.num_accepted, tuple(next(answers) for _ in queries), outcome.path)
         for outcome, queries in zip(outcomes, wanted, strict=True)
     ]
 
@@ -76,4 +88,5 @@ def _queries(task: VerifyTask, outcome: Outcome) -> list[LogprobQuery]:
     num_top = task.sequence.sampling.num_logprobs
     if num_top is None:
         return []
-    return [LogprobQuery(task.first_row + i, token_id, num_top) for i, token_id in enumerate(outcome.token_ids)]
+    first_row, token_ids = task.first_row, outcome.token_ids
+    return [LogprobQuery(first_row + outcome.row_of(i), token_id, num_top) for i, token_id in enumerate(token_ids)]

@@ -10,8 +10,6 @@ from actors.draft_channel import ChannelProposer
 from actors.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers, Round, ToDraft
 from actors.frames import FrameConnection, FrameListener
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer.ngram import NgramProposer
-from engine.proposer.none import NoProposer
 from engine.sequence import Sequence
 
 SHORT_S = 0.3  # far below the first deadline of a second, far above a round trip
@@ -52,7 +50,7 @@ def draft(folder: Path) -> Iterator[ScriptedDraft]:
 
 @pytest.fixture
 def channel(folder: Path, draft: ScriptedDraft) -> Iterator[ChannelProposer]:
-    proposer = ChannelProposer(folder / "draft.sock", NoProposer())
+    proposer = ChannelProposer(folder / "draft.sock")
     proposer.flush()
     draft.greet()
     proposer.flush()
@@ -72,7 +70,8 @@ def test_opening_tells_the_prompt_and_asks_for_nothing_yet(channel, draft, seque
     channel.flush()
     (news,) = draft.rounds()
     (opening,) = news.opens
-    assert (opening.token_ids, opening.num_drafts, opening.sampling.seed) == ((1, 2, 3), 0, 5)
+    assert (opening.token_ids, opening.num_drafts, opening.sampling.seed) == ((1, 2, 3), 4, 5)
+    assert not opening.is_next
 
 
 def test_a_commit_carries_only_what_is_new_and_asks_for_drafts(channel, draft, sequence):
@@ -185,6 +184,7 @@ def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, seque
     (news,) = reborn.rounds()
     (opening,) = news.opens
     assert (opening.token_ids, opening.num_prompt_tokens, opening.num_drafts) == ((1, 2, 3, 7, 8, 9), 3, 4)
+    assert opening.is_next
     reborn.offer(Offer("a", 6, Draft((20,))))
     assert channel.propose([new_share(sequence)]) == [Draft((20,))]
     assert channel.stats.num_connections == 2
@@ -239,25 +239,6 @@ def test_a_plain_sequence_costs_the_channel_nothing(channel, draft, new_sequence
     assert draft.rounds() == []
 
 
-def test_the_fallback_drafts_while_the_draft_is_away(folder: Path, new_sequence, new_share):
-    channel = ChannelProposer(folder / "nobody.sock", NgramProposer())
-    sequence = new_sequence(prompt=(5, 6, 7, 8, 5, 6))
-    channel.open(sequence)
-    assert channel.propose([new_share(sequence, 2)]) == [Draft((7, 8))]
-
-
-def test_the_fallback_follows_what_was_committed_before_it_was_needed(channel, draft, sequence, new_share):
-    channel._fallback = NgramProposer()
-    channel.open(sequence)
-    channel.flush()
-    grow(channel, sequence, 8, 1, 2)
-    draft.die()
-    assert channel.propose([new_share(sequence, 2)]) == [Draft((3, 8))]
-    grow(channel, sequence, 3, 8)
-    assert channel.propose([new_share(sequence, 2)]) == [Draft((1, 2))]
-    channel.close("a")
-
-
 def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequence, new_share):
     channel.open(sequence)
     channel.flush()
@@ -279,9 +260,80 @@ def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequen
 
 def test_another_protocol_is_refused(folder: Path, sequence):
     scripted = ScriptedDraft(folder / "draft.sock")
-    channel = ChannelProposer(folder / "draft.sock", NoProposer())
+    channel = ChannelProposer(folder / "draft.sock")
     channel.flush()
     scripted.greet(version=PROTOCOL_VERSION + 1)
     channel.flush()
     assert not channel.stats.is_connected
     scripted.die()
+
+
+def offer_ahead(draft: ScriptedDraft, *offers: Offer) -> None:
+    assert draft.connection is not None
+    draft.connection.send(Offers(offers, is_answer=False), 1.0)
+
+
+def test_an_offer_made_ahead_is_there_without_a_wait(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("a", 3, Draft((12,)), (8,)))
+    grow(channel, sequence, 8)
+    draft.die()  # nobody could answer
+    began_s = time.monotonic()
+    assert channel.propose([new_share(sequence)]) == [Draft((12,))]
+    assert time.monotonic() - began_s < SHORT_S
+    assert (channel.stats.num_lookups, channel.stats.num_hits, channel.stats.num_missed_offers) == (1, 1, 0)
+
+
+def test_another_outcome_is_waited_for(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)))
+    grow(channel, sequence, 8)
+    draft.offer(Offer("a", 4, Draft((12,))))
+    assert channel.propose([new_share(sequence)]) == [Draft((12,))]
+    assert (channel.stats.num_lookups, channel.stats.num_hits) == (1, 0)
+
+
+def test_only_the_sequences_that_miss_are_waited_for(channel, draft, new_sequence, new_share):
+    hit, miss = new_sequence("a"), new_sequence("b")
+    for each in (hit, miss):
+        channel.open(each)
+    channel.flush()
+    offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("b", 3, Draft((12,)), (7,)))
+    for each, token_id in ((hit, 7), (miss, 8)):
+        each.num_computed_tokens = 3
+        each.token_ids.append(token_id)
+    channel.commit([hit, miss])
+    draft.offer(Offer("b", 4, Draft((13,))))
+    assert channel.propose([new_share(hit), new_share(miss)]) == [Draft((11,)), Draft((13,))]
+    assert (channel.stats.num_lookups, channel.stats.num_hits) == (2, 1)
+
+
+def test_offers_made_ahead_are_no_answer_times(channel, draft, sequence, new_share):
+    """A frame that waited for the whole verification says nothing about how long an answer takes."""
+    channel.open(sequence)
+    channel.flush()
+    offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)))
+    time.sleep(0.05)
+    grow(channel, sequence, 7)
+    assert channel.stats.channel_s == 0.0
+
+
+def test_an_offer_made_ahead_is_a_sign_of_life(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    grow(channel, sequence, 7)
+    channel.propose([new_share(sequence)])  # missed: not waited for any more
+    offer_ahead(draft, Offer("a", 4, Draft((11,)), (5,)))
+    grow(channel, sequence, 8)
+    draft.offer(Offer("a", 5, Draft((12,))))
+    assert channel.propose([new_share(sequence)]) == [Draft((12,))]
+
+
+def test_outcomes_that_did_not_come_true_are_not_stale(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("a", 3, Draft((12,)), (8,)))
+    grow(channel, sequence, 8)
+    assert channel.stats.num_stale_offers == 0

@@ -1,6 +1,7 @@
 """The channel's draft side: mirrors follow commits, whatever is repeated, missing or out of order."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from actors.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open,
 from actors.draft_server import DraftServer
 from actors.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
+from engine.proposer.lookahead import Prepared, Prospect
 from protos.messages import SamplingParams, VerifyMode
 
 
@@ -56,8 +58,10 @@ def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection
     thread.join(5.0)
 
 
-def opening(request_id: str = "a", token_ids: tuple[int, ...] = (1, 2), num_drafts: int = 0) -> Open:
-    return Open(request_id, token_ids, 2, SamplingParams(), 0, VerifyMode.COUPLED, num_drafts)
+def opening(
+    request_id: str = "a", token_ids: tuple[int, ...] = (1, 2), num_drafts: int = 2, is_next: bool = False
+) -> Open:
+    return Open(request_id, token_ids, 2, SamplingParams(), 0, VerifyMode.COUPLED, num_drafts, is_next)
 
 
 def ask(target: FrameConnection, *rounds: Round) -> Offers:
@@ -84,7 +88,7 @@ def test_an_opening_alone_is_read_and_not_answered(target, proposer):
 
 
 def test_a_replayed_opening_is_answered_where_drafts_are_wanted(target):
-    answer = ask(target, Round(opens=(opening(token_ids=(1, 2, 5), num_drafts=2),)))
+    answer = ask(target, Round(opens=(opening(token_ids=(1, 2, 5), is_next=True),)))
     assert drafts_of(answer) == {"a": (3, (6, 7))}
 
 
@@ -124,3 +128,129 @@ def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer
     assert successor.receive(2.0) == [Hello(PROTOCOL_VERSION, "draft-1")]
     assert proposer.open_ids == set()
     successor.close()
+
+
+# ---- ahead of the verdict -----------------------------------------------------------------------------------------
+
+
+class CountingLookahead:
+    """Expects that all drafts stand and the next number follows; does so in steps of a millisecond, `num_steps`."""
+
+    def __init__(self) -> None:
+        self.num_steps = 1
+        self.seen: list[Prospect] = []
+        self.num_stopped = 0
+
+    def run(self, prospects, emit, is_stopped) -> bool:
+        self.seen += prospects
+        for _ in range(self.num_steps):
+            if is_stopped():
+                self.num_stopped += 1
+                return False
+            time.sleep(0.001)
+        emit(tuple(_prepared(prospect) for prospect in prospects))
+        return True
+
+
+def _prepared(prospect: Prospect) -> Prepared:
+    last = (*prospect.sequence.token_ids, *prospect.draft_ids)[-1]
+    after = (*prospect.draft_ids, last + 1)
+    draft = Draft(tuple(last + 2 + index for index in range(prospect.num_drafts)))
+    return Prepared(prospect.sequence.request_id, len(prospect.sequence.token_ids), after, draft)
+
+
+@pytest.fixture
+def lookahead() -> CountingLookahead:
+    return CountingLookahead()
+
+
+@pytest.fixture
+def async_target(folder: Path, proposer: CountingProposer, lookahead: CountingLookahead) -> Iterator[FrameConnection]:
+    server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1", lookahead)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    connection = connect(folder / "draft.sock", ToTarget)
+    assert connection is not None
+    connection.receive(2.0)
+    yield connection
+    connection.close()
+    server.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def hear(target: FrameConnection) -> Offers:
+    """The next frame."""
+    messages = target.receive(2.0)
+    assert len(messages) == 1
+    return messages[0]
+
+
+def outcomes_of(answer: Offers) -> dict[tuple[int, ...], tuple[int, ...]]:
+    assert not answer.is_answer
+    return {offer.after: offer.draft.token_ids for offer in answer.offers}
+
+
+def test_the_first_token_after_a_prompt_is_drafted_for_ahead(async_target):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    assert outcomes_of(hear(async_target)) == {(3,): (4, 5)}
+
+
+def test_an_outcome_that_was_offered_ahead_is_not_answered_but_looked_beyond(async_target, proposer):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    hear(async_target)
+    async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
+    assert outcomes_of(hear(async_target)) == {(4, 5, 6): (7, 8)}
+    async_target.send(Round(commits=(Commit("a", 3, (4, 5, 6), 2),)), 1.0)
+    assert outcomes_of(hear(async_target)) == {(7, 8, 9): (10, 11)}
+    assert proposer.read == []
+
+
+def test_any_other_outcome_is_answered_first(async_target):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    hear(async_target)
+    async_target.send(Round(commits=(Commit("a", 2, (9,), 2),)), 1.0)
+    answer = hear(async_target)
+    assert answer.is_answer
+    assert drafts_of(answer) == {"a": (3, (10, 11))}
+    assert outcomes_of(hear(async_target)) == {(10, 11, 12): (13, 14)}
+
+
+def test_a_verdict_ends_what_was_prepared_for_it_at_once(async_target, lookahead):
+    lookahead.num_steps = 5_000
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    while not lookahead.seen:
+        time.sleep(0.001)
+    began_s = time.monotonic()
+    async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
+    assert drafts_of(hear(async_target)) == {"a": (3, (4, 5))}  # nothing had been offered yet
+    assert time.monotonic() - began_s < 1.0
+    lookahead.num_steps = 1
+    async_target.send(Round(closes=("unknown",)), 1.0)  # any news ends it, and it begins anew
+    assert outcomes_of(hear(async_target)) == {(4, 5, 6): (7, 8)}
+    assert lookahead.num_stopped == 2
+
+
+def test_a_sequence_that_wants_no_more_is_not_looked_ahead_for(async_target, lookahead):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    hear(async_target)
+    async_target.send(Round(commits=(Commit("a", 2, (3,), 0),)), 1.0)
+    async_target.send(Round(opens=(opening("b"),)), 1.0)
+    assert [offer.request_id for offer in hear(async_target).offers] == ["b"]
+
+
+def test_a_closed_sequence_is_not_looked_ahead_for(async_target, lookahead):
+    lookahead.num_steps = 5_000
+    async_target.send(Round(opens=(opening("a"), opening("b"))), 1.0)
+    while not lookahead.seen:
+        time.sleep(0.001)
+    lookahead.num_steps = 1
+    async_target.send(Round(closes=("a",)), 1.0)
+    assert [offer.request_id for offer in hear(async_target).offers] == ["b"]
+
+
+def test_a_sequence_opened_again_has_been_offered_nothing(async_target):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    hear(async_target)
+    async_target.send(Round(opens=(opening(token_ids=(1, 2, 3), is_next=True),)), 1.0)
+    assert drafts_of(hear(async_target)) == {"a": (3, (4, 5))}

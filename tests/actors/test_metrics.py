@@ -42,5 +42,12 @@ def test_acceptance_is_told_by_position():
     assert f'{name}{{position="1",replica="0"}} 2.0' in lines
 
 
+def test_speedups_are_told_by_class():
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), speedups={"model-greedy": 1.5})
+    metrics = PairMetrics()
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    assert 'outrider_spec_decode_speedup{class="model-greedy"} 1.5' in metrics.text().splitlines()
+
+
 def test_before_the_first_answer_there_is_nothing_to_tell():
     assert PairMetrics().text() == ""

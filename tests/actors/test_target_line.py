@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.cache_journal import CacheJournal
 from actors.engine_loop import EngineLoop
 from actors.frames import FrameListener
-from actors.shell_messages import DraftChannelStats, Refused
+from actors.shell_messages import DraftChannelStats, Refused, Snapshot, Status
 from actors.shell_server import ShellServer
+from actors.status_reporter import StatusReporter
 from actors.target_client import TargetClient
 from actors.token_stream import TokenStream
 from engine.engine_stats import DraftStats, EngineStats
@@ -21,6 +23,7 @@ from protos.errors import EngineError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
 
 CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
+KEY = b"k" * 16
 
 
 class CountingEngine:
@@ -31,9 +34,14 @@ class CountingEngine:
         self.counts: dict[str, int] = {}
         self.step_s = 0.0
 
+    is_starved = False
+
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        pass
 
     def add(self, request: GenerateRequest) -> None:
         if 13 in request.prompt_token_ids:
@@ -70,7 +78,9 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.engine = CountingEngine()
         self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
-        self.loop = EngineLoop(self.engine, self.server.emit)
+        self.journal = CacheJournal()
+        reporter = StatusReporter(self.server.emit, self.journal, lambda: [KEY])
+        self.loop = EngineLoop(self.engine, self.server.emit, reporter=reporter)
         self._threads = [
             threading.Thread(target=self.loop.run, daemon=True),
             threading.Thread(target=self.server.run, args=(self.loop,), daemon=True),
@@ -132,6 +142,13 @@ async def eventually(is_so: Callable[[], Awaitable[bool]]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("two seconds were not enough")
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async def look() -> bool:
+        return is_so()
+
+    await eventually(look)
 
 
 async def test_the_target_greets_with_its_card(target, client):
@@ -235,3 +252,45 @@ async def test_a_shell_that_leaves_takes_its_requests_along(folder, target):
 
 async def test_unknown_error_kinds_become_engine_errors():
     assert type(Refused("a", "NoSuchError", "x").error()) is EngineError
+
+
+class Diary:
+    """Writes down what a listener hears."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.epochs: list[int] = []
+        self.snapshots: list[bytes] = []
+        self.numbers_running: list[int] = []
+
+    def on_ready(self, epoch: int) -> None:
+        self.words.append("ready")
+        self.epochs.append(epoch)
+
+    def on_status(self, status: Status) -> None:
+        self.numbers_running.append(status.engine.num_running)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot.keys)
+
+    def on_lost(self) -> None:
+        self.words.append("lost")
+
+
+async def test_a_listener_hears_of_load_and_cache_and_of_every_life_of_the_target(folder: Path) -> None:
+    path, diary = folder / "target.sock", Diary()
+    client = TargetClient(path, diary)
+    client.ask_snapshot()  # nobody is there: nothing happens
+    with running_target(path) as target:
+        target.engine.step_s = 0.02
+        await client.wait_connected(5.0)
+        await collect(client, request(max_tokens=3))
+        client.ask_snapshot()
+        await until(lambda: diary.snapshots == [KEY] and diary.numbers_running[-1:] == [0])
+        assert 1 in diary.numbers_running
+    await until(lambda: diary.words == ["ready", "lost"])
+    with running_target(path):
+        await client.wait_connected(5.0)
+    await client.close()
+    assert diary.words[:3] == ["ready", "lost", "ready"]
+    assert diary.epochs[0] < diary.epochs[1]

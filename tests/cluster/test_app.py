@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.settings import DraftKind, PairSettings
+from actors.settings import DraftKind, PairSettings, PrefillSettings
 from cluster.app import build
 from protos.errors import ConfigError
 from router.config import IngressConfig
@@ -78,3 +78,56 @@ def test_autoscaling_is_handed_to_serve(model: str):
 def test_a_missing_model_is_refused_at_build(model: str):
     with pytest.raises(ConfigError, match="neither a folder here"):
         build({"model_id": "m", "target": {"path": model + "/not/there"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "policy"), [({}, "prefix"), ({"policy": "load"}, "load"), ({"policy": "random"}, "random")]
+)
+def test_pairs_are_routed_by_the_policy_of_the_file(model: str, section: dict[str, Any], policy: str):
+    args = {"model_id": "m", "target": {"path": model}, "router": section, "cache": {"block_size": 32}}
+    _, pair = deployments(args)
+    router = pair._deployment_config.request_router_config
+    assert router.request_router_class == "router.serve_router:PrefixAwareRouter"
+    assert router.request_router_kwargs["policy"] == policy
+    assert router.request_router_kwargs["block_size"] == 32
+
+
+def test_serves_own_policy_leaves_serves_own_router(model: str):
+    args = {"model_id": "m", "target": {"path": model}, "router": {"policy": "power_of_two"}}
+    _, pair = deployments(args)
+    router = pair._deployment_config.request_router_config
+    assert router.request_router_class.endswith(":PowerOfTwoChoicesRequestRouter")
+
+
+def test_without_prefill_replicas_there_is_no_such_deployment(model: str):
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 0}})
+    assert pair.init_args[-1] is None
+
+
+def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: str):
+    args = {
+        "model_id": "m",
+        "target": {"path": model, "dtype": "float32"},
+        "cache": {"memory_gib": 2},
+        "scheduler": {"max_tokens_per_step": 1024, "max_model_len": 100},
+        "prefill": {
+            "autoscaling": {"max_replicas": 2},
+            "min_remote_prefill_tokens": 300,
+            "chunk_tokens": 128,
+            "num_threads": 1,
+            "memory_gib": 3,
+        },
+    }
+    _, pair = deployments(args)
+    prefill = pair.init_args[-1]._bound_deployment
+    settings: PrefillSettings = prefill.init_args[0]
+    assert prefill.name == "Prefill"
+    assert prefill._deployment_config.autoscaling_config.max_replicas == 2
+    assert settings.engine.model.path == settings_of(pair).engine.model.path
+    assert settings.engine.model.num_threads == 1
+    assert settings.engine.cache.memory_bytes == 3 << 30
+    assert settings.engine.scheduler.max_tokens_per_step == 128
+    assert settings.engine.scheduler.max_model_len == 100
+    assert settings.niceness > 0
+    assert settings_of(pair).engine.scheduler.max_tokens_per_step == 1024
+    assert settings_of(pair).engine.min_remote_prefill_tokens == 300

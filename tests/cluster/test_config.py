@@ -6,6 +6,7 @@ import pytest
 
 from actors.settings import DraftKind
 from cluster.config import parse_config
+from engine.config import TreeConfig, TreeKind
 from protos.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model_id": "demo", "target": {"path": "models/demo/target"}}
@@ -33,7 +34,7 @@ def test_every_key_of_the_public_contract_is_known():
             "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 4096},
             "pair": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 4}},
             "prefill": {"num_replicas": 0},
-            "router": {"policy": "load"},
+            "router": {"policy": "round_robin", "others_weight": 0, "index_timeout_ms": 20},
             "ingress": {"num_replicas": 2, "api_keys_file": "keys", "limits": {"max_body_bytes": 65536}},
         }
     )
@@ -71,19 +72,24 @@ def test_all_mistakes_are_reported_at_once():
     ("changes", "where"),
     [
         ({"draft": {"kind": "eagle3"}}, "args.draft.kind"),
-        ({"speculation": {"mode": "async"}}, "args.speculation.mode"),
+        ({"speculation": {"mode": "eager"}}, "args.speculation.mode"),
         ({"speculation": {"verify": "typical"}}, "args.speculation.verify"),
-        ({"speculation": {"adaptive": True}}, "args.speculation.adaptive"),
-        ({"speculation": {"tree": {"width": 2}}}, "args.speculation.tree"),
         ({"target": {"path": "t", "tensor_parallel_size": 2}}, "args.target.tensor_parallel_size"),
-        ({"prefill": {"num_replicas": 1}}, "args.prefill.num_replicas"),
-        ({"router": {"policy": "prefix"}}, "args.router.policy"),
+        ({"router": {"policy": "nearest"}}, "args.router.policy"),
     ],
 )
 def test_what_this_version_does_not_do_is_refused_and_not_ignored(changes: dict[str, Any], where: str):
     message = error_of(**changes)
     assert f"{where}: " in message
     assert "is not available" in message
+
+
+def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
+    draft = {"kind": "model", "path": "d"}
+    config = parse_config({**MINIMAL, "draft": draft, "speculation": {"mode": "async", "fan_out": 2}})
+    assert config.speculation.fan_out == 2
+    assert "set draft.kind to 'model'" in error_of(speculation={"mode": "async"}, draft={"kind": "suffix"})
+    assert "fan_out 2 is for mode 'async'" in error_of(speculation={"fan_out": 2}, draft=draft)
 
 
 def test_model_draft_needs_a_path_and_ngram_takes_none():
@@ -97,6 +103,31 @@ def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
         assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
 
 
+def test_a_deployment_offers_its_draft_first_and_what_needs_only_the_text():
+    model = {"kind": "model", "path": "d"}
+    offered = parse_config(MINIMAL | {"draft": model}).offered_methods
+    assert offered == ("model", "hybrid", "suffix", "ngram", "none")
+    assert parse_config(MINIMAL | {"draft": {"kind": "ngram"}}).offered_methods == ("ngram", "suffix", "none")
+    assert parse_config(MINIMAL).offered_methods == ("none", "suffix", "ngram")
+
+
+def test_the_methods_on_offer_can_be_limited_and_the_default_chosen():
+    config = MINIMAL | {"draft": {"kind": "model", "path": "d"}}
+    limited = parse_config(config | {"speculation": {"methods": []}})
+    assert limited.offered_methods == ("model", "none")
+    chosen = parse_config(config | {"speculation": {"method": "suffix", "methods": ["model", "suffix"]}})
+    assert chosen.offered_methods == ("suffix", "model", "none")
+
+
+def test_a_method_that_cannot_be_had_is_refused():
+    assert "which draft.kind 'ngram' does not give" in error_of(
+        draft={"kind": "ngram"}, speculation={"methods": ["model"]}
+    )
+    assert "is not among speculation.methods" in error_of(
+        draft={"kind": "ngram"}, speculation={"method": "suffix", "methods": ["ngram"]}
+    )
+
+
 def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
     assert "num_tokens is 20, more than max_num_tokens, 16" in error_of(speculation={"num_tokens": 20})
     assert (
@@ -106,3 +137,36 @@ def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
 
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
+
+
+def test_prefill_has_a_number_or_a_scale_and_none_by_default():
+    assert parse_config(MINIMAL).prefill.max_replicas == 0
+    assert parse_config({**MINIMAL, "prefill": {"num_replicas": 3}}).prefill.max_replicas == 3
+    assert "contradict" in error_of(prefill={"num_replicas": 1, "autoscaling": {"max_replicas": 2}})
+
+
+def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() -> None:
+    draft = {"kind": "model", "path": "d"}
+    default = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {}}}).speculation.tree
+    assert default is not None
+    assert default.config() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8, max_batch=4)
+    shape = {"kind": "static", "parents": [-1, -1, 0], "max_batch": 1}
+    static = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": shape}}).speculation.tree
+    assert static is not None
+    assert static.config() == TreeConfig(TreeKind.STATIC, 3, 1, (-1, -1, 0))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "reason"),
+    [
+        ({"tree": {"num_nodes": 65}}, "args.speculation.tree.num_nodes"),
+        ({"tree": {"width": 2}}, "args.speculation.tree.width: unknown key"),
+        ({"tree": {"parents": [-1, 0]}}, "set kind to 'static'"),
+        ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
+        ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
+        ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
+        ({"tree": {}}, "set draft.kind to 'model', or remove the tree"),
+    ],
+)
+def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:
+    assert reason in error_of(speculation=speculation)

@@ -97,3 +97,27 @@ def test_without_any_nvlink_neighbours_are_not_asked_for():
 def test_one_gpu_is_shared_and_none_means_the_cpu():
     assert choose_devices((5,), recorded("nvswitch_8")) == PairDevices(target=5, draft=5)
     assert choose_devices((), NO_GPU) == PairDevices(target=None, draft=None)
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("num_prefills", [1, 2])
+def test_prefill_replicas_fit_beside_the_pairs(num_cpus: int, num_prefills: int):
+    placement = plan([NodeResources(num_cpus)], num_prefills=num_prefills)
+    assert placement.prefill is not None
+    assert total_cpus(placement) + num_prefills * placement.prefill.num_cpus + 0.2 <= num_cpus + 1e-9
+    assert placement.prefill.num_threads <= max(1, num_cpus // (1 + num_prefills))
+
+
+def test_a_prefill_replica_keeps_the_threads_the_user_sets():
+    placement = plan([NodeResources(8)], num_prefills=1, prefill_threads=7)
+    assert placement.prefill is not None
+    assert placement.prefill.num_threads == 7
+    assert plan([NodeResources(8)]).prefill is None
+
+
+def test_a_prefill_replica_takes_a_gpu_of_its_own():
+    node = NodeResources(64, 4)
+    assert plan([node], recorded("bridged_pairs"), num_pairs=1, num_prefills=2).num_gpus == 2
+    assert plan([node], recorded("bridged_pairs"), num_pairs=2, num_prefills=2).num_gpus == 1
+    with pytest.raises(ConfigError, match="3 pairs and 2 prefill replicas need a GPU each and the cluster has 4"):
+        plan([node], recorded("bridged_pairs"), num_pairs=3, num_prefills=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,3 +34,19 @@ def write_checkpoint(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise * parameter.std().nan_to_num(0.0))
     model.save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """A target and its draft."""
+
+    target: Path
+    draft: Path
+
+
+def write_pair(root: Path, *, noise: float) -> Folders:
+    """Both under `root`; the draft is the target with this much noise."""
+    folders = Folders(root / "target", root / "draft")
+    write_checkpoint(folders.target, seed=0)
+    write_checkpoint(folders.draft, seed=0, noise=noise)
+    return folders

@@ -30,6 +30,7 @@ from tests.engine.tabular import (
     Experiment,
     Pair,
     TabularModel,
+    as_computed,
     chi_square_tail,
     draft_by_sampling,
     joint_law,
@@ -115,7 +116,9 @@ def expected_tokens(pair: Pair, num_drafts: int, verify: VerifyMode) -> float:
 
 def _branches(target: TabularModel, sampling: SamplingParams, draft: Draft, verify: VerifyMode) -> Iterator[_Branch]:
     sampler = Sampler()
-    trial = prepare(VerifyTask(new_sequence(sampling, verify), draft, 0), target.num_tokens)
+    sequence = new_sequence(sampling, verify)
+    draft = as_computed(sequence, draft, target.num_tokens).draft
+    trial = prepare(VerifyTask(sequence, draft, 0), target.num_tokens)
     logits = target.logits([[*row.token_ids, *draft.token_ids[:i]] for i, row in enumerate(trial.rows)])
     p = sampler.law(sampler.process(logits, trial.rows), trial.rows)
     (placed,) = place([trial])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.batch import ScheduledSequence
 from engine.draft import Draft
+from engine.kv_move import KVMove
 from engine.sequence import Sequence
 from engine.span import Span
 
@@ -27,11 +28,27 @@ class PagedTokens:
             self._slots[self._slot(span, span.start + offset)] = token_id
 
     def read(self, span: Span, length: int) -> tuple[int | None, ...]:
-        """What attention would see at position `length - 1` of the span's sequence."""
-        return tuple(self._slots[self._slot(span, position)] for position in range(length))
+        """What attention would see at place `length - 1` of the span's sequence."""
+        return tuple(self._slots[self._slot(span, place)] for place in _visible(span, length - 1))
+
+    def move(self, move: KVMove) -> None:
+        moved = [self._slots[move.slot(place, self.block_size)] for place in move.from_places]
+        for place, token_id in zip(move.to_places, moved, strict=True):
+            self._slots[move.slot(place, self.block_size)] = token_id
 
     def _slot(self, span: Span, position: int) -> int:
         return span.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def _visible(span: Span, place: int) -> list[int]:
+    """Places up to `place`; in a tree those before it, and the node's ancestors."""
+    first = span.end - len(span.parents)
+    path = []
+    while place >= first:
+        path.append(place)
+        parent = span.parents[place - first]
+        place = first + parent if parent >= 0 else first - 1
+    return [*range(place + 1), *reversed(path)]
 
 
 def logits_after(prefix: Seq[int | None], vocab_size: int) -> Tensor:
@@ -58,6 +75,10 @@ class FakeRunner:
             for behind in reversed(range(span.num_logits))
         ]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        for move in moves:
+            self._kv.move(move)
 
 
 class ScriptedProposer:

@@ -7,20 +7,30 @@ rows of a verification differ strongly and a law taken from the wrong row shows.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+from engine.batch import ScheduledSequence
+from engine.checked_draft import CheckedDraft, check_draft
+from engine.constrained_draft import constrain
 from engine.draft import NO_DRAFT, Draft
+from engine.grammar import GrammarMatcher
+from engine.grammar_compiler import GrammarCompiler
 from engine.row import Row
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.verifier import VerifyTask
 from engine.verifier.verifier import Verifier
-from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from engine.vocabulary import Vocabulary
+from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 
 PROMPT = (0, 1)
 NUM_PHASES = 4
@@ -84,6 +94,43 @@ def pair_library(num_tokens: int) -> list[Pair]:
     ]
 
 
+# ---- a grammar over the tokens --------------------------------------------------------------------------------------
+
+END_ID = 3
+# Token 0 is "a", 1 is "b", 2 is "c". Some prefixes leave one token, some two, all three, or none but the end.
+GRAMMAR = Grammar(GrammarKind.REGEX, "(a[bc]|b(a|ca)|ca)[abc]{3}", "guided_regex")
+CONSTRAINED = SamplingParams(grammar=GRAMMAR, stop_token_ids=(END_ID,))
+
+
+@cache
+def letters() -> GrammarCompiler:
+    """A compiler for the four tokens a, b, c and end."""
+    core = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "<end>": END_ID}, merges=[]))
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<end>"])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tokenizer.json")
+        core.save(str(file))
+        compiler = GrammarCompiler(file, 4, (END_ID,))
+        compiler.prepare(GRAMMAR)
+    return compiler
+
+
+def matcher_of(sampling: SamplingParams, generated: Seq[int] = ()) -> GrammarMatcher | None:
+    """What the law's grammar makes of the output so far; None without a grammar, or where there is no such output."""
+    matcher = letters().matcher(GenerateRequest("", PROMPT, sampling))
+    return matcher if matcher is None or matcher.read(generated) else None
+
+
+def as_computed(sequence: Sequence, draft: Draft, num_tokens: int) -> CheckedDraft:
+    """A draft as the engine hands it on."""
+    room = len(draft.token_ids)
+    checked = check_draft(draft, ScheduledSequence(sequence, 0, 1, room, room), Vocabulary(num_tokens))
+    if sequence.matcher is None:
+        return checked
+    return constrain(checked, len(draft.token_ids) + 1, sequence.matcher)  # room for a forced token
+
+
 # ---- running the real verifier ------------------------------------------------------------------------------------
 
 Drafting = Callable[[TabularModel, Seq[Sequence], int], list[Draft]]
@@ -96,7 +143,7 @@ def new_sequence(
     sample_index: int = 0,
 ) -> Sequence:
     request = GenerateRequest(f"seed-{sampling.seed}", prompt, sampling, sample_index=sample_index)
-    return Sequence(request, num_draft_tokens=8, verify=verify, arrival_s=0.0)
+    return Sequence(request, num_draft_tokens=8, verify=verify, arrival_s=0.0, matcher=matcher_of(sampling))
 
 
 def row_of(sequence: Sequence, draft_ids: Seq[int] = ()) -> Row:
@@ -132,12 +179,13 @@ def one_pass(target: TabularModel, sequences: Seq[Sequence], drafts: Seq[Draft])
     """Verify one draft per sequence and append what is committed."""
     tasks, prefixes = [], []
     for sequence, draft in zip(sequences, drafts, strict=True):
-        tasks.append(VerifyTask(sequence, draft, len(prefixes)))
-        prefixes += [[*sequence.token_ids, *draft.token_ids[:i]] for i in range(len(draft.token_ids) + 1)]
+        checked = as_computed(sequence, draft, target.num_tokens)
+        tasks.append(VerifyTask(sequence, checked.draft, len(prefixes)))
+        prefixes += [[*sequence.token_ids, *checked.draft.path(node)] for node in range(-1, checked.num_valid)]
     verified = Verifier(Sampler()).verify(target.logits(prefixes).float(), tasks)
-    for sequence, draft, outcome in zip(sequences, drafts, verified, strict=True):
-        sequence.token_ids += outcome.token_ids
-        sequence.record_pass(len(draft.token_ids), outcome.num_accepted)
+    for task, outcome in zip(tasks, verified, strict=True):
+        task.sequence.append(outcome.token_ids)
+        task.sequence.record_pass(len(task.draft.token_ids), outcome.num_accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +213,8 @@ class Experiment:
 
 def next_law(model: TabularModel, sampling: SamplingParams, generated: Seq[int]) -> Tensor:
     """The law of the token after PROMPT and `generated`, `[V] float64`, as plain decoding has it."""
-    row = Row(sampling, [*PROMPT, *generated], len(PROMPT))
+    matcher = matcher_of(sampling, generated)
+    row = Row(sampling, [*PROMPT, *generated], len(PROMPT), mask=matcher.masks(())[0] if matcher else None)
     sampler = Sampler()
     return sampler.law(sampler.process(model.logits([row.token_ids]), [row]), [row])[0]
 

@@ -40,7 +40,7 @@ def replay(events: list[KvEvent]) -> set[bytes]:
     keys: set[bytes] = set()
     for event in events:
         match event:
-            case BlocksStored(stored, _):
+            case BlocksStored(stored):
                 assert keys.isdisjoint(stored), "stored twice"
                 keys |= set(stored)
             case BlocksRemoved(removed):
@@ -222,16 +222,16 @@ def test_hits_and_queries_are_counted_in_tokens() -> None:
     assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (18, 8)
 
 
-def test_events_name_the_blocks_and_their_parent() -> None:
+def test_events_name_the_blocks() -> None:
     events: list[KvEvent] = []
     blocks = BlockManager(3, P, "m", events.append)
-    root = root_key("m")
-    keys = block_keys(range(12), P, root)
+    keys = block_keys(range(12), P, root_key("m"))
     sequence = make_sequence(*range(12))
+    assert blocks.prefix_keys(sequence) == tuple(keys)
     blocks.admit(sequence)
     blocks.publish(sequence, 9)
     blocks.publish(sequence, 12)
-    assert events == [BlocksStored(tuple(keys[:2]), root), BlocksStored((keys[2],), keys[1])]
+    assert events == [BlocksStored(tuple(keys[:2])), BlocksStored((keys[2],))]
     sequence.num_computed_tokens = 12
     blocks.release(sequence)
     run(blocks, make_sequence(90))

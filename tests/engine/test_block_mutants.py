@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine import sampler
+from engine.draft import NO_DRAFT, Draft
 from engine.noise import Purpose
 from engine.row import Row
+from engine.sampler import Sampler
+from engine.sequence import Sequence
 from engine.verifier import block, block_law, placed, rejection_law
 from engine.verifier.placed import Placed
 from protos.messages import VerifyMode
 from tests.engine import exactness_checks
 from tests.engine.exactness_checks import check_enumeration, check_fresh_numbers, check_samples, check_zero_coins
-from tests.engine.tabular import Experiment, pair_library
+from tests.engine.tabular import Drafting, Experiment, TabularModel, pair_library, row_of
 
 BLOCK = VerifyMode.BLOCK
 PEAKED, FLAT, _, _, CERTAIN = pair_library(3)
@@ -170,3 +174,42 @@ def test_the_mutant_fails(change: Patch, check: str, monkeypatch: pytest.MonkeyP
     change(monkeypatch)
     with pytest.raises(AssertionError):
         CHECKS[check]()
+
+
+# ---- drafting ahead -----------------------------------------------------------------------------------------------
+
+
+def drafting_in_the_running_pass() -> Drafting:
+    """Continues an outcome as if it were drafts of the pass that decides about it: with that pass's numbers."""
+    starts: dict[str, int] = {}
+
+    def draft(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:
+        sampler_ = Sampler()
+        drafts = [NO_DRAFT] * len(sequences)
+        passes = [starts.get(sequence.request_id, len(sequence.token_ids)) for sequence in sequences]
+        for _ in range(num_drafts):
+            rows = [
+                replace(
+                    row_of(sequence),
+                    token_ids=sequence.token_ids[:start],
+                    draft_ids=(*sequence.token_ids[start:], *drafted.token_ids),
+                )
+                for sequence, start, drafted in zip(sequences, passes, drafts, strict=True)
+            ]
+            logits = model.logits([[*row.token_ids, *row.draft_ids] for row in rows])
+            sample = sampler_.sample_sparse(sampler_.process(logits, rows), rows, model.num_tokens)
+            drafts = [
+                Draft((*drafted.token_ids, token_id), (*drafted.laws, law))
+                for drafted, token_id, law in zip(drafts, sample.token_ids, sample.laws, strict=True)
+            ]
+        starts.update((sequence.request_id, len(sequence.token_ids)) for sequence in sequences)
+        return drafts
+
+    return draft
+
+
+def test_a_draft_made_ahead_with_the_noise_of_the_running_pass_is_biased() -> None:
+    experiment = Experiment(FLAT, 4, 5, 4_000, verify=BLOCK)
+    check_samples(experiment)
+    with pytest.raises(AssertionError):
+        check_samples(experiment, drafting_in_the_running_pass())

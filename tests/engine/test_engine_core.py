@@ -24,7 +24,14 @@ from engine.sequence import Sequence
 from engine.span import Span
 from engine.verifier.verifier import Verifier
 from protos.errors import EngineError, RequestError
-from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SpeculationMethod,
+    SpeculationParams,
+    TokenChunk,
+)
 from tests.engine.checkpoints import write_checkpoint
 from tests.engine.fakes import FakeRunner, ScriptedProposer, logits_after
 
@@ -40,6 +47,7 @@ def make_core(
     num_drafts: int = 4,
     max_tokens_per_step: int = 256,
     enable_prefix_caching: bool = True,
+    adaptive: bool = False,
 ) -> EngineCore:
     blocks = BlockManager(num_blocks, 4, "m", enable_prefix_caching=enable_prefix_caching)
     return EngineCore(
@@ -48,7 +56,7 @@ def make_core(
         blocks,
         proposer or NoProposer(),
         Verifier(Sampler()),
-        SpeculationConfig(num_drafts),
+        SpeculationConfig(num_drafts, adaptive=adaptive),
     )
 
 
@@ -127,6 +135,33 @@ def test_drafts_pool_budget_and_cache_change_no_token(
     assert outputs(run(other)) == outputs(run(plain))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft_of", DRAFTERS)
+def test_adaptive_lengths_change_no_token(draft_of: Callable[[Sequence, int], list[int]], temperature: float) -> None:
+    plain, other = make_core(), make_core(ScriptedProposer(draft_of), adaptive=True)
+    for core in (plain, other):
+        for index, prompt in enumerate(PROMPTS):
+            core.add(request(str(index), prompt, temperature=temperature, max_tokens=40, seed=index))
+    assert outputs(run(other)) == outputs(run(plain))
+    assert set(other.stats().speedups) == {"model-greedy" if temperature == 0 else "model-sampled"}
+
+
+def test_a_pass_without_drafts_asks_nothing_of_the_proposer_and_the_next_tells_all() -> None:
+    told: list[int] = []
+    proposer = ScriptedProposer(right)
+    proposer.commit = lambda sequences: told.extend(len(each.token_ids) for each in sequences)  # type: ignore[method-assign]
+    core = make_core(proposer)
+    core.add(request("a", max_tokens=30))
+    core.step()
+    (sequence,) = core.scheduler._running
+    sequence.draft_allowance = 0
+    assert [len(chunk.token_ids) for _ in range(3) for chunk in core.step()] == [1, 1, 1]
+    assert told == [4, 5] or told == [4]
+    sequence.draft_allowance = 4
+    core.step()
+    assert told[-1] == len(sequence.token_ids)
+
+
 def test_right_drafts_save_passes() -> None:
     core = make_core(ScriptedProposer(right))
     core.add(request("a", max_tokens=11))
@@ -167,6 +202,7 @@ def test_a_draft_is_cut_to_what_was_planned() -> None:
         (SpeculationParams(num_tokens=99), 16),
         (SpeculationParams(num_tokens=0), 0),
         (SpeculationParams(enabled=False), 0),
+        (SpeculationParams(method=SpeculationMethod.NONE), 0),
     ],
 )
 def test_a_request_chooses_its_drafts_within_the_deployments_limit(

@@ -50,3 +50,26 @@ def test_a_number_of_blocks_wins_over_bytes() -> None:
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match="99 bytes holds no block: one takes 100 bytes"):
         pool_size(CacheConfig(memory_bytes=99), bytes_per_block=100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_ids", [[2], [1, 2, 3], [4, 0, 2]])
+def test_exported_blocks_are_the_same_where_they_are_imported(block_ids: list[int], dtype: torch.dtype) -> None:
+    source = KVCache(SHAPES, 5, 4, dtype=dtype, device=CPU)
+    for pool in (*source.keys, *source.values):
+        pool.copy_(torch.rand(pool.shape))
+    blocks = source.export_blocks(block_ids)
+    assert blocks.shape == (len(block_ids), block_bytes(SHAPES, 4, dtype))
+    target = KVCache(SHAPES, 7, 4, dtype=dtype, device=CPU)
+    others = [6, 1, 5][: len(block_ids)]
+    target.import_blocks(others, blocks)
+    for ours, theirs in zip((*target.keys, *target.values), (*source.keys, *source.values), strict=True):
+        assert torch.equal(ours[others], theirs[block_ids])
+        assert not ours[[each for each in range(7) if each not in others]].any()
+
+
+def test_an_export_is_a_copy() -> None:
+    cache = new_cache()
+    blocks = cache.export_blocks([1, 2])
+    cache.keys[0].fill_(1.0)
+    assert not blocks.any()

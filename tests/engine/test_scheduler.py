@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
+from engine.draft import Draft
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.verifier import Verified
@@ -98,7 +99,7 @@ class Bench:
             self._draft(share.sequence, share.max_draft_tokens, min(num_right, share.max_draft_tokens))
             for share in batch.sampled
         ]
-        spans = batch.spans(drafts)
+        spans = batch.spans([Draft(tuple(draft)) for draft in drafts])
         for span in spans:
             self.kv.write(span)
         for share, span in zip(batch.shares, spans, strict=True):
@@ -485,6 +486,14 @@ def test_load_counts_what_is_queued_and_what_decodes() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     assert scheduler.num_queued_prefill_tokens == 5 + 6
     assert scheduler.num_running_decode_tokens == 4
+
+
+def test_queued_work_is_without_what_is_cached() -> None:
+    bench = Bench(max_num_sequences=1)
+    bench.add(range(12))
+    bench.step()
+    bench.add([*range(12), 100, 101])
+    assert bench.scheduler.num_queued_prefill_tokens == 2
 
 
 class SchedulerMachine(RuleBasedStateMachine):

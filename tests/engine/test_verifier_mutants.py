@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine import masks, penalties, sampler
 from engine.draft import Draft, SparseLaw
+from engine.grammar import TokenMask
 from engine.noise import Purpose
 from engine.row import Row
 from engine.sampler import Sampler, SparseSample
@@ -226,8 +227,8 @@ def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
     real = trial._row
 
-    def untruncated(task: trial.VerifyTask, num_drafts: int) -> Row:
-        row = real(task, num_drafts)
+    def untruncated(task: trial.VerifyTask, num_drafts: int, mask: TokenMask | None) -> Row:
+        row = real(task, num_drafts, mask)
         return replace(row, sampling=replace(row.sampling, top_p=1.0))
 
     patch.setattr(trial, "_row", untruncated)

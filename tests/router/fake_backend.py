@@ -6,10 +6,24 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk, TokenLogprobs
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    ModelCard,
+    SpeculationMethod,
+    SpeculationStats,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 CARD = ModelCard(
-    vocab_size=300, max_model_len=128, eos_token_ids=(0,), model_version="v1", block_size=16, max_draft_tokens=4
+    vocab_size=300,
+    max_model_len=128,
+    eos_token_ids=(0,),
+    model_version="v1",
+    block_size=16,
+    max_draft_tokens=4,
+    speculation_methods=(SpeculationMethod.MODEL, SpeculationMethod.NGRAM, SpeculationMethod.NONE),
 )
 
 NextToken = Callable[[GenerateRequest, Sequence[int]], int]
@@ -94,6 +108,7 @@ class FakeBackend:
                 stop,
                 num_cached_tokens=1,
                 speculation=stats if reason else None,
+                prompt_logprobs=_prompt_logprobs(request) if num_passes == 1 else (),
             )
             if reason:
                 return
@@ -108,3 +123,10 @@ class FakeBackend:
 def _logprobs(request: GenerateRequest, token_id: int) -> TokenLogprobs:
     top = tuple((token_id + rank, -0.5 - rank) for rank in range(request.sampling.num_logprobs or 0))
     return TokenLogprobs(token_id, -0.5, top)
+
+
+def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprobs, ...]:
+    num_top = request.sampling.num_prompt_logprobs
+    if num_top is None:
+        return ()
+    return tuple(TokenLogprobs(token, -0.25, ((token, -0.25),) * num_top) for token in request.prompt_token_ids[1:])

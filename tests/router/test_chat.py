@@ -90,8 +90,6 @@ async def test_n_choices_each_start_with_the_role(client: openai.AsyncOpenAI) ->
     ("parameters", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),

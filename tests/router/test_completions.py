@@ -7,7 +7,7 @@ import pytest
 from openai.types import Completion
 
 from protos.errors import EngineError, OverloadedError, UnavailableError
-from protos.messages import VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
 from tests.router.fake_backend import FakeBackend, say
 
 
@@ -66,13 +66,21 @@ async def test_echo_puts_the_prompt_before_the_answer(client: openai.AsyncOpenAI
     assert answer.choices[0].text == "abcde"
 
 
-async def test_echo_with_logprobs_lists_the_prompt_without_values(lenient_client: openai.AsyncOpenAI) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(lenient_client: openai.AsyncOpenAI) -> None:
     answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=2, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == ["a", "b", "c", "d", "e"]
-    assert logprobs.token_logprobs == [None, None, None, -0.5, -0.5]
+    assert logprobs.token_logprobs == [None, -0.25, -0.25, -0.5, -0.5]
     assert logprobs.text_offset == [0, 1, 2, 3, 4]
-    assert logprobs.top_logprobs == [None, None, None, {"d": -0.5}, {"e": -0.5}]
+    assert logprobs.top_logprobs == [None, {"b": -0.25}, {"c": -0.25}, {"d": -0.5}, {"e": -0.5}]
+
+
+async def test_max_tokens_0_with_echo_scores_the_prompt_alone(lenient_client: openai.AsyncOpenAI) -> None:
+    answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == "abc"
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.25, -0.25]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 0
 
 
 async def test_logprobs_are_parallel_lists(client: openai.AsyncOpenAI) -> None:
@@ -189,9 +197,10 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
             "stop_token_ids": [9],
             "bad_words": ["no"],
             "cache_salt": "tenant",
+            "prompt_cache_key": "conversation 7",
             "priority": -3,
             "timeout_s": 30.0,
-            "speculation": {"enabled": True, "num_tokens": 2, "verify": "rejection"},
+            "speculation": {"enabled": True, "num_tokens": 2, "verify": "rejection", "method": "ngram"},
         },
     )
     [request] = backend.requests
@@ -209,7 +218,9 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
     assert sampling.stop_token_ids == (0, 9)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 2)
     assert (request.speculation.num_tokens, request.speculation.verify) == (2, VerifyMode.REJECTION)
+    assert request.speculation.method is SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
+    assert request.session_id == "conversation 7"
     assert 29 < request.timeout_s <= 30
 
 

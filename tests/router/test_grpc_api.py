@@ -12,11 +12,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.errors import EngineError, OverloadedError, UnavailableError
-from protos.messages import VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
 from router.api_keys import ApiKeys
 from router.generation_service import GenerationService
 from router.grpc_api import SERVICE_NAME, GrpcApi
-from tests.router.fake_backend import FakeBackend
+from tests.router.fake_backend import FakeBackend, say
 
 
 class Servicer:
@@ -114,7 +114,7 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
             priority=-3,
             timeout_s=30,
             user="me",
-            speculation=pb2.Speculation(enabled=False, num_tokens=2, verify="block"),
+            speculation=pb2.Speculation(enabled=False, num_tokens=2, verify="block", method="ngram"),
         )
     )
     [request] = backend.requests
@@ -131,7 +131,9 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
     assert sampling.stop_token_ids == (9,)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 0)
     assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.BLOCK)
+    assert request.speculation.method is SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
+    assert request.session_id == "me"
     assert 29 < request.timeout_s <= 30
 
 
@@ -286,3 +288,19 @@ async def test_under_serve_the_status_is_set_and_the_error_raised(
         await GrpcApi(service, ApiKeys()).generate(pb2.GenerateRequest(model="fake", prompt="a"), context)
     assert (context.code, context.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     assert context.trailing == (("retry-after", "2.0"),)
+
+
+async def test_a_prediction_is_a_text(stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend) -> None:
+    backend.next_token = say(*ids("abcdefgh"))
+    answer = await stub.Generate(pb2.GenerateRequest(model="fake", prompt="x", max_tokens=6, prediction="abcdefgh"))
+    assert backend.requests[0].prediction_token_ids == tuple(ids("abcdefgh"))
+    assert answer.usage.accepted_prediction_tokens == 6
+    assert answer.usage.rejected_prediction_tokens == 2
+
+
+async def test_a_prediction_that_cannot_be_used_is_refused(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    request = pb2.GenerateRequest(
+        model="fake", prompt="x", prediction="abcdefgh", speculation=pb2.Speculation(enabled=False)
+    )
+    with pytest.raises(grpc.aio.AioRpcError, match="prediction is a draft"):
+        await stub.Generate(request)

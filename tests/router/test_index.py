@@ -15,7 +15,7 @@ def keys(*numbers: int) -> tuple[BlockKey, ...]:
 
 
 def stored(*numbers: int) -> BlocksStored:
-    return BlocksStored(keys(*numbers), parent=b"")
+    return BlocksStored(keys(*numbers))
 
 
 def batch(worker_id: str, sequence: int, *events: KvEvent, epoch: int = 0) -> KvEventBatch:

@@ -45,7 +45,7 @@ def test_a_prediction_that_is_never_confirmed_fades():
 def test_events_lead_requests_to_their_prefix():
     selector = make_selector()
     keys = tuple(k.to_bytes(16, "little") for k in range(8))
-    selector.index.apply(KvEventBatch("c", 0, 0, (BlocksStored(keys, parent=b""),)))
+    selector.index.apply(KvEventBatch("c", 0, 0, (BlocksStored(keys),)))
     assert selector.select(request(5, *range(8)), WORKERS, now_s=1.0).worker_id == "c"
 
 

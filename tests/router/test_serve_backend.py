@@ -6,12 +6,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from router.request_routing import RequestRouting
+from router.router_metrics import RouterMetrics
 from router.serve_backend import ServeBackend
 from tests.router.fake_backend import CARD
 
@@ -41,9 +44,15 @@ class ScriptedPair:
         return "outrider_x 1\n"
 
 
+class AbsentDeployment:
+    def broadcast(self, method_name: str) -> None:
+        raise UnavailableError("no replica")
+
+
 @pytest.fixture
 def backend() -> ServeBackend:
-    return ServeBackend(serve.run(ScriptedPair.bind(), _local_testing_mode=True))
+    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
+    return ServeBackend(handle, RequestRouting(RouterMetrics(CollectorRegistry())))
 
 
 async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
@@ -78,3 +87,10 @@ async def test_errors_are_ours(
 
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
     assert await backend.describe() == CARD
+
+
+async def test_prefill_replicas_show_their_metrics_and_may_be_absent() -> None:
+    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
+    routing = RequestRouting(RouterMetrics(CollectorRegistry()))
+    assert await ServeBackend(handle, routing, prefill=handle).metrics_texts() == ["outrider_x 1\n"] * 2
+    assert await ServeBackend(handle, routing, prefill=AbsentDeployment()).metrics_texts() == ["outrider_x 1\n"]

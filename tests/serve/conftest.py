@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.local_cluster import LocalCluster
-from tests.serve.served_pair import ServedPair, free_port, write_deploy_file
+from tests.serve.served_pair import ServedPair, serving
 from tests.serve.tiny_models import write_pair
 
 
@@ -13,12 +12,5 @@ from tests.serve.tiny_models import write_pair
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
-    file = write_deploy_file(folder, (free_port(), free_port()))
-    cluster = LocalCluster()
-    try:
-        cluster.start(num_cpus=2)
-        cluster.deploy(file)
-        cluster.wait_running(lambda status: None)
-        yield ServedPair(cluster, file)
-    finally:
-        cluster.stop()
+    with serving(folder) as served_pair:
+        yield served_pair

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,18 @@ class ServedPair:
             on_tokens(len(answer.token_ids))
         return answer
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its samples, as `/metrics` has it now."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its samples with these labels, as `/metrics` has it now."""
         text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
         families = (family for family in text_string_to_metric_families(text) if family.name == name)
-        return sum(sample.value for family in families for sample in family.samples)
+        samples = (sample for family in families for sample in family.samples)
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def kill(self, actor: str) -> None:
         """SIGKILL the process of this test's cluster that Ray has titled with the actor's class."""
         processes = psutil.Process().children(recursive=True)
-        (process,) = (each for each in processes if each.cmdline()[:1] == [f"ray::{actor}"])
+        # While a method runs, its name follows the actor's.
+        (process,) = (each for each in processes if "".join(each.cmdline()[:1]).startswith(f"ray::{actor}"))
         process.kill()
 
 
@@ -87,6 +90,20 @@ def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
         time.sleep(0.1)
 
 
+@contextmanager
+def serving(folder: Path, num_cpus: int = 2, **changes: Any) -> Iterator[ServedPair]:
+    """A cluster of its own that serves the pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
+    file = write_deploy_file(folder, (free_port(), free_port()), **changes)
+    cluster = LocalCluster()
+    try:
+        cluster.start(num_cpus=num_cpus)
+        cluster.deploy(file)
+        cluster.wait_running(lambda status: None)
+        yield ServedPair(cluster, file)
+    finally:
+        cluster.stop()
+
+
 def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> DeployFile:
     """The bundled deploy.yaml with the tiny pair, other ports, and `changes` to its args."""
     file = read_deploy_file(BUNDLED)
@@ -97,6 +114,7 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
         "model_id": MODEL,
         "target": {"path": str(folder / "target"), "dtype": "float32", "num_threads": 1},
         "draft": {"kind": "model", "path": str(folder / "draft"), "dtype": "float32", "num_threads": 1},
+        "speculation": {"adaptive": False},  # so small a target gains nothing by its draft
         "cache": {"num_blocks": 512},
         "ingress": {"limits": {"migration_deadline_s": 170.0, "max_migrations": 1000}},
         **changes,

@@ -19,12 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.local_cluster import LocalCluster
 from protos.messages import SamplingParams
 from tests.engine.checkpoints import write_checkpoint
 from tests.serve.plain_law import law_of_first_tokens
 from tests.serve.sequential_test import SequentialTest
-from tests.serve.served_pair import MODEL, ServedPair, free_port, write_deploy_file
+from tests.serve.served_pair import MODEL, ServedPair, serving
 
 VOCAB_SIZE = 16
 PROMPT = [3, 5, 7, 9]
@@ -61,15 +60,8 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     folder = tmp_path_factory.mktemp("vocabulary-16")
     write_checkpoint(folder / "target", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
     write_checkpoint(folder / "draft", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25, noise=0.2)
-    file = write_deploy_file(folder, (free_port(), free_port()))
-    cluster = LocalCluster()
-    try:
-        cluster.start(num_cpus=2)
-        cluster.deploy(file)
-        cluster.wait_running(lambda status: None)
-        yield Application(ServedPair(cluster, file), folder / "target")
-    finally:
-        cluster.stop()
+    with serving(folder) as served_pair:
+        yield Application(served_pair, folder / "target")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""A prefill replica's Prometheus metrics; what a pair makes of its blocks is in the pair's own (`actors.metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from engine.engine_stats import EngineStats
+
+_PREFIX = "outrider_prefill_replica"
+
+
+class PrefillMetrics(Collector):
+    """All `outrider_prefill_replica_*` metrics."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._stats: EngineStats | None = None
+        self._registry.register(self)
+
+    def update(self, stats: EngineStats) -> None:
+        """Take in how the engine stands now."""
+        self._stats = stats
+
+    def text(self) -> str:
+        """Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Called by the registry."""
+        stats = self._stats
+        if stats is None:
+            return
+        computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens
+        yield CounterMetricFamily(f"{_PREFIX}_computed_tokens", "Prompt tokens computed.", value=computed)
+        yield CounterMetricFamily(
+            f"{_PREFIX}_cached_tokens", "Prompt tokens found in its prefix cache.", value=stats.num_prefix_hit_tokens
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_queued_tokens", "Prompt tokens to be computed.", value=stats.num_queued_prefill_tokens
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_tokens_per_second", "Measured speed, 0 before that.", value=stats.prefill_tokens_per_s
+        )
+        yield GaugeMetricFamily(f"{_PREFIX}_orders_running", "Orders that hold blocks.", value=stats.num_running)
+        yield GaugeMetricFamily(f"{_PREFIX}_orders_waiting", "Orders in the queue.", value=stats.num_waiting)
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", value=stats.kv_usage
+        )

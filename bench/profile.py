@@ -1,0 +1,208 @@
+"""`make profile`: how far each kind of step is from what this machine could do at best, and where its time goes.
+
+    python -m bench.profile --threads 2 --context 1024
+
+The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
+of a matrix product. Bytes: every weight of every layer once, and the keys and values that its rows read. Operations:
+two per weight and row, and those of attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
+
+from bench.pair import padded_target
+from engine.config import CacheConfig, ModelConfig
+from engine.model_runner import ModelRunner
+from engine.packed_linear import linear_of
+from engine.span import Span
+
+BANDWIDTH_BYTES = 1 << 30
+NUM_OPERATORS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What the machine reached here when it did nothing else."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of step: spans of `rows` tokens behind `context` tokens, for `streams` sequences at once."""
+
+    name: str
+    streams: int
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a model every pass reads and multiplies by; `attention_width` is heads x head size x layers."""
+
+    num_weights: int
+    weight_bytes: float
+    attention_width: int
+
+    @classmethod
+    def of(cls, folder: Path, dtype: str, quantization: str) -> ModelSize:
+        """From the headers of the weight files: every matrix but an embedding that is no output layer too."""
+        config = AutoConfig.from_pretrained(folder)
+        skipped = () if config.tie_word_embeddings else ("embed_tokens",)
+        shapes = [shape for name, shape in _shapes(folder) if len(shape) == 2 and not any(s in name for s in skipped)]
+        num_weights = sum(rows * columns for rows, columns in shapes)
+        bytes_each = {"int8": 1.0, "int4": 0.5}.get(quantization, 4.0 if dtype == "float32" else 2.0)
+        head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        width = config.num_hidden_layers * config.num_attention_heads * head_size
+        return cls(num_weights, num_weights * bytes_each, width)
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
+                yield name, tensors.get_slice(name).get_shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a pass must move and compute."""
+
+    num_bytes: float
+    num_flops: float
+
+    def floor_s(self, ceiling: Ceiling) -> float:
+        return max(self.num_bytes / ceiling.bytes_per_s, self.num_flops / ceiling.flops_per_s)
+
+
+def main() -> None:
+    args = _parse_args()
+    torch.set_num_threads(args.threads)
+    folder = args.model or padded_target()
+    runner = _runner(folder, args)
+    size = ModelSize.of(folder, args.dtype, args.quantization)
+    ceiling = measure_ceiling()
+    print(
+        f"{args.threads} threads: {ceiling.bytes_per_s / 1e9:.1f} GB/s read, "
+        f"{ceiling.flops_per_s / 1e12:.2f} TFLOP/s in a product of {args.dtype}"
+    )
+    print(f"\n{'step':34} {'MB':>8} {'GFLOP':>8} {'floor ms':>9} {'ms':>8} {'over':>6}   where it goes")
+    for path in _paths(args.context):
+        _report(path, runner, size, ceiling, args.repeats)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a model; the padded fixture if absent")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache of each sequence")
+    parser.add_argument("--repeats", type=int, default=9, help="passes; the table quotes medians")
+    return parser.parse_args()
+
+
+def _paths(context: int) -> list[Step]:
+    return [
+        Step("plain, 1 stream", 1, 1, context),
+        Step("verify K=4, 1 stream", 1, 5, context),
+        Step("plain, 8 streams", 8, 1, context),
+        Step("verify K=4, 8 streams", 8, 5, context),
+        Step("plain, 16 streams", 16, 1, context),
+        Step("prefill, 512 tokens of a prompt", 1, 512, 0),
+        Step("prefill, 512 tokens at 7,500", 1, 512, 7500),
+        Step("plain, 1 stream at 8,000", 1, 1, 8000),
+    ]
+
+
+def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
+    model = ModelConfig(str(folder), args.dtype, quantization=args.quantization, num_threads=args.threads)
+    num_blocks = max(path.streams * (path.context + path.rows) for path in _paths(args.context)) // 16 + 32
+    return ModelRunner(model, CacheConfig(num_blocks=num_blocks))
+
+
+def measure_ceiling() -> Ceiling:
+    """Reading a gigabyte by `sum`, and a bfloat16 product large enough to be limited by arithmetic alone."""
+    memory = torch.ones(BANDWIDTH_BYTES // 4)
+    weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
+    multiply, rows = linear_of(weight, None), torch.randn(1024, 4096, dtype=torch.bfloat16)
+    read_s = _median_s(lambda: memory.sum(), 5)
+    product_s = _median_s(lambda: multiply(rows), 5)
+    return Ceiling(BANDWIDTH_BYTES / read_s, 2 * weight.numel() * len(rows) / product_s)
+
+
+def _report(path: Step, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, repeats: int) -> None:
+    spans = _spans(path, runner)
+    seconds = _median_s(lambda: runner.forward(spans), repeats)
+    cost = _cost(path, runner, size)
+    floor_s = cost.floor_s(ceiling)
+    print(
+        f"{path.name:34} {cost.num_bytes / 1e6:8.0f} {cost.num_flops / 1e9:8.1f} {1e3 * floor_s:9.1f} "
+        f"{1e3 * seconds:8.1f} {seconds / floor_s:6.2f}   {_operators(lambda: runner.forward(spans))}",
+        flush=True,
+    )
+
+
+def _spans(path: Step, runner: ModelRunner) -> list[Span]:
+    blocks_each = -(-(path.context + path.rows) // runner.block_size)
+    num_logits = path.rows if path.rows <= 16 else 1
+    return [
+        Span(
+            [1 + (7 * row) % 1000 for row in range(path.rows)],
+            path.context,
+            list(range(stream * blocks_each, (stream + 1) * blocks_each)),
+            num_logits,
+        )
+        for stream in range(path.streams)
+    ]
+
+
+def _cost(path: Step, runner: ModelRunner, model: ModelSize) -> Cost:
+    num_rows = path.streams * path.rows
+    kv_bytes_per_token = runner.bytes_per_block / runner.block_size
+    kv_bytes = path.streams * (path.context + path.rows) * kv_bytes_per_token
+    # A prefill chunk's rows see half of the chunk on average, and all that lies before it.
+    seen = path.context + (path.rows if path.rows <= 16 else path.rows / 2)
+    attention_flops = 4 * num_rows * seen * model.attention_width
+    return Cost(model.weight_bytes + kv_bytes, 2 * model.num_weights * num_rows + attention_flops)
+
+
+def _operators(call: Callable[[], Tensor]) -> str:
+    """The largest shares of the processor's own time, by operator."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        call()
+    events = recorded.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    largest = sorted(events, key=lambda event: -event.self_cpu_time_total)[:NUM_OPERATORS]
+    return ", ".join(
+        f"{event.key.removeprefix('aten::').removeprefix('mkldnn::')} {event.self_cpu_time_total / total:.0%}"
+        for event in largest
+    )
+
+
+def _median_s(call: Callable[[], object], repeats: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Who computes attention on a device: plain torch anywhere, our Triton kernel on GPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from engine.attention import AttentionPass, TorchAttention
+from engine.index import Index
+from engine.kv_cache import KVCache
+from engine.span import Span
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
+
+
+class AttentionKind(StrEnum):
+    """The configured choice; AUTO is TRITON where it can run, TORCH elsewhere."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+class AttentionPlan(Protocol):
+    """The attention of some spans, laid out once; valid while the blocks of the spans stay theirs."""
+
+    def whole(self, slots: Index) -> AttentionPass:
+        """For a pass that computes all tokens; `slots` are where their KV goes."""
+
+    def step(self, step: int, slots: Index) -> AttentionPass:
+        """For a pass that computes only token `step` of each span; the spans have one length."""
+
+
+PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
+
+
+def choose_attention(name: str, device: torch.device) -> PlanAttention:
+    """The attention of a model on `device`; `name` is an AttentionKind.
+
+    Raises:
+        ConfigError: there is no such kind, or `device` cannot run it.
+    """
+    obstacle = _obstacle_to_triton(device)
+    kind = _kind_of(name)
+    if kind is AttentionKind.TRITON and obstacle:
+        raise ConfigError(f"attention is 'triton', but {obstacle}; set it to auto or torch")
+    if kind is AttentionKind.TORCH or obstacle or (kind is AttentionKind.AUTO and device.type != "cuda"):
+        logger.info("attention on %s: torch (configured: %s%s)", device, kind, f"; {obstacle}" if obstacle else "")
+        return TorchAttention
+    logger.info("attention on %s: Triton kernel (configured: %s)", device, kind)
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.triton_attention import TritonAttention
+
+    return TritonAttention
+
+
+def _kind_of(name: str) -> AttentionKind:
+    try:
+        return AttentionKind(name)
+    except ValueError as error:
+        raise ConfigError(f"attention is {name!r}; it must be {', '.join(AttentionKind)}") from error
+
+
+def _obstacle_to_triton(device: torch.device) -> str | None:
+    """Why our kernel cannot run on `device`; None if it can."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda":
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if is_interpreted else f"the model runs on {device}, which is no GPU"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None

@@ -1,0 +1,192 @@
+"""How many drafts each sequence gets in the next pass: as many as make the most tokens per second.
+
+After every pass the budget learns how far drafts survived and what the pass cost, and sets the length of every next
+draft before anybody has drafted. So a length depends on committed tokens, counts and clocks alone, never on a token it
+decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
+DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
+
+No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
+for probes: one draft of one token now and then. While there are some, now and then a pass goes without, to keep the
+baseline measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.goodput import allocate
+from engine.row import GREEDY_BELOW
+from engine.sequence import Sequence
+from engine.speedup import ClassStep, ClassSwitch
+from engine.step_cost import DraftCost, RowCost
+from engine.survival import Floats, Ints, SurvivalTable
+
+_PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
+_PROBE_SHARE = 0.01  # of the time, for probes of sequences without drafts
+_MAX_SAVED = 10.0  # plain passes' time at most, for a probe
+_MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
+_OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
+_WAKE_GAIN = 1.02  # drafts begin where they promise this much; once begun they go on while they gain at all
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPass:
+    """One sequence's part of a pass: drafts asked for, computed and accepted."""
+
+    sequence: Sequence
+    num_asked: int
+    num_proposed: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds a pass took: waiting for drafts, and everything else."""
+
+    draft_s: float
+    target_s: float
+
+
+class DraftBudget:
+    """Plans draft lengths in [0, what the sequence may have]; state of the engine's thread.
+
+    `first_length` is the length until there is something to plan by.
+    """
+
+    def __init__(self, first_length: int, max_length: int) -> None:
+        self._first_length = first_length
+        self._max_length = max_length
+        self._survival = SurvivalTable(max_length)
+        self._row_cost = RowCost()
+        self._draft_cost = DraftCost()
+        self._switches: dict[str, ClassSwitch] = {}
+        self._num_steps_since_plain = _PLAIN_PERIOD
+        self._is_speculating = False
+        self._probe_credit_s = 0.0
+        self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
+        self._step = 0
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Measured tokens per second against no speculation, by class of requests."""
+        return {name: switch.meter.speedup for name, switch in self._switches.items()}
+
+    def observe(self, passes: Seq[DraftedPass], time: PassTime | None) -> None:
+        """Learn from a pass of these sequences; `time` is None if it also computed prompts, which cost other than rows.
+
+        Call it once per pass, before `plan`.
+        """
+        if not passes:
+            return
+        self._step += 1
+        self._survival.observe(
+            [each.sequence.request_id for each in passes],
+            [class_of(each.sequence) for each in passes],
+            np.array([each.num_proposed for each in passes]),
+            np.array([each.num_accepted for each in passes]),
+        )
+        for each in passes:
+            if each.num_asked > 0:
+                self._last_drafted[each.sequence.request_id] = self._step
+        if time is not None:
+            self._observe_time(passes, time)
+
+    def plan(self, sequences: Seq[Sequence]) -> None:
+        """Set `draft_allowance` of all sequences that the next pass samples."""
+        request_ids = [sequence.request_id for sequence in sequences]
+        self._survival.keep_only(request_ids)
+        self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
+        if not sequences:
+            return
+        for sequence, length in zip(sequences, self._lengths(sequences).tolist(), strict=True):
+            sequence.draft_allowance = length
+
+    def _lengths(self, sequences: Seq[Sequence]) -> Ints:
+        num_possible = np.array([self._num_possible(sequence) for sequence in sequences])
+        num_rows = len(sequences)
+        if self._row_cost.max_rows == 0:
+            self._is_speculating = True
+            return np.minimum(num_possible, self._first_length)
+        self._num_steps_since_plain += 1
+        if self._num_steps_since_plain > _PLAIN_PERIOD or self._row_cost.max_rows <= num_rows:
+            return np.zeros_like(num_possible)
+        survivals = self._survivals(sequences, num_possible)
+        num_drafts = min(int(num_possible.sum()), self._row_cost.max_rows - num_rows)
+        row_seconds = self._row_cost.seconds(np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
+        best = allocate(survivals, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
+        needed = 1.0 if self._is_speculating else _WAKE_GAIN
+        lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
+        self._is_speculating = bool(lengths.any())
+        self._probe(sequences, lengths, num_possible, float(row_seconds[0]))
+        return lengths
+
+    def _survivals(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
+        """`[B, K]`; 0 where a sequence may have no draft."""
+        names = [class_of(sequence) for sequence in sequences]
+        survivals = self._survival.of([sequence.request_id for sequence in sequences], names)
+        is_on = np.array([self._switch(name).is_on for name in names])
+        may_be = np.arange(self._max_length) < np.where(is_on, num_possible, 0)[:, None]
+        return np.where(may_be, survivals, 0.0)
+
+    def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
+        """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for."""
+        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s)
+        idle = np.flatnonzero((lengths == 0) & (num_possible > 0))
+        if len(idle) == 0:
+            return
+        num_rows = len(sequences) + int(lengths.sum())
+        before_s, after_s = self._row_cost.seconds(np.array([num_rows, num_rows + 1]))
+        step_s = 0.0 if lengths.any() else self._draft_cost.per_step_s
+        cost_s = float(after_s - before_s) + step_s + self._draft_cost.per_token_s
+        cost_s = max(cost_s, _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s)
+        if self._probe_credit_s >= cost_s:
+            lengths[min(idle.tolist(), key=lambda index: self._last_drafted[sequences[index].request_id])] = 1
+            self._probe_credit_s -= cost_s
+
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime) -> None:
+        num_asked = sum(each.num_asked for each in passes)
+        num_proposed = sum(each.num_proposed for each in passes)
+        self._row_cost.observe(len(passes) + num_proposed, time.target_s)
+        if num_asked == 0:
+            self._num_steps_since_plain = 0
+        else:
+            longest = max(each.num_asked for each in passes)
+            if not self._is_speculating:  # a probe; a draft model may have had much to catch up with
+                self._probe_credit_s -= max(0.0, time.draft_s - self._draft_cost.seconds(longest, num_asked))
+            self._draft_cost.observe(longest, num_asked, time.draft_s)
+        members: dict[str, list[DraftedPass]] = {}
+        for each in passes:
+            members.setdefault(class_of(each.sequence), []).append(each)
+        for name, part in members.items():
+            self._switch(name).observe(self._class_step(part, len(passes) + num_proposed, num_asked, time))
+
+    def _class_step(self, part: Seq[DraftedPass], num_rows: int, num_asked: int, time: PassTime) -> ClassStep:
+        """What the step was to a class: its time without the class's drafts is by the ratio of the two sizes' costs."""
+        asked = sum(each.num_asked for each in part)
+        proposed = sum(each.num_proposed for each in part)
+        without_s, with_s = self._row_cost.seconds(np.array([num_rows - proposed, num_rows]))
+        others_s = time.draft_s * (1.0 - asked / num_asked) if num_asked else time.draft_s
+        return ClassStep(
+            num_sequences=len(part),
+            num_tokens=sum(each.num_accepted + 1 for each in part),
+            seconds=time.target_s + time.draft_s,
+            plain_seconds=time.target_s * float(without_s / with_s) + others_s,
+        )
+
+    def _num_possible(self, sequence: Sequence) -> int:
+        return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
+
+    def _switch(self, name: str) -> ClassSwitch:
+        if name not in self._switches:
+            self._switches[name] = ClassSwitch()
+        return self._switches[name]
+
+
+def class_of(sequence: Sequence) -> str:
+    """Requests that are expected to fare alike: who guesses for them, and whether they are greedy."""
+    law = "greedy" if sequence.sampling.temperature < GREEDY_BELOW else "sampled"
+    method = "prediction" if sequence.request.prediction_token_ids else sequence.method
+    return f"{method}-{law}"

@@ -1,0 +1,50 @@
+"""Which drafts of a step are worth their time: the lengths that make the most expected tokens per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """`lengths` `[B]` drafts per sequence, and the expected tokens per second with and without them."""
+
+    lengths: Ints
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+
+def allocate(survivals: Floats, row_seconds: Floats, step_s: float, token_s: float) -> Allocation:
+    """Maximise G = (B + sum of survivals) / (C(B + drafts) + D(drafts)) over all lengths.
+
+    `survivals` `[B, K]` fall along K, and are 0 where a draft may not be; `row_seconds` `[M + 1]` is C(B) to C(B + M),
+    the M drafts that may be made at most; D is `step_s` per step of the longest draft and `token_s` per token. For a
+    given number of drafts and a given longest one the best are those of the largest survival (arXiv:2406.14066), and
+    each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C.
+    """
+    num_sequences, num_positions = survivals.shape
+    plain = num_sequences / row_seconds[0]
+    order = np.argsort(-survivals.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
+    chances = survivals.T.ravel()[order]
+    max_drafts = min(len(row_seconds) - 1, int((chances > 0).sum()))
+    if max_drafts == 0:
+        return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+    depths = order // num_sequences + 1  # [B * K]
+    longest = np.arange(1, num_positions + 1)[:, None]  # [K, 1]
+    is_in = (depths <= longest) & (chances > 0)  # [K, B * K]
+    num_drafts = np.minimum(np.cumsum(is_in, axis=1), len(row_seconds))
+    tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
+    seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * longest + token_s * num_drafts
+    goodput = tokens / seconds
+    best_longest, best_last = np.unravel_index(int(goodput.argmax()), goodput.shape)
+    if goodput[best_longest, best_last] <= plain:
+        return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+    chosen = order[: best_last + 1][is_in[best_longest, : best_last + 1]]
+    lengths = np.bincount(chosen % num_sequences, minlength=num_sequences)
+    return Allocation(lengths, float(goodput[best_longest, best_last]), plain)

@@ -1,0 +1,31 @@
+"""From the methods a deployment offers to the proposers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.proposer import Proposer
+from engine.proposer.choice import ChosenProposer, Ranking
+from engine.proposer.guess_first import GuessFirst
+from engine.proposer.ngram import NgramProposer
+from engine.proposer.prediction import PredictionGuesser
+from engine.proposer.suffix import SuffixProposer
+from protos.messages import SpeculationMethod
+
+
+def proposer_of(methods: Collection[SpeculationMethod], model: Proposer | None = None) -> Proposer | None:
+    """One proposer for all of `methods`; None where they come down to plain decoding.
+
+    `model` drafts for the method of that name, with n-grams in its place while it has nothing. A request's prediction
+    comes before all of them.
+    """
+    suffix, ngram = SuffixProposer(), NgramProposer()
+    rankings: dict[SpeculationMethod, Ranking] = {
+        SpeculationMethod.SUFFIX: (suffix,),
+        SpeculationMethod.NGRAM: (ngram,),
+    }
+    if model is not None:
+        rankings[SpeculationMethod.MODEL] = (model, ngram)
+        rankings[SpeculationMethod.HYBRID] = (GuessFirst(suffix, model), ngram)
+    offered = {method: ranking for method, ranking in rankings.items() if method in methods}
+    return GuessFirst(PredictionGuesser(), ChosenProposer(offered)) if offered else None

@@ -1,0 +1,83 @@
+"""How much faster speculation makes each class of requests, measured while it serves, and a switch for those it slows.
+
+The baseline is what the same steps would have taken without the class's drafts: the step's own time, less what its
+drafts' rows and its share of the waiting cost, by a profile that plain passes keep honest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FADE = 0.995  # per step: the last few hundred count
+_MIN_PASSES = 64.0  # of a class's sequences, before a measurement is believed
+_LOSS = 0.97  # below, the class is switched off
+_FIRST_PAUSE = 64  # steps; doubles with every trial that fails
+_LONGEST_PAUSE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStep:
+    """One class's part of one step: its sequences, what they committed, and the step's time with and without drafts."""
+
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+    plain_seconds: float
+
+
+class SpeedupMeter:
+    """Tokens per second of one class against no speculation, over recent steps, plain ones and probes included."""
+
+    def __init__(self) -> None:
+        self._passes = 0.0  # decayed sums over steps: of sequences, of tokens, and of seconds times sequences
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._plain_seconds = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self._passes >= _MIN_PASSES
+
+    @property
+    def speedup(self) -> float:
+        """The ratio; 1 until something is measured."""
+        if self._passes == 0:
+            return 1.0
+        return self._tokens / self._passes * self._plain_seconds / self._seconds
+
+    def observe(self, step: ClassStep) -> None:
+        """Take in one step."""
+        self._passes = _FADE * self._passes + step.num_sequences
+        self._tokens = _FADE * self._tokens + step.num_tokens
+        self._seconds = _FADE * self._seconds + step.num_sequences * step.seconds
+        self._plain_seconds = _FADE * self._plain_seconds + step.num_sequences * step.plain_seconds
+
+
+class ClassSwitch:
+    """Whether a class may have drafts: off while it loses, on again for a trial after ever longer pauses."""
+
+    def __init__(self) -> None:
+        self.meter = SpeedupMeter()
+        self._trial = SpeedupMeter()
+        self._num_steps_off = 0
+        self._pause = _FIRST_PAUSE
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_steps_off == 0
+
+    def observe(self, step: ClassStep) -> None:
+        """Take in one step of the class and decide."""
+        self.meter.observe(step)
+        if not self.is_on:
+            self._num_steps_off -= 1
+            return
+        self._trial.observe(step)
+        if not self._trial.is_measured:
+            return
+        if self._trial.speedup < _LOSS:
+            self._num_steps_off = self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._trial = SpeedupMeter()
+        elif self._trial.speedup >= 1.0:
+            self._pause = _FIRST_PAUSE

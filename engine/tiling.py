@@ -1,0 +1,63 @@
+"""How large the kernel's tiles and splits are: read from the head sizes, the pass and the device, never tried out.
+
+Trying them out at run time would wait for the device, and would let two replicas choose differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MAX_PACKED_ROWS = 128
+_MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for the sums
+_STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
+_MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
+_PROGRAMS_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The head sizes of one layer."""
+
+    num_kv_heads: int
+    group_size: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """BLOCK_M packed rows by BLOCK_N keys at a time.
+
+    `num_warps` and `num_stages` are the compiler's: warps that share a tile, and steps that are read ahead.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiling(num_rows: int, heads: Heads, itemsize: int) -> Tiling:
+    """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element."""
+    width = power_of_two(max(heads.key_dim, heads.value_dim))
+    packed_rows = power_of_two(num_rows * heads.group_size)
+    if itemsize > 2:  # float32 goes without matrix units, which would round it, and lives in registers
+        return Tiling(16, 16, 4, 2) if packed_rows <= 16 else Tiling(32, 16, 8, 2)
+    most_rows = min(_MAX_PACKED_ROWS, _MAX_TILE_BYTES // (width * itemsize))
+    block_m = max(16, min(packed_rows, most_rows))  # a matrix unit takes 16 rows
+    block_n = max(16, min(128, _STEP_BYTES // (2 * width * itemsize)))
+    return Tiling(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=3 if block_m < 128 else 2)
+
+
+def choose_split(num_keys: int, num_kv_heads: int, num_processors: int) -> int:
+    """Keys per split, when all tiles of one kv head read `num_keys` in all: each processor gets a few programs.
+
+    A power of two, so that a growing context changes it, and with it the order of sums, seldom.
+    """
+    share = num_keys * num_kv_heads // (_PROGRAMS_PER_PROCESSOR * num_processors)
+    return max(_MIN_SPLIT_TOKENS, power_of_two(share))
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,61 @@
+"""Names the blocks of a request as the engines do, once, and only after a proof that both name them alike."""
+
+from __future__ import annotations
+
+import logging
+
+from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids, root_key
+from protos.messages import GenerateRequest, ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+class PromptNames:
+    """The keys of requests for the model of the last card; none while there is no card, or it fails the proof."""
+
+    def __init__(self) -> None:
+        self._card: ModelCard | None = None
+        self._is_proven = False
+        self._last_text: tuple[tuple[int, ...], tuple[int, ...], str] | None = None
+        self._last_keys = b""
+
+    @property
+    def is_refuted(self) -> bool:
+        """The engines name a fixed text otherwise than this process does: requests go by load alone."""
+        return self._card is not None and not self._is_proven
+
+    def learn(self, card: ModelCard) -> None:
+        """Take a pair's card in; a changed one is put to the proof."""
+        if card == self._card:
+            return
+        self._card = card
+        self._last_text = None
+        own = _probe_key(card)
+        self._is_proven = own == card.probe_key
+        if not self._is_proven:
+            logger.error(
+                "pairs and ingress name blocks differently (probe %s there, %s here, model version %s, block size %d): "
+                "requests are routed by load alone; deploy both from one version",
+                card.probe_key.hex() or "missing",
+                own.hex(),
+                card.model_version,
+                card.block_size,
+            )
+
+    def keys_of(self, request: GenerateRequest) -> bytes:
+        """Joined keys of the full blocks of prompt and generated tokens, computed once for all samples of a prompt."""
+        card = self._card
+        if card is None or not self._is_proven:
+            return b""
+        text = (request.prompt_token_ids, request.output_token_ids, request.cache_salt)
+        if text != self._last_text:  # the samples' prompts are one object, so equality costs nothing
+            token_ids = request.prompt_token_ids + request.output_token_ids
+            root = root_key(card.model_version, request.cache_salt)
+            self._last_keys = join_keys(block_keys(token_ids, card.block_size, root))
+            self._last_text = text
+        return self._last_keys
+
+
+def _probe_key(card: ModelCard) -> bytes:
+    root = root_key(card.model_version, PROBE_SALT)
+    return block_keys(probe_token_ids(card.block_size), card.block_size, root)[-1]

@@ -1,0 +1,27 @@
+"""A request arrives at the target, and its sampling at the draft, exactly as it was sent."""
+
+from __future__ import annotations
+
+from actors.draft_messages import Open, Round, ToDraft
+from actors.frames import FrameCodec
+from actors.shell_messages import Add, ToTarget
+from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
+
+SAMPLING = SamplingParams(
+    seed=-5,
+    logit_bias=((3, 1.5),),
+    bad_words=((1, 2),),
+    grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"const": "ü"}', "response_format"),
+)
+
+
+def test_a_grammar_reaches_the_target() -> None:
+    codec: FrameCodec[ToTarget] = FrameCodec(ToTarget)
+    sent = Add(GenerateRequest("a", (1, 2), SAMPLING))
+    assert codec.feed(codec.encode(sent)) == [sent]
+
+
+def test_a_grammar_reaches_the_draft() -> None:
+    codec: FrameCodec[ToDraft] = FrameCodec(ToDraft)
+    sent = Round(opens=(Open("a", (1, 2), 2, SAMPLING, 0, VerifyMode.COUPLED, 0, False),))
+    assert codec.feed(codec.encode(sent)) == [sent]

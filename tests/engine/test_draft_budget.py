@@ -1,0 +1,132 @@
+"""The budget on simulated pairs whose costs and acceptance are known, from its first pass on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
+from engine.speedup import ClassStep, ClassSwitch
+from tests.engine.simulated_pair import (
+    MAX_DRAFTS,
+    Costs,
+    SimulatedPair,
+    best_fixed,
+    new_sequence,
+    plain_speed,
+)
+
+ROOFLINE = Costs()
+LINEAR = Costs(weights_s=0.004, row_s=0.001, fixed_s=0.002, draft_step_s=0.0006, draft_row_s=0.0001)
+HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
+STREAMS = [1, 2, 4, 8, 16, 32, 64]
+
+
+def new_budget() -> DraftBudget:
+    return DraftBudget(4, MAX_DRAFTS)
+
+
+@pytest.mark.parametrize("num_streams", STREAMS)
+@pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
+def test_a_bad_draft_costs_at_most_two_percent_of_plain_decoding(costs: Costs, num_streams: int) -> None:
+    pair = SimulatedPair(lambda index, step: 0.2, costs)
+    assert pair.run(num_streams, 600, new_budget()) >= 0.98 * plain_speed(num_streams, costs)
+
+
+@pytest.mark.parametrize("num_streams", STREAMS)
+@pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
+def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, num_streams: int) -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.8, costs), new_budget()
+    pair.run(num_streams, 150, budget)
+    assert pair.run(num_streams, 350, budget) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
+
+
+def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
+    pair = SimulatedPair(lambda index, step: 0.2, HEAVY_DRAFT)
+    pair.run(8, 400, new_budget())
+    late = pair.lengths[100:]
+    assert sum(length > 0 for length in late) <= len(late) / 50 + 3
+    assert sum(late) < 0.02 * 8 * len(late)
+
+
+def test_a_draft_that_has_become_good_is_found_out() -> None:
+    pair = SimulatedPair(lambda index, step: 0.1 if step < 200 else 0.9, ROOFLINE, request_tokens=10**9)
+    pair.run(4, 1500, new_budget())
+    assert np.mean(pair.lengths[-100:]) > 4 * 4
+
+
+def test_a_probe_is_charged_for_what_the_draft_had_to_catch_up_with() -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.0, Costs(draft_step_s=0.02)), new_budget()
+    pair.run(1, 200, budget)
+    num_before = len(pair.lengths)
+    pair.run(1, 1000, budget)
+    assert 1 <= sum(length > 0 for length in pair.lengths[num_before:]) <= 6
+
+
+def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.8, ROOFLINE), new_budget()
+    means = []
+    for num_streams in (1, 64, 1):
+        pair.run(num_streams, 120, budget)
+        means.append(np.mean(pair.lengths[-50:]) / num_streams)
+    assert means[1] < 0.2
+    assert min(means[0], means[2]) > 5
+
+
+def test_drafts_go_to_those_whose_drafts_stand() -> None:
+    pair = SimulatedPair(lambda index, step: 0.9 if index % 2 else 0.1, ROOFLINE, request_tokens=10**9)
+    budget = new_budget()
+    slots = [new_sequence(index) for index in range(16)]
+    budget.plan(slots)
+    for step in range(150):
+        pair._pass(slots, step, budget)
+        budget.plan(slots)
+    bad, good = ([slots[index].draft_allowance for index in range(16) if index % 2 == parity] for parity in (0, 1))
+    assert min(good) > max(bad)
+
+
+def test_a_request_never_gets_more_than_it_may_have() -> None:
+    budget = new_budget()
+    short, none = new_sequence(0, num_drafts=2), new_sequence(1, num_drafts=0)
+    for _ in range(20):
+        budget.plan([short, none])
+        assert short.draft_allowance <= 2
+        assert none.draft_allowance == 0
+        length = short.draft_allowance
+        passes = [DraftedPass(short, length, length, length), DraftedPass(none, 0, 0, 0)]
+        budget.observe(passes, PassTime(0.0, 0.01))
+    assert length == 2
+
+
+@pytest.mark.parametrize(("acceptance", "num_streams"), [(0.8, 4), (0.5, 16), (0.2, 8)])
+def test_the_measured_speedup_is_the_true_one(acceptance: float, num_streams: int) -> None:
+    pair, budget = SimulatedPair(lambda index, step: acceptance, ROOFLINE), new_budget()
+    pair.run(num_streams, 300, budget)
+    true = pair.run(num_streams, 700, budget) / plain_speed(num_streams, ROOFLINE)
+    assert budget.speedups == {"model-greedy": pytest.approx(true, rel=0.06)}
+
+
+def test_a_class_is_a_method_and_greedy_or_not() -> None:
+    assert class_of(new_sequence(0)) == "model-greedy"
+    assert class_of(new_sequence(0, temperature=0.7)) == "model-sampled"
+
+
+def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pauses() -> None:
+    switch, trials = ClassSwitch(), []
+    for _ in range(4000):
+        is_on = switch.is_on
+        trials.append(is_on)
+        switch.observe(ClassStep(8, 8, 1.2 if is_on else 1.0, 1.0))
+    starts = [step for step in range(1, 4000) if trials[step] and not trials[step - 1]]
+    pauses = np.diff(starts)
+    assert len(starts) >= 4
+    assert (np.diff(pauses) > 0).all()
+    assert sum(trials) < 100
+
+
+def test_a_class_that_gains_stays_on() -> None:
+    switch = ClassSwitch()
+    for _ in range(500):
+        switch.observe(ClassStep(8, 20, 1.2, 1.0))
+        assert switch.is_on
+    assert switch.meter.speedup == pytest.approx(20 / 8 / 1.2)

@@ -1,0 +1,84 @@
+"""A pair with a prefill replica: the same text as without, whatever becomes of the replica."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serve.served_pair import ServedPair, eventually, serving
+from tests.serve.tiny_models import CHARACTERS, write_pair
+
+PROMPT_TOKENS = 2000
+PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_pair(folder)
+    with serving(folder, prefill=PREFILL, cache={"num_blocks": 2048}) as served_pair:
+        yield served_pair
+
+
+def prompt(seed: int, length: int = PROMPT_TOKENS) -> str:
+    return "".join(random.Random(seed).choices(CHARACTERS, k=length))
+
+
+def texts(served: ServedPair, salt: str, num: int = 4, **options: object) -> list[list[int]]:
+    """Greedy and sampled answers to long prompts, at once; a new salt leaves nothing in any cache."""
+    answers: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        stream = served.stream(
+            prompt=prompt(index), temperature=float(index % 2), extra_body={"cache_salt": salt, **options}
+        )
+        answers[index] = stream.token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[index] for index in range(num)]
+
+
+def test_long_prompts_are_read_elsewhere_and_the_text_is_the_same(served: ServedPair) -> None:
+    first = texts(served, "first")
+    remote = served.metric("outrider_prefill_remote_tokens")
+    assert remote >= 4 * (PROMPT_TOKENS - 16)
+    assert served.metric("outrider_prefill_local_tokens") <= 4 * 16
+    assert served.metric("outrider_prefill_transfers_failed") == 0
+    assert served.metric("outrider_prefill_transfer_seconds") > 0
+    assert served.metric("outrider_prefill_replica_computed_tokens") == remote
+    assert texts(served, "first", num=2) == first[:2]
+    assert served.metric("outrider_prefill_remote_tokens") == remote, "the pair holds these blocks now"
+    assert served.metric("outrider_kv_cache_used_blocks") == 0
+
+
+def test_a_prompt_below_the_limit_is_read_here(served: ServedPair) -> None:
+    before = served.metric("outrider_prefill_transfers")
+    served.stream(prompt=prompt(9, 60))
+    assert served.metric("outrider_prefill_transfers") == before
+
+
+def test_a_killed_prefill_replica_costs_no_request_and_comes_back(served: ServedPair) -> None:
+    expected = texts(served, "expected", num=8)
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.extend(texts(served, "killed", num=8)))
+    asking.start()
+    eventually(lambda: served.metric("outrider_prefill_num_requests_fetching") > 0 or not asking.is_alive())
+    served.kill("ServeReplica:outrider:Prefill")
+    asking.join()
+    assert answers == expected
+    assert texts(served, "without", num=8) == expected
+    before = served.metric("outrider_prefill_remote_tokens")
+
+    def is_back() -> bool:
+        served.stream(prompt=prompt(random.randrange(1 << 30)), max_tokens=1)
+        return served.metric("outrider_prefill_remote_tokens") > before
+
+    eventually(is_back)
+    assert texts(served, "back", num=8) == expected

@@ -1,0 +1,81 @@
+"""The pair on one node, prefill on another: blocks cross between them, and a node may die under load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.local_cluster import LocalCluster
+from cluster.serve_environment import set_variables
+from tests.serve.served_pair import ServedPair, eventually, free_port, write_deploy_file
+from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, texts
+from tests.serve.tiny_models import write_pair
+
+NODE = "prefill_node"
+
+
+class TwoNodes(LocalCluster):
+    """A head with cores, and a second raylet that has none: only what asks for `NODE` runs there."""
+
+    def start(self, num_cpus: int | None = None) -> None:
+        set_variables()
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": num_cpus, "include_dashboard": True, "dashboard_port": free_port()},
+        )
+        self._second: Any = self._cluster.add_node(num_cpus=0, resources={NODE: 1})
+        context = ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
+        self._dashboard = context.dashboard_url or ""
+
+    def kill_second_node(self) -> None:
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def stop(self) -> None:
+        super().stop()
+        self._cluster.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    pair: ServedPair
+    nodes: TwoNodes
+
+
+@pytest.fixture
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_pair(folder)
+    file = write_deploy_file(folder, (free_port(), free_port()), prefill=PREFILL, cache={"num_blocks": 2048})
+    file.deployment["proxy_location"] = "HeadOnly"  # both nodes are this machine, and one port is enough
+    file.deployment["applications"][0]["deployments"] = [
+        {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}
+    ]
+    nodes = TwoNodes()
+    try:
+        nodes.start(num_cpus=2)
+        nodes.deploy(file)
+        nodes.wait_running(lambda status: None)
+        yield Served(ServedPair(nodes, file), nodes)
+    finally:
+        nodes.stop()
+
+
+@pytest.mark.timeout(400)
+def test_nothing_is_lost_with_the_node_that_reads_the_prompts(served: Served) -> None:
+    pair = served.pair
+    expected = texts(pair, "expected", num=8)
+    assert pair.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.extend(texts(pair, "killed", num=8)))
+    asking.start()
+    eventually(lambda: pair.metric("outrider_prefill_num_requests_fetching") > 0 or not asking.is_alive())
+    served.nodes.kill_second_node()
+    asking.join()
+    assert answers == expected
+    assert texts(pair, "without", num=8) == expected
