@@ -12,6 +12,8 @@ class DraftKind(StrEnum):
     """Who guesses."""
 
     MODEL = "model"
+    MEDUSA = "medusa"
+    MTP = "mtp"
     NGRAM = "ngram"
     SUFFIX = "suffix"
     NONE = "none"
@@ -19,7 +21,8 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`.
+    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in
+    the engine's configuration, for it runs in the target's process.
 
     `fan_out` is for how many outcomes per position of a pass it drafts ahead; None: only when it is asked.
     """

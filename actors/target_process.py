@@ -34,12 +34,12 @@ def serve_target(
     Long prompts are read by `prefill` where there is one and it pays.
 
     Raises:
-        ConfigError: the model, the pool or the limits cannot be had.
+        ConfigError: the model, its head, the pool or the limits cannot be had.
     """
     channel = _channel(settings, folder)
     transport = None if prefill is None else ObjectStoreTransport(prefill)
     journal = CacheJournal()
-    proposer = proposer_of(settings.engine.speculation.methods, channel)
+    proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
     core = EngineCore.from_config(settings.engine, proposer, journal.record, transport)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
     reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)

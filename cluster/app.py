@@ -30,7 +30,7 @@ from cluster.placement import (
 )
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
-from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, SchedulerConfig, SpeculationConfig
 from protos.messages import VerifyMode
 from router.config import IngressConfig, IngressLimits, RouterConfig
 from router.index_client import IndexClient
@@ -78,6 +78,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
             cache=cache_config(config.cache),
             scheduler=SchedulerConfig(**config.scheduler.model_dump()),
             speculation=_speculation_config(config),
+            head=_head_config(config),
             min_remote_prefill_tokens=config.prefill.min_remote_prefill_tokens,
         ),
         draft=_draft_settings(config, placement),
@@ -90,11 +91,13 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
 def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:
     """What each prefill replica is started with: the engine of the pairs, but for its threads, pool and chunks."""
     assert placement.prefill is not None, "prefill replicas have a share"
+    keeps_head = engine.head is not None and engine.head.kind.keeps_kv
     return PrefillSettings(
         engine=replace(
             engine,
             model=replace(engine.model, num_threads=placement.prefill.num_threads),
             cache=prefill_cache_config(config),
+            head=engine.head if keeps_head else None,
             scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
         ),
         niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
@@ -120,9 +123,16 @@ def _speculation_config(config: DeployConfig) -> SpeculationConfig:
     )
 
 
+def _head_config(config: DeployConfig) -> HeadConfig | None:
+    draft = config.draft
+    if draft.kind not in tuple(HeadKind):
+        return None
+    return HeadConfig(HeadKind(draft.kind), None if draft.path is None else resolve_model_path(draft.path))
+
+
 def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
     draft = config.draft
-    if draft.path is None or placement.draft is None:
+    if draft.kind != DraftKind.MODEL or draft.path is None or placement.draft is None:
         return DraftSettings(DraftKind(draft.kind))
     model = ModelConfig(
         resolve_model_path(draft.path),

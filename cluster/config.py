@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.config import MAX_TREE_NODES, TreeConfig, TreeKind
+from engine.config import MAX_TREE_NODES, HeadKind, TreeConfig, TreeKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -34,6 +34,9 @@ def _only(available: Any, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_HEAD_KINDS = tuple(map(str, HeadKind))
+_KINDS_WITH_PATH = ("model", *(str(kind) for kind in HeadKind if kind is not HeadKind.MTP))
+_KINDS_WITH_LAWS = ("model", *_HEAD_KINDS)  # they say more than one text, and so can branch
 SERVES_OWN_POLICY = "power_of_two"
 
 
@@ -55,11 +58,14 @@ class TargetSection(_Section):
 
 
 class DraftSection(_Section):
-    """Who guesses: a second model in its own process, n-grams of the text itself, suffixes of it and of earlier ones
-    under the same cache_salt, or nobody.
+    """Who guesses: a second model in its own process, a head on the target's hidden states in the target's process,
+    n-grams of the text itself, suffixes of it and of earlier ones under the same cache_salt, or nobody.
+
+    medusa: a head set with files of its own, at `path`. mtp: the layer for it among the target's own weights. Heads
+    compute in the target's dtype, on its device and threads.
     """
 
-    kind: Annotated[str, _one_of("model", "ngram", "suffix", "none")] = "model"
+    kind: Annotated[str, _one_of("model", "medusa", "mtp", "ngram", "suffix", "none")] = "model"
     path: str | None = None
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
@@ -68,10 +74,20 @@ class DraftSection(_Section):
 
     @model_validator(mode="after")
     def _path_belongs_to_models(self) -> DraftSection:
-        if self.kind == "model" and self.path is None:
-            raise ValueError("kind 'model' needs path, the draft model's folder or Hub id")
-        if self.kind != "model" and self.path is not None:
-            raise ValueError(f"kind {self.kind!r} loads no model; remove path {self.path!r} or set kind to 'model'")
+        if self.kind in _KINDS_WITH_PATH and self.path is None:
+            raise ValueError(f"kind {self.kind!r} needs path, the draft's folder or Hub id")
+        if self.kind not in _KINDS_WITH_PATH and self.path is not None:
+            raise ValueError(
+                f"kind {self.kind!r} loads no model of its own; remove path {self.path!r} or set kind to "
+                f"{' or '.join(map(repr, _KINDS_WITH_PATH))}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heads_are_computed_as_their_target(self) -> DraftSection:
+        own = self.model_fields_set - {"kind", "path"}
+        if self.kind in _HEAD_KINDS and own:
+            raise ValueError(f"kind {self.kind!r} computes as its target does; remove {', '.join(sorted(own))}")
         return self
 
 
@@ -300,10 +316,10 @@ class DeployConfig(_Section):
 
     @model_validator(mode="after")
     def _trees_need_a_draft_model(self) -> DeployConfig:
-        if self.speculation.tree is not None and self.draft.kind != "model":
+        if self.speculation.tree is not None and self.draft.kind not in _KINDS_WITH_LAWS:
             raise ValueError(
-                f"speculation.tree needs a draft model, and draft.kind is {self.draft.kind!r}; "
-                "set draft.kind to 'model', or remove the tree"
+                f"speculation.tree needs a draft model or head, and draft.kind is {self.draft.kind!r}; "
+                f"set draft.kind to {' or '.join(map(repr, _KINDS_WITH_LAWS))}, or remove the tree"
             )
         return self
 
@@ -329,7 +345,7 @@ class DeployConfig(_Section):
 def _possible_methods(draft_kind: str) -> tuple[SpeculationMethod, ...]:
     """The draft's own, alone and with suffixes, and those that need nothing but the text."""
     kind = SpeculationMethod(draft_kind)
-    hybrid = (SpeculationMethod.HYBRID,) if kind is SpeculationMethod.MODEL else ()
+    hybrid = (SpeculationMethod.HYBRID,) if draft_kind in _KINDS_WITH_LAWS else ()
     free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
     return tuple(dict.fromkeys((kind, *hybrid, *free)))
 

@@ -66,6 +66,26 @@ class SchedulerConfig:
             )
 
 
+class HeadKind(StrEnum):
+    """Drafters that read the target's hidden states, in the target's process."""
+
+    MEDUSA = "medusa"
+    MTP = "mtp"
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether it has KV of the whole text, which whoever computes blocks for others must then compute too."""
+        return self is not HeadKind.MEDUSA
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """A head and its folder or Hub id; `path` is None for a head that is among the target's own weights (mtp)."""
+
+    kind: HeadKind
+    path: str | None = None
+
+
 class TreeKind(StrEnum):
     """Whether a tree's shape follows the draft's probabilities or is the same in every pass."""
 
@@ -151,4 +171,5 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    head: HeadConfig | None = None  # who drafts from the target's hidden states, in the place of a draft of its own
     min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer

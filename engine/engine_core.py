@@ -33,13 +33,16 @@ from engine.constrained_draft import constrain
 from engine.draft_budget import DraftBudget, DraftedPass, PassTime
 from engine.engine_stats import DraftCounters, EngineStats
 from engine.grammar_compiler import GrammarCompiler
+from engine.heads.passed_rows import passed_rows
 from engine.kv_move import KVMove, compaction
 from engine.kv_transfer import KVTransport
 from engine.model_loader import tokenizer_file
 from engine.model_runner import ModelRunner
 from engine.prefill_source import NoPrefillSource, PrefillSource
 from engine.prompt_logprobs import score_prompts
-from engine.proposer import Proposer
+from engine.proposer import HeadProposer, Proposer
+from engine.proposer.head import head_proposer
+from engine.proposer.methods import proposer_of
 from engine.proposer.none import NoProposer
 from engine.rates import RateMeter, StepWork
 from engine.remote_prefill import RemotePrefill
@@ -91,8 +94,12 @@ class EngineCore:
         rates: RateMeter | None = None,
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
+        head: HeadProposer | None = None,
     ) -> None:
-        """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer."""
+        """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer.
+
+        `head` reads the model's hidden states; it is, or stands behind, the proposer.
+        """
         self.runner = runner
         self.scheduler = scheduler
         self.blocks = blocks
@@ -101,6 +108,7 @@ class EngineCore:
         self.on_computed: Callable[[Batch], None] = _ignore
         self._source = source or NoPrefillSource()
         self._proposer = proposer
+        self._head = head
         self._verifier = verifier
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
@@ -124,12 +132,17 @@ class EngineCore:
     ) -> EngineCore:
         """Load the model and assemble an engine around it.
 
-        Without a proposer every pass is plain decoding, without a transport every prompt is read here.
+        Without a proposer every pass is plain decoding, but where the configuration has a head, which then drafts.
+        Without a transport every prompt is read here.
 
         Raises:
-            ConfigError: the model, the pool or the limits cannot be had.
+            ConfigError: the model, its head, the pool or the limits cannot be had.
         """
-        runner = ModelRunner(config.model, config.cache, config.scheduler.max_model_len)
+        runner = ModelRunner(config.model, config.cache, config.scheduler.max_model_len, config.head)
+        head = head_proposer(runner, config.speculation.tree)
+        if head is not None and config.head is not None:
+            assert proposer is None, "one of the two drafts"
+            proposer = proposer_of(config.speculation.methods, head, SpeculationMethod(config.head.kind))
         blocks = BlockManager(
             runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
         )
@@ -143,7 +156,8 @@ class EngineCore:
         )
         verifier = Verifier(Sampler())
         grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
-        return cls(runner, scheduler, blocks, proposer or NoProposer(), verifier, speculation, source, rates, grammars)
+        proposer = proposer or NoProposer()
+        return cls(runner, scheduler, blocks, proposer, verifier, speculation, source, rates, grammars, head=head)
 
     @property
     def has_work(self) -> bool:
@@ -238,11 +252,14 @@ class EngineCore:
         drafts = self._propose(batch)
         timer.lap("draft_s")
         logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.shares else None
-        self.on_computed(batch)
         timer.lap("forward_s")
         verified = self._verify(batch, drafts, logits)
         timer.lap("sample_s")
         self.runner.move(_compactions(batch, verified))
+        if self._head is not None and batch.shares:
+            self._head.learn(passed_rows(batch, [draft.num_valid for draft in drafts], verified))
+            timer.lap("forward_s")
+        self.on_computed(batch)
         sampled = batch.sampled
         is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
         chunks = self.scheduler.commit(batch, [draft.num_valid for draft in drafts], verified)

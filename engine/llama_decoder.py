@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import LayerOptions
 from engine.flat_pass import FlatPass
+from engine.heads.tap import NO_TAP, Tap, joined
 from engine.packed_linear import Linear, LinearFactory, linear_of
 from engine.position_limit import max_positions
 
@@ -38,10 +39,19 @@ class _Layer:
 
 
 class LlamaDecoder:
-    """The forward of one loaded model; takes over its weights and leaves its layers empty."""
+    """The forward of one loaded model; takes over its weights and leaves its layers empty.
 
-    def __init__(self, model: Any, options: Seq[LayerOptions], make_linear: LinearFactory = linear_of) -> None:
+    Attributes:
+        features: what `tap` asks for of the last pass, [T, F].
+        lm_head: from the states behind the final norm to logits.
+    """
+
+    def __init__(
+        self, model: Any, options: Seq[LayerOptions], make_linear: LinearFactory = linear_of, tap: Tap = NO_TAP
+    ) -> None:
         """`options` are what each layer passes to its attention; `make_linear` packs the weights."""
+        self.features: Tensor | None = None
+        self._tap = tap
         config = model.config
         attention = model.model.layers[0].self_attn
         self._head_dim = attention.head_dim
@@ -58,7 +68,7 @@ class LlamaDecoder:
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
         self._final_norm = model.model.norm.weight
-        self._lm_head = make_linear(model.lm_head.weight, model.lm_head.bias)
+        self.lm_head = make_linear(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -72,12 +82,21 @@ class LlamaDecoder:
             self._rotary = self._rotary_table(2 * flat_pass.num_positions)
         rotary = self._rotary.index_select(0, flat_pass.position_ids)  # [T, 2, D]
         cos, sin = rotary[:, :1], rotary[:, 1:]
+        tapped: list[Tensor] = []
         for index, layer in enumerate(self._layers):
+            if index in self._tap.layers:
+                tapped.append(hidden)
             hidden = hidden + self._attend(index, layer, hidden, cos, sin, flat_pass)
             hidden = hidden + self._feed_forward(layer, hidden)
+        if len(self._layers) in self._tap.layers:
+            tapped.append(hidden)
+        if self._tap.is_final:
+            hidden = self._norm(hidden, self._final_norm)
+            tapped.append(hidden)
+        self.features = joined(tapped)
         if flat_pass.logit_rows is not None:
             hidden = hidden.index_select(0, flat_pass.logit_rows)
-        return self._lm_head(self._norm(hidden, self._final_norm))
+        return self.lm_head(hidden if self._tap.is_final else self._norm(hidden, self._final_norm))
 
     def _attend(
         self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: FlatPass

@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention_backend import choose_attention
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.flat_pass import FlatPass, plan_steps
+from engine.heads.loader import Head, load_head
+from engine.heads.tap import NO_TAP
 from engine.kv_cache import block_bytes, pool_size
 from engine.kv_move import KVMove
 from engine.kv_transfer import KVLayout
@@ -36,26 +38,37 @@ class ModelRunner:
         kv_layout: what a block of the pool is, for engines that exchange them.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
+        head: what drafts from the model's hidden states, its KV in the same pool; None where there is none.
     """
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        max_model_len: int | None = None,
+        head: HeadConfig | None = None,
+    ) -> None:
         """Load, check and pack; takes as long as reading the weights. Raises ConfigError for what cannot be served."""
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         stock = load_model(model)
         self._plan_attention = choose_attention(model.attention, stock.device)
-        self._model = PagedModel(stock, _quantization(model, stock.device), self._plan_attention)
+        self.head: Head | None = None if head is None else load_head(head, stock)
+        tap = NO_TAP if self.head is None else self.head.tap
+        self._model = PagedModel(stock, _quantization(model, stock.device), self._plan_attention, tap)
+        head_layers = [] if self.head is None else self.head.layer_shapes
+        if self.head is not None:
+            self.head.lm_head = self._model.lm_head
+        layer_shapes = [*self._model.layer_shapes, *head_layers]
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
-        self.bytes_per_block = block_bytes(self._model.layer_shapes, cache.block_size, stock.dtype)
+        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype)
         self.num_blocks = pool_size(cache, self.bytes_per_block)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
-        self.kv_layout = KVLayout(
-            self.model_version, str(stock.dtype), cache.block_size, tuple(self._model.layer_shapes)
-        )
-        self._cache = self._model.new_cache(self.num_blocks, cache.block_size)
+        self.kv_layout = KVLayout(self.model_version, str(stock.dtype), cache.block_size, tuple(layer_shapes))
+        self._cache = self._model.new_cache(self.num_blocks, cache.block_size, head_layers)
         if stock.device.type == "cuda":
             warm_up(self)
 
@@ -65,7 +78,16 @@ class ModelRunner:
         Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
         of this very pass writes. Block tables must cover every position of their span.
         """
-        return self.run(FlatPass.of(spans, self._cache, self._plan_attention))
+        return self.run(self.lay_out(spans))
+
+    @property
+    def features(self) -> Tensor | None:
+        """What the head reads of every row of the last `forward`, [T, F]; None without a head."""
+        return self._model.features
+
+    def lay_out(self, spans: Seq[Span]) -> FlatPass:
+        """A pass over `spans`, for this model or its head; valid for one forward."""
+        return FlatPass.of(spans, self._cache, self._plan_attention)
 
     def move(self, moves: Seq[KVMove]) -> None:
         """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""

@@ -7,22 +7,23 @@ positions, one sequence's tokens being hidden from another) cannot pass, so noth
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention import PASS_KEYWORD, TorchAttention
+from engine.attention import TorchAttention
 from engine.attention_backend import PlanAttention
 from engine.attention_record import record_attention, refusal
 from engine.flat_pass import FlatPass
-from engine.kv_cache import KVCache
+from engine.heads.tap import NO_TAP, Tap
+from engine.kv_cache import KVCache, LayerShape
 from engine.llama_decoder import LlamaDecoder
-from engine.packed_linear import pack_linears
+from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
 from engine.span import Span
+from engine.stock_decoder import StockDecoder
 
 _PROBE_LENGTHS = (7, 5)
 _PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
@@ -44,10 +45,12 @@ class PagedModel:
         model: PreTrainedModel,
         quantization: Quantization = Quantization.NONE,
         plan_attention: PlanAttention = TorchAttention,
+        tap: Tap = NO_TAP,
     ) -> None:
         """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
 
-        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for.
+        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for;
+        `tap` what they keep as `features`.
 
         Raises:
             ConfigError: the model's family cannot be served.
@@ -57,18 +60,31 @@ class PagedModel:
         self.vocab_size = stock_logits.shape[-1]
         self.layer_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, model.device
-        self._decoder: LlamaDecoder | _StockDecoder
+        self._decoder: LlamaDecoder | StockDecoder
         if LlamaDecoder.fits(model):
-            self._decoder = LlamaDecoder(model, [record.options for record in records], quantization.make_linear)
+            self._decoder = LlamaDecoder(model, [record.options for record in records], quantization.make_linear, tap)
         else:
             pack_linears(model, quantization.make_linear)
-            self._decoder = _StockDecoder(model)
+            self._decoder = StockDecoder(model, tap)
         error = self._relative_error(stock_logits, plan_attention)
         if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
             raise refusal(model, f"its logits in a flat pass differ from the stock model's by {error:.1%}")
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        return KVCache(self.layer_shapes, num_blocks, block_size, dtype=self._dtype, device=self._device)
+    @property
+    def features(self) -> Tensor | None:
+        """What was tapped of the last pass, [T, F]; None without a tap. Valid until the next forward."""
+        return self._decoder.features
+
+    @property
+    def lm_head(self) -> Linear:
+        """From the states behind the final norm to logits."""
+        return self._decoder.lm_head
+
+    def new_cache(self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = ()) -> KVCache:
+        """A pool for the model's layers, and `more_layers` behind them."""
+        return KVCache(
+            [*self.layer_shapes, *more_layers], num_blocks, block_size, dtype=self._dtype, device=self._device
+        )
 
     @torch.inference_mode()
     def forward(self, flat_pass: FlatPass) -> Tensor:
@@ -90,24 +106,6 @@ class PagedModel:
         expected = stock_logits[_PROBE_CHUNK:]
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())
-
-
-class _StockDecoder:
-    """transformers' own modules, with our attention and packed weights inside."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def logits(self, flat_pass: FlatPass) -> Tensor:
-        rows = flat_pass.logit_rows
-        keywords: dict[str, Any] = {PASS_KEYWORD: flat_pass.attention}
-        if rows is not None and self._keeps_rows:
-            keywords["logits_to_keep"] = rows
-        logits = self._model(
-            input_ids=flat_pass.input_ids[None], position_ids=flat_pass.position_ids[None], use_cache=False, **keywords
-        ).logits[0]
-        return logits if rows is None or self._keeps_rows else logits[rows]
 
 
 def _probe_token_ids(vocab_size: int) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ from engine.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
 from engine.sequence import Sequence, SequenceStatus
 from engine.verifier import Verified
 from protos.errors import RequestError
-from protos.messages import FinishReason, SpeculationMethod, TokenChunk, TokenLogprobs
+from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Scheduler:
         return shares
 
     def _num_tree_nodes(self, sequence: Sequence, num_ready: int) -> int:
-        if self._tree is None or sequence.method is not SpeculationMethod.MODEL:
+        if self._tree is None or not sequence.method.can_branch:
             return 0
         return self._tree.num_nodes_for(num_ready, sequence.verify)
 

@@ -38,10 +38,17 @@ class SpeculationMethod(StrEnum):
     """Who guesses what comes next; a deployment offers some of them (`ModelCard.speculation_methods`)."""
 
     MODEL = "model"  # the deployment's draft model
+    MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
+    MTP = "mtp"  # the target's own multi-token-prediction layer
     SUFFIX = "suffix"  # what followed the same words before, in this request or in finished ones of its cache_salt
     NGRAM = "ngram"  # what followed the last few tokens of this request when they occurred last
-    HYBRID = "hybrid"  # pass by pass, the suffix or the model, whichever is expected to yield more
+    HYBRID = "hybrid"  # pass by pass, the suffix or the model or head, whichever is expected to yield more
     NONE = "none"  # plain decoding
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether its drafts may be trees: it has a law for every position, not one text."""
+        return self in (SpeculationMethod.MODEL, SpeculationMethod.MEDUSA, SpeculationMethod.MTP)
 
 
 class GrammarKind(StrEnum):

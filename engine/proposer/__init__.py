@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engine.batch import ScheduledSequence
 from engine.draft import Draft
+from engine.heads.passed_rows import PassedRows
 from engine.sequence import Sequence
 
 
@@ -35,3 +36,13 @@ class Proposer(Protocol):
 
     def close(self, request_id: str) -> None:
         """The sequence ended or was aborted; unknown ids are ignored."""
+
+
+class HeadProposer(Proposer, Protocol):
+    """A proposer that reads the target's hidden states, in the target's process."""
+
+    def learn(self, passed: Seq[PassedRows]) -> None:
+        """The runner's last pass is verified, and these rows of it stand; called before the pass is committed.
+
+        All sequences are among them, those that are not open here included: others may adopt what they leave behind.
+        """

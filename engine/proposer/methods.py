@@ -13,11 +13,15 @@ from engine.proposer.suffix import SuffixProposer
 from protos.messages import SpeculationMethod
 
 
-def proposer_of(methods: Collection[SpeculationMethod], model: Proposer | None = None) -> Proposer | None:
+def proposer_of(
+    methods: Collection[SpeculationMethod],
+    model: Proposer | None = None,
+    model_method: SpeculationMethod = SpeculationMethod.MODEL,
+) -> Proposer | None:
     """One proposer for all of `methods`; None where they come down to plain decoding.
 
-    `model` drafts for the method of that name, with n-grams in its place while it has nothing. A request's prediction
-    comes before all of them.
+    `model`, a draft model or a head, drafts for `model_method`, with n-grams in its place while it has nothing. A
+    request's prediction comes before all of them.
     """
     suffix, ngram = SuffixProposer(), NgramProposer()
     rankings: dict[SpeculationMethod, Ranking] = {
@@ -25,7 +29,7 @@ def proposer_of(methods: Collection[SpeculationMethod], model: Proposer | None =
         SpeculationMethod.NGRAM: (ngram,),
     }
     if model is not None:
-        rankings[SpeculationMethod.MODEL] = (model, ngram)
+        rankings[model_method] = (model, ngram)
         rankings[SpeculationMethod.HYBRID] = (GuessFirst(suffix, model), ngram)
     offered = {method: ranking for method, ranking in rankings.items() if method in methods}
     return GuessFirst(PredictionGuesser(), ChosenProposer(offered)) if offered else None

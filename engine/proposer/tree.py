@@ -76,6 +76,11 @@ class Tree:
         return len(self.sequence.token_ids) + len(self._computed)
 
     @property
+    def level_parents(self) -> list[int]:
+        """The parent of each node of the level: nodes of the level before, or the root."""
+        return [self._nodes[node].parent for node in self.level]
+
+    @property
     def rows(self) -> list[Row]:
         """The rows that choose the children of the level."""
         return [self._row(node) for node in self.level]

@@ -97,9 +97,17 @@ def test_model_draft_needs_a_path_and_ngram_takes_none():
     assert "loads no model" in error_of(draft={"kind": "ngram", "path": "d"})
 
 
+def test_a_head_has_the_files_that_its_kind_needs_and_computes_as_its_target():
+    assert "needs path" in error_of(draft={"kind": "medusa"})
+    assert "loads no model of its own" in error_of(draft={"kind": "mtp", "path": "d"})
+    assert "remove dtype" in error_of(draft={"kind": "mtp", "dtype": "float32"})
+    offered = parse_config(MINIMAL | {"draft": {"kind": "mtp"}, "speculation": {"tree": {}}}).offered_methods
+    assert offered == ("mtp", "hybrid", "suffix", "ngram", "none")
+
+
 def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
     for kind in DraftKind:
-        path = {"path": "d"} if kind is DraftKind.MODEL else {}
+        path = {"path": "d"} if kind in (DraftKind.MODEL, DraftKind.MEDUSA) else {}
         assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
 
 
@@ -165,7 +173,7 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
         ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
         ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
-        ({"tree": {}}, "set draft.kind to 'model', or remove the tree"),
+        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'mtp', or remove the tree"),
     ],
 )
 def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:

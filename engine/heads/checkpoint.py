@@ -1,0 +1,134 @@
+"""A head's files as they are published: a configuration, and tensors in safetensors or in torch's own format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import cached_file
+
+from protos.errors import ConfigError
+
+_LOSSY_KEYS = (
+    "typical_acceptance",
+    "posterior_threshold",
+    "posterior_alpha",
+    "typical_acceptance_sampler_posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha",
+)
+
+
+def head_folder(path: str) -> Path:
+    """The folder of a head's files; those of a Hub id are fetched.
+
+    Raises:
+        ConfigError: there is no such folder or repository.
+    """
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    try:
+        return _hub_folder(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"draft.path {path!r} is neither a folder nor a Hub repository with a config.json: {error}"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The head's config.json; raises ConfigError where there is none."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the head in {str(folder)!r} has no readable config.json: {error}") from error
+    refuse_lossy(config, _LOSSY_KEYS, folder)
+    return dict(config)
+
+
+def refuse_lossy(config: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> None:
+    """Raise ConfigError if the checkpoint asks for an acceptance that would change the target's distribution."""
+    asked = [key for key in keys if config.get(key)]
+    if asked:
+        raise ConfigError(
+            f"the head in {str(folder)!r} asks for lossy acceptance: config.json has {asked[0]} = "
+            f"{config[asked[0]]!r}, and every draft is verified exactly here; remove it from config.json"
+        )
+
+
+def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """All tensors of the folder's weight files: safetensors, or else torch's own, of which only tensors are read.
+
+    `names` are files of torch's format beside pytorch_model.bin.
+
+    Raises:
+        ConfigError: there are no weights, or they cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    pickled = [folder / name for name in (*names, "pytorch_model.bin") if (folder / name).is_file()]
+    try:
+        if files:
+            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if pickled:
+            return dict(torch.load(pickled[0], map_location="cpu", weights_only=True))
+    except Exception as error:  # torch and safetensors raise what they like for a damaged file
+        raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}") from error
+    wanted = ", ".join(("*.safetensors", *names, "pytorch_model.bin"))
+    raise ConfigError(f"the head in {str(folder)!r} has no weights; it needs one of {wanted}")
+
+
+class Weights:
+    """Named tensors that must exist and have the right shape; each is taken once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str) -> None:
+        """`source` names the checkpoint in errors."""
+        self._left = dict(tensors)
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    @property
+    def unused(self) -> list[str]:
+        """Names that nobody has taken."""
+        return sorted(self._left)
+
+    def num_rows(self, name: str) -> int | None:
+        """The first dimension of a tensor; None where there is none of the name."""
+        tensor = self._left.get(name)
+        return None if tensor is None else tensor.shape[0]
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor; raises ConfigError where it is missing or of another shape."""
+        tensor = self._left.pop(name, None)
+        if tensor is None:
+            raise ConfigError(f"{self._source} is incomplete: tensor {name!r} of shape {list(shape)} is missing")
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self._source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, and this "
+                f"target needs {list(shape)}; use the head that was trained for it"
+            )
+        return tensor
+
+    def take_if_there(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The tensor, or None where there is none of the name."""
+        return self.take(name, shape) if name in self._left else None
+
+    def finish(self) -> None:
+        """Raise ConfigError if anything is left: a checkpoint that is understood by half drafts nonsense."""
+        if self._left:
+            raise ConfigError(
+                f"{self._source} has {len(self._left)} tensors that mean nothing here, {self.unused[0]!r} among them"
+            )
+
+
+def _hub_folder(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    config_file = cached_file(path, "config.json")
+    assert config_file is not None, "cached_file raises for what it does not find"
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))

@@ -1,0 +1,25 @@
+"""From a head's configuration to the head."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from engine.config import HeadConfig, HeadKind
+from engine.heads.medusa import MedusaHeads, load_medusa
+from engine.heads.mtp import MtpHead, load_mtp
+from protos.errors import ConfigError
+
+Head = MedusaHeads | MtpHead
+
+
+def load_head(config: HeadConfig, target: PreTrainedModel) -> Head:
+    """The head that `config` names, for `target` as transformers has loaded it, before its layers are taken over.
+
+    Raises:
+        ConfigError: it does not exist, is incomplete, or does not fit the target.
+    """
+    if config.kind is HeadKind.MTP:
+        return load_mtp(target)
+    if config.path is None:
+        raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
+    return load_medusa(config.path, target)

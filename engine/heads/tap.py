@@ -1,0 +1,34 @@
+"""Which hidden states of the target a head reads; a target without one computes nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Hidden states of every row of a pass, their widths side by side: features [T, F].
+
+    `layers` are decoder layers whose input is wanted: n is the output of layer n - 1, and the number of layers that of
+    the last one. `is_final` adds, behind them, what the language model's head reads: the states behind the final norm.
+    """
+
+    layers: tuple[int, ...] = ()
+    is_final: bool = False
+
+    def __bool__(self) -> bool:
+        return self.is_final or bool(self.layers)
+
+
+NO_TAP = Tap()
+
+
+def joined(parts: Seq[Tensor]) -> Tensor | None:
+    """What was tapped of one pass, [T, F]; None where nothing was."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    return torch.cat(tuple(parts), dim=-1)

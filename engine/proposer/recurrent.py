@@ -1,0 +1,140 @@
+"""Drafts by a recurrent head: a language model of one layer that goes on from the target's hidden states.
+
+With n committed tokens the newest pair that can be computed is n - 2, the feature of position n - 2 and token n - 1;
+its state tells the first draft. A step then feeds the state and the draft that it told as pair n - 1, and so on, in the
+slots that the verification has reserved. When the pass is verified the true pairs overwrite them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.batch import ScheduledSequence
+from engine.config import TreeConfig
+from engine.draft import NO_DRAFT, Draft
+from engine.heads.passed_rows import PassedRows
+from engine.heads.recurrent import RecurrentHead
+from engine.model_runner import ModelRunner
+from engine.proposer.chain import Chain, ChainSampler
+from engine.proposer.newest_states import NewestStates
+from engine.proposer.tree import Tree
+from engine.proposer.tree_sampler import TreeSampler
+from engine.proposer.tree_shape import shape_of
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.span import Span
+
+_MAX_STEPS_PER_PLAN = 16
+
+
+class RecurrentProposer:
+    """Implements `HeadProposer`. It has a draft for every sequence that has decoded since it was opened.
+
+    Every row that the target computes is learned, whoever drafts for its sequence, so that whatever block a sequence
+    adopts has the head's KV too. Where a cached prefix ends, the pair of its last position may be that of another
+    continuation: the right feature, and the token that followed there.
+    """
+
+    def __init__(self, runner: ModelRunner, head: RecurrentHead, tree: TreeConfig | None) -> None:
+        self._runner = runner
+        self._head = head
+        self._tree_config = tree
+        self._states = NewestStates()
+        self._chain_sampler = ChainSampler(Sampler())
+        self._tree_sampler = TreeSampler(Sampler())
+
+    def open(self, sequence: Sequence) -> None:
+        self._states.open(sequence)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Nothing to do: `learn` has brought all that a draft needs."""
+
+    def close(self, request_id: str) -> None:
+        self._states.close(request_id)
+
+    @torch.inference_mode()
+    def learn(self, passed: Seq[PassedRows]) -> None:
+        features = self._runner.features
+        assert features is not None, "the runner has a head, and its pass has rows"
+        rows = [row for each in passed for row in each.rows]
+        if len(rows) < len(features):
+            features = features.index_select(0, torch.tensor(rows, device=features.device))
+        spans = [Span(p.next_ids, p.start, p.sequence.block_table, int(p.is_newest)) for p in passed]
+        states = self._head.forward(self._runner.lay_out(spans), self._head.enter(features))
+        self._states.keep([each for each in passed if each.is_newest], states)
+
+    @torch.inference_mode()
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        ready = self._states.of(shares)
+        if ready is None:
+            return [NO_DRAFT] * len(shares)
+        is_tree = [self._tree_config is not None and share.max_tree_nodes > 0 for share in ready.shares]
+        chains = [_chain(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if not has_tree]
+        trees = [self._tree(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if has_tree]
+        has_tree = torch.tensor(is_tree, device=ready.states.device)
+        self._grow(chains, ready.states[~has_tree])
+        self._branch(trees, ready.states[has_tree])
+        grown: list[Chain | Tree] = [*chains, *trees]
+        drafts = {each.sequence.request_id: each.draft() for each in grown}
+        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
+
+    def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
+        """Lengthen every chain until it is long enough; `states` are [B, S]."""
+        if chains:
+            token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+        while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
+            if len(growing) < len(chains):
+                chains, states, token_ids = [chains[row] for row in growing], states[growing], token_ids[growing]
+            num_steps = min(_MAX_STEPS_PER_PLAN, *(chain.num_left for chain in chains))
+            for step in self._runner.plan_steps([_steps(chain, num_steps) for chain in chains]):
+                step.input_ids.copy_(token_ids)
+                states = self._head.forward(step, states)
+                token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+
+    def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
+        """Grow trees level by level, until no level is left that is worth a pass; `states` are those of the levels.
+
+        What is computed and then dropped takes slots too: a tree that has none left stays as it is.
+        """
+        while trees:
+            levels = [tree.level for tree in trees]
+            self._tree_sampler.branch(trees, self._head.logits(states))
+            for tree in trees:
+                if tree.num_slots - 1 > len(tree.sequence.block_table) * self._runner.block_size:
+                    tree.stop()
+            parents = _parent_rows(trees, levels)
+            trees = [tree for tree in trees if tree.level]
+            if trees:
+                spans = [replace(span, start=span.start - 1) for span in (tree.span() for tree in trees)]
+                states = self._head.forward(self._runner.lay_out(spans), states[parents])
+
+    def _tree(self, share: ScheduledSequence) -> Tree:
+        assert self._tree_config is not None, "without one there are chains"
+        shape = shape_of(self._tree_config, share.sequence, share.max_tree_nodes, share.max_draft_tokens)
+        return Tree(share.sequence, shape, share.max_tree_nodes, share.max_draft_tokens)
+
+
+def _chain(share: ScheduledSequence) -> Chain:
+    sequence = share.sequence
+    return Chain(sequence, sequence.token_ids, sequence.block_table, share.max_draft_tokens)
+
+
+def _steps(chain: Chain, num_steps: int) -> Span:
+    """The next pairs of the chain: a draft model would have them one slot later."""
+    span = chain.steps(num_steps)
+    return replace(span, start=span.start - 1)
+
+
+def _parent_rows(trees: Seq[Tree], levels: Seq[Seq[int]]) -> list[int]:
+    """For every node of the trees' levels, the row of its parent among those of the levels before, `levels`."""
+    rows: list[int] = []
+    first = 0
+    for tree, level in zip(trees, levels, strict=True):
+        places = {node: first + place for place, node in enumerate(level)}
+        rows += [places[parent] for parent in tree.level_parents]
+        first += len(level)
+    return rows
