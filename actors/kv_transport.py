@@ -1,9 +1,10 @@
-"""KV blocks by way of Ray's object store: from a prefill replica's put to a view of shared memory here.
+"""KV blocks by way of Ray's object store: from a prefill replica's reply to a view of shared memory here.
 
     engine thread                       transport thread (asyncio)                       prefill replica
     start(order)  ------------------->  Prefill.prefill(order) ------------------------> computes chunk 1
-                                        reference of chunk 1   <------- put ------------ computes chunk 2 ...
-    poll() <- KVChunk <- deque <------  await reference: a read-only view, no copy
+                                        PrefillComputed        <------------------------
+                                        blocks of chunk 1      <-- object store -------- computes chunk 2 ...
+    poll() <- KVChunk <- deque <------  a read-only view, no copy
 
 On another node the object store copies the object over first; the code is the same.
 """
@@ -16,17 +17,23 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import cached_property
 from typing import cast
 
-import numpy as np
 import torch
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from torch import Tensor
 
-from actors.prefill_messages import PrefillAccepted, PrefillBlocks, PrefillFailed, PrefillOrder
+from actors.prefill_messages import (
+    PrefillAccepted,
+    PrefillBlocks,
+    PrefillComputed,
+    PrefillFailed,
+    PrefillOrder,
+    PrefillReply,
+)
 from engine.fetch_failure import FetchFailure
 from engine.kv_transfer import FetchAccepted, FetchEnd, FetchNews, FetchOrder, KVChunk, KVLayout
 
@@ -92,8 +99,8 @@ class ObjectStoreTransport:
                 match reply:
                     case PrefillAccepted(load):
                         self._say(FetchAccepted(order.fetch_id, load))
-                    case PrefillBlocks():
-                        self._say(await _chunk(order.fetch_id, reply))
+                    case PrefillComputed():
+                        self._say(await _chunk(order.fetch_id, reply, stream))
                     case PrefillFailed(cause, detail):
                         return FetchEnd(order.fetch_id, cause, detail)
         finally:
@@ -104,7 +111,7 @@ class ObjectStoreTransport:
     def _call(self) -> DeploymentHandle:
         """The streaming method; a handle belongs to the event loop in which it is made.
 
-        By reference: a reply that is passed by value would pin the objects it refers to for as long as we live.
+        By reference: replies then pass through the object store, and a large one is never copied on its way.
         """
         return self._prefill.options(method_name="prefill", stream=True, _by_reference=True)
 
@@ -118,13 +125,13 @@ class ObjectStoreTransport:
         self._on_news()
 
 
-async def _chunk(fetch_id: int, reply: PrefillBlocks) -> KVChunk:
+async def _chunk(fetch_id: int, computed: PrefillComputed, replies: AsyncIterator[PrefillReply]) -> KVChunk:
     began_s = time.perf_counter()
-    blocks = await reply.blocks
-    return KVChunk(fetch_id, reply.first_block, _tensor(blocks), time.perf_counter() - began_s, reply.load)
+    blocks = cast(PrefillBlocks, await anext(replies))
+    return KVChunk(fetch_id, computed.first_block, _tensor(blocks), time.perf_counter() - began_s, computed.load)
 
 
-def _tensor(blocks: np.ndarray) -> Tensor:
+def _tensor(blocks: PrefillBlocks) -> Tensor:
     """A view; the object store's memory is read-only, and so must the tensor be treated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,12 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 
-import ray
-from torch import Tensor
-
 from actors.actor_thread import ActorThread
 from actors.engine_loop import EngineLoop
-from actors.prefill_messages import PrefillAccepted, PrefillBlocks, PrefillFailed, PrefillOrder, PrefillReply
+from actors.prefill_messages import PrefillAccepted, PrefillComputed, PrefillFailed, PrefillOrder, PrefillReply
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, Refused, StepOutput
 from engine.block_export import BlockExporter, ExportedBlocks
@@ -90,7 +87,8 @@ class PrefillEngine:
         while True:
             match await events.get():
                 case ExportedBlocks(_, first_block, blocks):
-                    yield PrefillBlocks(first_block, await asyncio.to_thread(_put, blocks), self._load())
+                    yield PrefillComputed(first_block, self._load())
+                    yield blocks.numpy()
                 case Refused() as refused:
                     yield PrefillFailed(FetchFailure.REFUSED, refused.message)
                     return
@@ -141,7 +139,3 @@ def _request(request_id: str, order: PrefillOrder) -> GenerateRequest:
     return GenerateRequest(
         request_id, order.token_ids, _SAMPLING, cache_salt=order.cache_salt, timeout_s=order.timeout_s
     )
-
-
-def _put(blocks: Tensor) -> ray.ObjectRef:
-    return ray.put(blocks.numpy())

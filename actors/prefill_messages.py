@@ -1,9 +1,18 @@
-"""What a pair asks of a prefill replica, and what it hears. Blocks are named by object references, never carried."""
+"""What a pair asks of a prefill replica, and what it hears.
+
+The replies of one order are a stream:
+
+    PrefillAccepted, then any number of (PrefillComputed, its blocks), then the end or PrefillFailed
+
+Blocks are replies of their own, not references inside one: Ray may free what a streamed reply refers to before its
+reader has it (ray-project/ray pull request 58082), and never the reply itself.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from engine.fetch_failure import FetchFailure
 from engine.kv_transfer import KVLayout, RemoteLoad
@@ -29,11 +38,10 @@ class PrefillAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBlocks:
-    """The next blocks: `blocks` refers to a numpy array [n, bytes per block] uint8 in Ray's object store."""
+class PrefillComputed:
+    """The blocks from `first_block` on are computed and follow in the next reply."""
 
     first_block: int
-    blocks: Any  # ray.ObjectRef, which is no generic type at run time
     load: RemoteLoad
 
 
@@ -45,4 +53,5 @@ class PrefillFailed:
     detail: str
 
 
-PrefillReply = PrefillAccepted | PrefillBlocks | PrefillFailed
+PrefillBlocks = np.ndarray  # [n, bytes per block] uint8
+PrefillReply = PrefillAccepted | PrefillComputed | PrefillBlocks | PrefillFailed

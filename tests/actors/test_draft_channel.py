@@ -12,8 +12,6 @@ from actors.frames import FrameConnection, FrameListener
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence import Sequence
 
-SHORT_S = 0.3  # far below the first deadline of a second, far above a round trip
-
 
 class ScriptedDraft:
     """The other end of the socket, driven by hand."""
@@ -23,7 +21,7 @@ class ScriptedDraft:
         self.connection: FrameConnection | None = None
 
     def greet(self, version: int = PROTOCOL_VERSION) -> None:
-        self.connection = self.listener.accept(ToDraft, 1.0)
+        self.connection = self.listener.accept(ToDraft, 20.0)
         assert self.connection is not None
         self.connection.send(Hello(version, "draft-1"), 1.0)
 
@@ -57,6 +55,21 @@ def channel(folder: Path, draft: ScriptedDraft) -> Iterator[ChannelProposer]:
     assert proposer.stats.is_connected
     yield proposer
     proposer.disconnect()
+
+
+@pytest.fixture
+def waits(channel: ChannelProposer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the channel was ready to wait for the draft, every time it was."""
+    receive = channel._link.receive
+    waited: list[float] = []
+
+    def watched(timeout_s: float) -> list[Offers]:
+        if timeout_s > 0:
+            waited.append(timeout_s)
+        return receive(timeout_s)
+
+    monkeypatch.setattr(channel._link, "receive", watched)
+    return waited
 
 
 def grow(channel: ChannelProposer, sequence: Sequence, *token_ids: int) -> None:
@@ -106,6 +119,7 @@ def test_a_fresh_offer_is_proposed_and_cut_to_what_was_asked(channel, draft, seq
 
 
 def test_the_time_of_an_offer_is_split_between_drafting_and_channel(channel, draft, sequence, new_share):
+    began_s = time.monotonic()
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
@@ -113,7 +127,7 @@ def test_the_time_of_an_offer_is_split_between_drafting_and_channel(channel, dra
     draft.offer(Offer("a", 4, Draft((11,))), drafting_s=0.005)
     channel.propose([new_share(sequence, 1)])
     assert channel.stats.drafting_s == 0.005
-    assert 0.015 <= channel.stats.channel_s < SHORT_S
+    assert 0.015 <= channel.stats.channel_s <= time.monotonic() - began_s
 
 
 def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence, new_share):
@@ -125,17 +139,18 @@ def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence, new_shar
     assert channel.stats.num_stale_offers == 2
 
 
-def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence, new_share):
+def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence, new_share, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
     assert channel.stats.num_missed_offers == 1
-    began_s = time.monotonic()
+    assert waits
+    waits.clear()
     for token_id in range(20):
         grow(channel, sequence, token_id)
         assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
-    assert time.monotonic() - began_s < SHORT_S
+    assert not waits
 
 
 def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence, new_share):
@@ -149,24 +164,22 @@ def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequenc
     assert channel.propose([new_share(sequence)]) == [Draft((12,))]
 
 
-def test_a_draft_that_has_nothing_is_not_waited_for(channel, draft, sequence, new_share):
+def test_a_draft_that_has_nothing_is_not_waited_for(channel, draft, sequence, new_share, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.offer(Offer("a", 4, NO_DRAFT))
-    began_s = time.monotonic()
     assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
-    assert time.monotonic() - began_s < SHORT_S
+    assert not waits
 
 
-def test_death_is_noticed_at_once(channel, draft, sequence, new_share):
+def test_death_is_noticed_at_once(channel, draft, sequence, new_share, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.die()
-    began_s = time.monotonic()
     assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
-    assert time.monotonic() - began_s < SHORT_S
+    assert not waits
     assert not channel.stats.is_connected
 
 
@@ -248,7 +261,7 @@ def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequen
         if not channel.stats.is_connected:
             break
     assert not channel.stats.is_connected
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 30.0
     time.sleep(0.15)
     channel.flush()
     assert channel.propose([new_share(sequence)]) == [NO_DRAFT]
@@ -273,15 +286,14 @@ def offer_ahead(draft: ScriptedDraft, *offers: Offer) -> None:
     draft.connection.send(Offers(offers, is_answer=False), 1.0)
 
 
-def test_an_offer_made_ahead_is_there_without_a_wait(channel, draft, sequence, new_share):
+def test_an_offer_made_ahead_is_there_without_a_wait(channel, draft, sequence, new_share, waits):
     channel.open(sequence)
     channel.flush()
     offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("a", 3, Draft((12,)), (8,)))
     grow(channel, sequence, 8)
     draft.die()  # nobody could answer
-    began_s = time.monotonic()
     assert channel.propose([new_share(sequence)]) == [Draft((12,))]
-    assert time.monotonic() - began_s < SHORT_S
+    assert not waits
     assert (channel.stats.num_lookups, channel.stats.num_hits, channel.stats.num_missed_offers) == (1, 1, 0)
 
 

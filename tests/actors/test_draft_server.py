@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,9 @@ from actors.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
 from engine.proposer.lookahead import Prepared, Prospect
 from protos.messages import SamplingParams, VerifyMode
+
+PATIENCE_S = 20.0  # of these tests, on a busy machine
+FOREVER = 100_000  # steps of a millisecond: what waits for their end is not answered within our patience
 
 
 class CountingProposer:
@@ -51,11 +54,11 @@ def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection
     thread.start()
     connection = connect(folder / "draft.sock", ToTarget)
     assert connection is not None
-    assert connection.receive(2.0) == [Hello(PROTOCOL_VERSION, "draft-1")]
+    assert connection.receive(PATIENCE_S) == [Hello(PROTOCOL_VERSION, "draft-1")]
     yield connection
     connection.close()
     server.close()
-    thread.join(5.0)
+    thread.join(PATIENCE_S)
 
 
 def opening(
@@ -64,10 +67,17 @@ def opening(
     return Open(request_id, token_ids, 2, SamplingParams(), 0, VerifyMode.COUPLED, num_drafts, is_next)
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def ask(target: FrameConnection, *rounds: Round) -> Offers:
     for news in rounds:
         target.send(news, 1.0)
-    (answer,) = target.receive(2.0)
+    (answer,) = target.receive(PATIENCE_S)
     return answer
 
 
@@ -83,8 +93,9 @@ def test_a_commit_is_answered_with_an_offer_on_top_of_it(target):
 
 def test_an_opening_alone_is_read_and_not_answered(target, proposer):
     target.send(Round(opens=(opening(),)), 1.0)
-    assert target.receive(0.1) == []
+    until(lambda: bool(proposer.read))
     assert proposer.read == [("a", (1, 2))]
+    assert target.receive(0.1) == []
 
 
 def test_a_replayed_opening_is_answered_where_drafts_are_wanted(target):
@@ -121,16 +132,31 @@ def test_a_closed_sequence_is_forgotten(target, proposer):
 
 def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer):
     target.send(Round(opens=(opening(),)), 1.0)
-    assert target.receive(0.1) == []
+    until(lambda: bool(proposer.open_ids))
     target.close()
     successor = connect(folder / "draft.sock", ToTarget)
     assert successor is not None
-    assert successor.receive(2.0) == [Hello(PROTOCOL_VERSION, "draft-1")]
+    assert successor.receive(PATIENCE_S) == [Hello(PROTOCOL_VERSION, "draft-1")]
     assert proposer.open_ids == set()
     successor.close()
 
 
 # ---- ahead of the verdict -----------------------------------------------------------------------------------------
+
+
+class Target:
+    """The target's end of the socket, which hears one frame at a time, however many arrive together."""
+
+    def __init__(self, connection: FrameConnection) -> None:
+        self._connection = connection
+        self._heard: list[Offers] = []
+
+    def send(self, news: Round, timeout_s: float) -> None:
+        self._connection.send(news, timeout_s)
+
+    def hear(self) -> Offers:
+        self._heard = self._heard or self._connection.receive(PATIENCE_S)
+        return self._heard.pop(0)
 
 
 class CountingLookahead:
@@ -165,25 +191,18 @@ def lookahead() -> CountingLookahead:
 
 
 @pytest.fixture
-def async_target(folder: Path, proposer: CountingProposer, lookahead: CountingLookahead) -> Iterator[FrameConnection]:
+def async_target(folder: Path, proposer: CountingProposer, lookahead: CountingLookahead) -> Iterator[Target]:
     server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1", lookahead)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     connection = connect(folder / "draft.sock", ToTarget)
     assert connection is not None
-    connection.receive(2.0)
-    yield connection
+    connection.receive(PATIENCE_S)
+    yield Target(connection)
     connection.close()
     server.close()
-    thread.join(5.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
-
-
-def hear(target: FrameConnection) -> Offers:
-    """The next frame."""
-    messages = target.receive(2.0)
-    assert len(messages) == 1
-    return messages[0]
 
 
 def outcomes_of(answer: Offers) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -193,64 +212,60 @@ def outcomes_of(answer: Offers) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 def test_the_first_token_after_a_prompt_is_drafted_for_ahead(async_target):
     async_target.send(Round(opens=(opening(),)), 1.0)
-    assert outcomes_of(hear(async_target)) == {(3,): (4, 5)}
+    assert outcomes_of(async_target.hear()) == {(3,): (4, 5)}
 
 
 def test_an_outcome_that_was_offered_ahead_is_not_answered_but_looked_beyond(async_target, proposer):
     async_target.send(Round(opens=(opening(),)), 1.0)
-    hear(async_target)
+    async_target.hear()
     async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
-    assert outcomes_of(hear(async_target)) == {(4, 5, 6): (7, 8)}
+    assert outcomes_of(async_target.hear()) == {(4, 5, 6): (7, 8)}
     async_target.send(Round(commits=(Commit("a", 3, (4, 5, 6), 2),)), 1.0)
-    assert outcomes_of(hear(async_target)) == {(7, 8, 9): (10, 11)}
+    assert outcomes_of(async_target.hear()) == {(7, 8, 9): (10, 11)}
     assert proposer.read == []
 
 
 def test_any_other_outcome_is_answered_first(async_target):
     async_target.send(Round(opens=(opening(),)), 1.0)
-    hear(async_target)
+    async_target.hear()
     async_target.send(Round(commits=(Commit("a", 2, (9,), 2),)), 1.0)
-    answer = hear(async_target)
+    answer = async_target.hear()
     assert answer.is_answer
     assert drafts_of(answer) == {"a": (3, (10, 11))}
-    assert outcomes_of(hear(async_target)) == {(10, 11, 12): (13, 14)}
+    assert outcomes_of(async_target.hear()) == {(10, 11, 12): (13, 14)}
 
 
 def test_a_verdict_ends_what_was_prepared_for_it_at_once(async_target, lookahead):
-    lookahead.num_steps = 5_000
+    lookahead.num_steps = FOREVER
     async_target.send(Round(opens=(opening(),)), 1.0)
-    while not lookahead.seen:
-        time.sleep(0.001)
-    began_s = time.monotonic()
+    until(lambda: bool(lookahead.seen))
     async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
-    assert drafts_of(hear(async_target)) == {"a": (3, (4, 5))}  # nothing had been offered yet
-    assert time.monotonic() - began_s < 1.0
+    assert drafts_of(async_target.hear()) == {"a": (3, (4, 5))}  # nothing had been offered yet
     lookahead.num_steps = 1
     async_target.send(Round(closes=("unknown",)), 1.0)  # any news ends it, and it begins anew
-    assert outcomes_of(hear(async_target)) == {(4, 5, 6): (7, 8)}
+    assert outcomes_of(async_target.hear()) == {(4, 5, 6): (7, 8)}
     assert lookahead.num_stopped == 2
 
 
 def test_a_sequence_that_wants_no_more_is_not_looked_ahead_for(async_target, lookahead):
     async_target.send(Round(opens=(opening(),)), 1.0)
-    hear(async_target)
+    async_target.hear()
     async_target.send(Round(commits=(Commit("a", 2, (3,), 0),)), 1.0)
     async_target.send(Round(opens=(opening("b"),)), 1.0)
-    assert [offer.request_id for offer in hear(async_target).offers] == ["b"]
+    assert [offer.request_id for offer in async_target.hear().offers] == ["b"]
 
 
 def test_a_closed_sequence_is_not_looked_ahead_for(async_target, lookahead):
-    lookahead.num_steps = 5_000
+    lookahead.num_steps = FOREVER
     async_target.send(Round(opens=(opening("a"), opening("b"))), 1.0)
-    while not lookahead.seen:
-        time.sleep(0.001)
+    until(lambda: bool(lookahead.seen))
     lookahead.num_steps = 1
     async_target.send(Round(closes=("a",)), 1.0)
-    assert [offer.request_id for offer in hear(async_target).offers] == ["b"]
+    assert [offer.request_id for offer in async_target.hear().offers] == ["b"]
 
 
 def test_a_sequence_opened_again_has_been_offered_nothing(async_target):
     async_target.send(Round(opens=(opening(),)), 1.0)
-    hear(async_target)
+    async_target.hear()
     async_target.send(Round(opens=(opening(token_ids=(1, 2, 3), is_next=True),)), 1.0)
-    assert drafts_of(hear(async_target)) == {"a": (3, (4, 5))}
+    assert drafts_of(async_target.hear()) == {"a": (3, (4, 5))}

@@ -105,7 +105,7 @@ async def running() -> AsyncIterator[tuple[FakeIndex, FakeTarget]]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not is_so():  # noqa: ASYNC110  # the fakes have nothing to signal
             await asyncio.sleep(0.002)
 

@@ -62,11 +62,22 @@ class ServedPair:
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def kill(self, actor: str) -> None:
-        """SIGKILL the process of this test's cluster that Ray has titled with the actor's class."""
-        processes = psutil.Process().children(recursive=True)
-        # While a method runs, its name follows the actor's.
-        (process,) = (each for each in processes if "".join(each.cmdline()[:1]).startswith(f"ray::{actor}"))
+        """SIGKILL the one process of `actor`."""
+        (process,) = processes(actor)
         process.kill()
+
+
+def processes(actor: str) -> list[psutil.Process]:
+    """The processes of this test's cluster that Ray has titled with the actor's class."""
+    return [each for each in psutil.Process().children(recursive=True) if _title(each).startswith(f"ray::{actor}")]
+
+
+def _title(process: psutil.Process) -> str:
+    """While a method runs, its name follows the actor's."""
+    try:
+        return "".join(process.cmdline()[:1])
+    except psutil.Error:  # it has just ended
+        return ""
 
 
 def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:

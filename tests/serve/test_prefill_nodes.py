@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from cluster.local_cluster import LocalCluster
 from cluster.serve_environment import set_variables
 from tests.serve.served_pair import ServedPair, eventually, free_port, write_deploy_file
-from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, texts
+from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
@@ -22,6 +22,10 @@ NODE = "prefill_node"
 
 class TwoNodes(LocalCluster):
     """A head with cores, and a second raylet that has none: only what asks for `NODE` runs there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cluster: Cluster | None = None
 
     def start(self, num_cpus: int | None = None) -> None:
         set_variables()
@@ -34,11 +38,13 @@ class TwoNodes(LocalCluster):
         self._dashboard = context.dashboard_url or ""
 
     def kill_second_node(self) -> None:
+        assert self._cluster is not None
         self._cluster.remove_node(self._second, allow_graceful=False)
 
     def stop(self) -> None:
         super().stop()
-        self._cluster.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         nodes.stop()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.ray
+@pytest.mark.timeout(600)
 def test_nothing_is_lost_with_the_node_that_reads_the_prompts(served: Served) -> None:
     pair = served.pair
     expected = texts(pair, "expected", num=8)
     assert pair.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
+    assert not any(failures(pair).values()), "every block that was computed there has come"
     answers: list[list[int]] = []
     asking = threading.Thread(target=lambda: answers.extend(texts(pair, "killed", num=8)))
     asking.start()

@@ -9,10 +9,9 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
-from tests.serve.served_pair import MODEL, ServedPair, eventually, serving
+from tests.serve.served_pair import MODEL, ServedPair, eventually, processes, serving
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -27,7 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     changes = {
         "draft": {"kind": "none"},
         "pair": {"num_replicas": 2},
-        "router": {"index_timeout_ms": 2000},  # a shared machine may be slow, and the claims here are others
+        "router": {"index_timeout_ms": 10_000},  # a shared machine may be slow, and the claims here are others
     }
     with serving(folder, num_cpus=3, **changes) as served_pair:
         yield served_pair
@@ -41,11 +40,6 @@ def ask(served: ServedPair, prompt: str, **options: object) -> int:
     """Serve a prompt; how many of its tokens were cached."""
     answer = served.client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, seed=1, **options)  # type: ignore[call-overload]
     return answer.usage.prompt_tokens_details.cached_tokens
-
-
-def process(name: str) -> psutil.Process:
-    [found] = [each for each in psutil.Process().children(recursive=True) if each.cmdline()[:1] == [f"ray::{name}"]]
-    return found
 
 
 def knows(served: ServedPair, num_blocks: int) -> bool:
@@ -66,8 +60,7 @@ def test_requests_of_one_prefix_land_where_it_is(served: ServedPair):
 
 
 def test_both_pairs_hold_their_share(served: ServedPair):
-    names = [each for each in psutil.Process().children(recursive=True) if each.cmdline()[:1] == ["ray::TargetActor"]]
-    assert len(names) == 2
+    assert len(processes("TargetActor")) == 2
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: ask(served, text(seed)), range(20, 36)))
     hits, queries = (served.metric(f"outrider_prefix_cache_{name}") for name in ("hits", "queries"))
@@ -76,7 +69,7 @@ def test_both_pairs_hold_their_share(served: ServedPair):
 
 def test_the_choices_of_one_request_are_all_served(served: ServedPair):
     """They share Serve's id of their client request, which its router would take for one call."""
-    answer = served.client.completions.create(model=MODEL, prompt=[text(0), text(1)], n=4, max_tokens=2, timeout=30.0)
+    answer = served.client.completions.create(model=MODEL, prompt=[text(0), text(1)], n=4, max_tokens=2, timeout=170.0)
     assert len(answer.choices) == 8
 
 
@@ -86,34 +79,35 @@ def test_a_cache_salt_keeps_prefixes_apart(served: ServedPair):
 
 
 def test_the_routers_own_account_is_in_the_metrics(served: ServedPair):
-    hit, achievable = (served.metric(f"outrider_router_{name}_blocks") for name in ("hit", "achievable"))
-    assert hit == achievable > 0
-    assert served.metric("outrider_router_stale_answers") == 0
-    assert served.metric("outrider_router_blind") == 0
+    names = ("hit_blocks", "achievable_blocks", "stale_answers", "blind")
+    before = [served.metric(f"outrider_router_{name}") for name in names]
+    for seed in range(8):
+        ask(served, text(seed))
+    after = [served.metric(f"outrider_router_{name}") for name in names]
+    hit, achievable, stale, blind = (new - old for new, old in zip(after, before, strict=True))
+    assert hit == achievable >= 8 * (LENGTH // 16 - 1)
+    assert (stale, blind) == (0, 0)
 
 
 def test_requests_are_served_without_the_index_and_prefixes_found_again_after(served: ServedPair):
     prompts = [text(seed) for seed in range(8)]
     known = int(served.metric("outrider_router_index_blocks"))
-    index = process("IndexActor")
+    [index] = processes("IndexActor")
     index.kill()
     for prompt in prompts:
         ask(served, prompt)
     eventually(lambda: knows(served, known))
-    assert process("IndexActor").pid != index.pid
+    assert processes("IndexActor") not in ([], [index])
     assert all(ask(served, prompt) >= LENGTH - 16 for prompt in prompts)
 
 
 def test_a_dead_targets_blocks_vanish_and_its_prefixes_are_computed_elsewhere(served: ServedPair):
-    victim = next(
-        each for each in psutil.Process().children(recursive=True) if each.cmdline()[:1] == ["ray::TargetActor"]
-    )
+    victim = processes("TargetActor")[0]
     known = served.metric("outrider_router_index_blocks")
     victim.kill()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda seed: ask(served, text(seed)), range(8)))  # none fails
-    assert knows(served, 1)
-    assert served.metric("outrider_router_index_blocks") < known
+    eventually(lambda: knows(served, 1) and served.metric("outrider_router_index_blocks") < known)
     stale = served.metric("outrider_router_stale_answers")
     assert all(ask(served, text(seed)) >= LENGTH - 16 for seed in range(8))
     assert served.metric("outrider_router_stale_answers") == stale

@@ -112,7 +112,7 @@ def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair):
     actual = served.stream(once(200, lambda: served.kill("DraftActor")), temperature=1.0, max_tokens=LONG)
     assert actual.token_ids == expected.token_ids
     eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections)
-    assert served.stream(temperature=1.0).speculation["num_accepted_draft_tokens"] > 0
+    eventually(lambda: served.stream(temperature=1.0).speculation["num_accepted_draft_tokens"] > 0)
 
 
 def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair):
