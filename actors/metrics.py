@@ -37,6 +37,7 @@ class PairMetrics(Collector):
         if self._pong is None:
             return
         yield from _speculation(self._pong)
+        yield from _reasoning(self._pong)
         yield from _cache(self._pong)
         yield from _requests(self._pong)
         yield _counter("num_requests_refused", "Requests refused because the pair was full.", self._num_refused)
@@ -77,6 +78,24 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
     yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
     yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
+
+
+def _reasoning(pong: Pong) -> Iterable[Family]:
+    """Steps that are not exact, in families of their own: none of the others has heard of them."""
+    stats = pong.engine.reasoning
+    steps = CounterMetricFamily(
+        "outrider_reasoning_steps", "Reasoning steps that the draft began, by what became of them.", labels=["outcome"]
+    )
+    tokens = CounterMetricFamily(
+        "outrider_reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", labels=["outcome"]
+    )
+    for outcome in ("accepted", "rejected", "abandoned"):
+        steps.add_metric([outcome], getattr(stats, f"num_{outcome}"))
+    for outcome in ("accepted", "rejected"):
+        tokens.add_metric([outcome], getattr(stats, f"num_{outcome}_tokens"))
+    yield steps
+    yield tokens
+    yield _counter("reasoning_step_score", "Sum of the scores of judged reasoning steps, 0 to 9.", stats.total_score)
 
 
 def _cache(pong: Pong) -> Iterable[Family]:

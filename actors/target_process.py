@@ -40,7 +40,7 @@ def serve_target(
     transport = None if prefill is None else ObjectStoreTransport(prefill)
     journal = CacheJournal()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
-    core = EngineCore.from_config(settings.engine, proposer, journal.record, transport)
+    core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
     reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)
     loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
@@ -78,6 +78,7 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
         max_draft_tokens=speculation.max_num_tokens if speculation.can_draft else 0,
         speculation_methods=speculation.methods,
         verify=speculation.verify,
+        has_approximate_steps=speculation.steps is not None,
         probe_key=_probe_key(core),
     )
 

@@ -120,6 +120,7 @@ def _speculation_config(config: DeployConfig) -> SpeculationConfig:
         config.offered_methods,
         section.tree.config() if section.tree is not None else None,
         section.adaptive,
+        section.steps.config() if section.steps is not None else None,
     )
 
 

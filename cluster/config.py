@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engine.approximate.config import JudgeKind, StepConfig
 from engine.config import MAX_TREE_NODES, HeadKind, TreeConfig, TreeKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
@@ -119,6 +120,48 @@ class TreeSection(_Section):
         return TreeConfig(TreeKind(self.kind), num_nodes, self.max_batch, parents)
 
 
+_STEPS = StepConfig()
+
+
+class StepsSection(_Section):
+    """Allows requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
+
+    The draft writes a step, up to `step_end` or `max_step_tokens`; the target scores it from 0 to 9 in one pass; from
+    `threshold` on it is committed as it is. judge rating: the digit the target expects to say behind `rating_prompt`.
+    likelihood: how near the step comes to what the target finds likeliest. Steps are drafted between the two markers
+    `think` (null: anywhere), at most `max_steps` per request.
+    """
+
+    threshold: float = Field(default=_STEPS.threshold, strict=False)
+    judge: Annotated[str, _one_of(*JudgeKind)] = _STEPS.judge
+    rating_prompt: str = Field(default=_STEPS.rating_prompt, min_length=1)
+    step_end: str = _STEPS.step_end
+    think: list[str] | None = Field(default=list(_STEPS.think or ()), min_length=2, max_length=2)
+    max_step_tokens: int = _STEPS.max_step_tokens
+    max_steps: int = _STEPS.max_steps
+
+    @model_validator(mode="after")
+    def _are_steps(self) -> StepsSection:
+        try:
+            self.config()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def config(self) -> StepConfig:
+        """What the engine takes."""
+        think = None if self.think is None else (self.think[0], self.think[1])
+        return StepConfig(
+            self.threshold,
+            JudgeKind(self.judge),
+            self.rating_prompt,
+            self.step_end,
+            think,
+            self.max_step_tokens,
+            self.max_steps,
+        )
+
+
 class SpeculationSection(_Section):
     """K drafts per pass, by default and at most for a request that asks, how they are verified, who guesses, and when.
 
@@ -130,6 +173,8 @@ class SpeculationSection(_Section):
 
     mode sync: a draft model drafts when the target has committed, and the target waits for it. async: it drafts while
     the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
+
+    steps: reasoning steps that are not exact, for requests that ask for them; left out, there are none.
     """
 
     num_tokens: int = Field(default=4, ge=0, le=64)
@@ -141,6 +186,13 @@ class SpeculationSection(_Section):
     methods: list[Annotated[str, _one_of(*SpeculationMethod)]] | None = None
     adaptive: bool = False
     tree: TreeSection | None = None
+    steps: StepsSection | None = None
+
+    @model_validator(mode="after")
+    def _steps_are_waited_for(self) -> SpeculationSection:
+        if self.steps is not None and self.mode != "sync":
+            raise ValueError(f"steps are for mode 'sync', and the mode is {self.mode!r}; remove one of the two")
+        return self
 
     @model_validator(mode="after")
     def _tree_has_its_own_size(self) -> SpeculationSection:
@@ -320,6 +372,21 @@ class DeployConfig(_Section):
             raise ValueError(
                 f"speculation.tree needs a draft model or head, and draft.kind is {self.draft.kind!r}; "
                 f"set draft.kind to {' or '.join(map(repr, _KINDS_WITH_LAWS))}, or remove the tree"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> DeployConfig:
+        steps = self.speculation.steps
+        if steps is not None and self.draft.kind != "model":
+            raise ValueError(
+                f"speculation.steps needs a draft model, and draft.kind is {self.draft.kind!r}; "
+                "set draft.kind to 'model', or remove the steps"
+            )
+        if steps is not None and steps.max_step_tokens >= self.scheduler.max_tokens_per_step:
+            raise ValueError(
+                f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
+                f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
             )
         return self
 

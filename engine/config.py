@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.approximate.config import StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -135,7 +136,8 @@ class SpeculationConfig:
     of each request gets its own K between 0 and `max_num_tokens` (or what the request asks for) and `num_tokens` is
     only the first one; a deployment with `num_tokens` 0 still drafts for those alone that ask.
 
-    With a `tree` drafts branch, and K is how deep they go.
+    With a `tree` drafts branch, and K is how deep they go. With `steps` a request may ask for approximate reasoning
+    steps; without, nothing here is ever anything but exact.
     """
 
     num_tokens: int = 4
@@ -144,6 +146,7 @@ class SpeculationConfig:
     methods: tuple[SpeculationMethod, ...] = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
     tree: TreeConfig | None = None
     adaptive: bool = False
+    steps: StepConfig | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_tokens <= self.max_num_tokens:

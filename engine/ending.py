@@ -53,6 +53,7 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         num_cached_tokens=sequence.num_cached_tokens or 0,
         speculation=sequence.speculation_stats(),
         prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_output_tokens == len(cut.token_ids) else (),
+        steps=sequence.step_stats,
     )
 
 

@@ -25,13 +25,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.approximate.steps import StepSpeculation, step_speculation
 from engine.batch import Batch, ScheduledSequence
 from engine.block_manager import BlockManager, KvEventSink
 from engine.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.config import EngineConfig, SpeculationConfig
 from engine.constrained_draft import constrain
 from engine.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.engine_stats import DraftCounters, EngineStats
+from engine.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.grammar_compiler import GrammarCompiler
 from engine.heads.passed_rows import passed_rows
 from engine.kv_move import KVMove, compaction
@@ -54,7 +55,7 @@ from engine.step_times import StepTimer, StepTimes
 from engine.verifier import Verified, VerifyTask
 from engine.verifier.verifier import Verifier
 from engine.vocabulary import Vocabulary
-from protos.errors import EngineError
+from protos.errors import EngineError, RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -93,12 +94,14 @@ class EngineCore:
         source: PrefillSource | None = None,
         rates: RateMeter | None = None,
         grammars: GrammarCompiler | None = None,
+        steps: StepSpeculation | None = None,
         clock: Callable[[], float] = time.monotonic,
         head: HeadProposer | None = None,
     ) -> None:
         """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer.
 
-        `head` reads the model's hidden states; it is, or stands behind, the proposer.
+        `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` stand before `proposer`
+        and `verifier`; None, and every request is exact.
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -107,9 +110,10 @@ class EngineCore:
         self.rates = rates or RateMeter()
         self.on_computed: Callable[[Batch], None] = _ignore
         self._source = source or NoPrefillSource()
-        self._proposer = proposer
+        self._steps = steps
+        self._proposer: Proposer = steps or proposer
         self._head = head
-        self._verifier = verifier
+        self._verifier: Verifier | StepSpeculation = steps or verifier
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
@@ -129,11 +133,13 @@ class EngineCore:
         proposer: Proposer | None = None,
         event_sink: KvEventSink | None = None,
         transport: KVTransport | None = None,
+        step_writer: Proposer | None = None,
     ) -> EngineCore:
         """Load the model and assemble an engine around it.
 
         Without a proposer every pass is plain decoding, but where the configuration has a head, which then drafts.
-        Without a transport every prompt is read here.
+        Without a transport every prompt is read here. `step_writer` writes reasoning steps where the configuration
+        allows them; None: the proposer does. A head cannot: it sees no further than the target.
 
         Raises:
             ConfigError: the model, its head, the pool or the limits cannot be had.
@@ -155,9 +161,27 @@ class EngineCore:
             config.speculation if proposer is not None else replace(config.speculation, num_tokens=0, max_num_tokens=0)
         )
         verifier = Verifier(Sampler())
-        grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
+        token_file = tokenizer_file(config.model.path)
+        grammars = GrammarCompiler(token_file, runner.vocab_size, runner.eos_token_ids)
         proposer = proposer or NoProposer()
-        return cls(runner, scheduler, blocks, proposer, verifier, speculation, source, rates, grammars, head=head)
+        steps = None
+        if speculation.steps is not None and speculation.can_draft and head is None:
+            steps = step_speculation(
+                speculation.steps, token_file, runner.vocab_size, proposer, step_writer or proposer, verifier
+            )
+        return cls(
+            runner,
+            scheduler,
+            blocks,
+            proposer,
+            verifier,
+            speculation,
+            source,
+            rates,
+            grammars,
+            head=head,
+            steps=steps,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -182,6 +206,7 @@ class EngineCore:
         """
         self._check_alive()
         self._vocabulary.check(request)
+        _check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
             num_draft_tokens=_num_draft_tokens(request, self._speculation),
@@ -236,6 +261,7 @@ class EngineCore:
             decode_tokens_per_s=self.rates.decode_tokens_per_s,
             speedups={} if self._budget is None else self._budget.speedups,
             remote=self._source.stats,
+            reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
         )
 
     def close(self) -> None:
@@ -247,6 +273,8 @@ class EngineCore:
         timer = StepTimer()
         has_received = self._source.receive(self.scheduler.prefill_load)
         timer.lap("receive_s")
+        is_writing = self._steps is not None and self._steps.write()
+        timer.lap("draft_s")
         batch = self.scheduler.schedule()
         timer.lap("schedule_s")
         drafts = self._propose(batch)
@@ -263,7 +291,7 @@ class EngineCore:
         sampled = batch.sampled
         is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
         chunks = self.scheduler.commit(batch, [draft.num_valid for draft in drafts], verified)
-        self._is_starved = not (has_received or batch.shares)
+        self._is_starved = not (has_received or batch.shares or is_writing)
         self._plan_drafts(sampled, drafts, verified, is_pure_decode, timer.times())
         timer.lap("commit_s")
         self._tell_proposer(sampled, chunks)
@@ -300,7 +328,8 @@ class EngineCore:
         score_prompts(logits, batch, num_drafts)
         verified = self._verifier.verify(logits, tasks) if tasks else []
         for draft, outcome in zip(drafts, verified, strict=True):
-            self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
+            if outcome.is_exact:
+                self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
         return verified
 
     def _plan_drafts(
@@ -317,8 +346,10 @@ class EngineCore:
         passes = [
             DraftedPass(share.sequence, share.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
             for share, draft, outcome in zip(sampled, drafts, verified, strict=True)
+            if outcome.is_exact
         ]
-        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_pure_decode else None
+        is_plain_case = is_pure_decode and len(passes) == len(sampled)
+        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_plain_case else None
         self._budget.observe(passes, time)
         self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
 
@@ -354,6 +385,17 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
     if wish.num_tokens is None:
         return deployment.max_num_tokens if _is_adaptive(deployment) else deployment.num_tokens
     return min(wish.num_tokens, deployment.max_num_tokens)
+
+
+def _check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
+    """Raise RequestError for a request that wants reasoning steps which cannot be had here."""
+    if not request.speculation.is_approximate:
+        return
+    if not is_allowed or _num_draft_tokens(request, deployment) == 0:
+        raise RequestError(
+            "speculation.mode is 'approximate', and this engine drafts no reasoning steps; leave it out",
+            param="speculation.mode",
+        )
 
 
 def _is_adaptive(speculation: SpeculationConfig) -> bool:

@@ -61,6 +61,35 @@ class DraftCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningStats:
+    """Reasoning steps that drafts wrote (`engine.approximate`); apart, so that they never count as exact acceptance."""
+
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_abandoned: int = 0  # begun and not judged: the draft had nothing to say, or the pass no room
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
+    total_score: float = 0.0  # of all judged ones
+
+    @classmethod
+    def of_verdict(cls, num_tokens: int, score: float, *, is_accepted: bool) -> ReasoningStats:
+        """One step that was judged."""
+        if is_accepted:
+            return cls(num_accepted=1, num_accepted_tokens=num_tokens, total_score=score)
+        return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
+
+    def __add__(self, other: ReasoningStats) -> ReasoningStats:
+        return ReasoningStats(
+            self.num_accepted + other.num_accepted,
+            self.num_rejected + other.num_rejected,
+            self.num_abandoned + other.num_abandoned,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            self.num_rejected_tokens + other.num_rejected_tokens,
+            self.total_score + other.total_score,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of an engine. Tokens and requests are counts; sums run since the engine started.
 
@@ -83,6 +112,7 @@ class EngineStats:
     decode_tokens_per_s: float = 0.0  # committed tokens per second of one running sequence
     speedups: dict[str, float] = field(default_factory=dict)  # by class of requests (`engine.speedup`)
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
+    reasoning: ReasoningStats = field(default_factory=ReasoningStats)
 
     @property
     def kv_usage(self) -> float:

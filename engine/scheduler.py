@@ -152,7 +152,7 @@ class Scheduler:
         The step must then be computed and committed: nothing is added or aborted in between.
         """
         self._expire()
-        verifications = self._verification_shares(self._secure_ready())
+        verifications = self._verification_shares([each for each in self._secure_ready() if not each.is_held])
         budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_rows for share in verifications)
         return Batch((*verifications, *self._prefill_shares(budget)))
 
@@ -302,7 +302,8 @@ class Scheduler:
     def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: Verified) -> TokenChunk:
         cut = cut_output(sequence, outcome.token_ids)
         num_accepted = min(outcome.num_accepted, len(cut.token_ids))
-        sequence.record_pass(num_proposed, num_accepted)
+        if outcome.is_exact:
+            sequence.record_pass(num_proposed, num_accepted)
         sequence.append(cut.token_ids)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
         logprobs = outcome.logprobs[: len(cut.token_ids)]

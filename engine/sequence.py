@@ -12,6 +12,7 @@ from protos.messages import (
     GenerateRequest,
     SpeculationMethod,
     SpeculationStats,
+    StepStats,
     TokenLogprobs,
     VerifyMode,
 )
@@ -60,6 +61,7 @@ class Sequence:
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.num_computed_tokens = 0
         self.is_fetching = False  # blocks are on their way from elsewhere; it computes nothing until they are here
+        self.is_held = False  # the draft writes a reasoning step of it; it keeps its slots and computes nothing
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
         self.block_table: list[int] = []
@@ -70,6 +72,7 @@ class Sequence:
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []
+        self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 
     @property
     def request_id(self) -> str:

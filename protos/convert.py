@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
-from protos.messages import SpeculationStats, TokenLogprobs
+from protos.messages import SpeculationStats, StepStats, TokenLogprobs
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
@@ -54,4 +54,14 @@ def speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
         num_accepted_draft_tokens=stats.num_accepted_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_spec_steps=stats.num_passes,
+    )
+
+
+def steps_message(stats: StepStats) -> pb2.ApproximateSpeculation:
+    """The mark of an output that is not exact."""
+    return pb2.ApproximateSpeculation(
+        exact=False,
+        steps_from_draft=stats.num_accepted,
+        steps_rejected=stats.num_judged - stats.num_accepted,
+        tokens_from_draft=stats.num_accepted_tokens,
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
+MAX_STEP_SCORE = 9.0  # what the target gives the best reasoning step; the worst has 0
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's.
@@ -24,6 +26,13 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
     ABORT = "abort"
     TIMEOUT = "timeout"
+
+
+class SpeculationMode(StrEnum):
+    """What speculation may change: nothing, or reasoning steps that the target finds good enough."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
 
 
 class VerifyMode(StrEnum):
@@ -97,12 +106,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """One request's wishes about speculation; None leaves the deployment's setting."""
+    """One request's wishes about speculation; None leaves the deployment's setting.
+
+    `is_approximate` gives up exactness, for this request alone: reasoning steps of the draft that the target scores at
+    `threshold` or more are committed as they are (`engine.approximate`).
+    """
 
     enabled: bool = True
     num_tokens: int | None = None
     verify: VerifyMode | None = None
     method: SpeculationMethod | None = None
+    is_approximate: bool = False
+    threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +185,22 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStats:
+    """What became of the reasoning steps that the draft wrote for one sequence so far."""
+
+    num_judged: int = 0
+    num_accepted: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            self.num_judged + other.num_judged,
+            self.num_accepted + other.num_accepted,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens one engine step committed for one sequence; the last chunk carries the finish reason."""
 
@@ -181,6 +212,7 @@ class TokenChunk:
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     speculation: SpeculationStats | None = None  # the sums so far
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt from its second token on; in the first chunk
+    steps: StepStats | None = None  # the sums so far; None where the output is exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +228,4 @@ class ModelCard:
     max_draft_tokens: int = 0  # the most a request may ask for in `SpeculationParams.num_tokens`
     speculation_methods: tuple[SpeculationMethod, ...] = ()  # what a request may ask for, the default first
     verify: VerifyMode = VerifyMode.COUPLED  # of a request that does not say
+    has_approximate_steps: bool = False  # a request may ask for `SpeculationParams.is_approximate`

@@ -106,30 +106,48 @@ class JsonSchemaFormat(_message.Message):
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., schema: _Optional[str] = ..., strict: _Optional[bool] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("enabled", "num_tokens", "verify", "method")
+    __slots__ = ("enabled", "num_tokens", "verify", "method", "mode", "threshold")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_tokens: int
     verify: str
     method: str
-    def __init__(self, enabled: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., verify: _Optional[str] = ..., method: _Optional[str] = ...) -> None: ...
+    mode: str
+    threshold: float
+    def __init__(self, enabled: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., verify: _Optional[str] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., threshold: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("id", "created", "model", "choices", "usage")
+    __slots__ = ("id", "created", "model", "choices", "usage", "x_speculation")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    X_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     id: str
     created: int
     model: str
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     usage: Usage
-    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    x_speculation: ApproximateSpeculation
+    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ...) -> None: ...
+
+class ApproximateSpeculation(_message.Message):
+    __slots__ = ("exact", "steps_from_draft", "steps_rejected", "tokens_from_draft")
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FROM_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FROM_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    exact: bool
+    steps_from_draft: int
+    steps_rejected: int
+    tokens_from_draft: int
+    def __init__(self, exact: _Optional[bool] = ..., steps_from_draft: _Optional[int] = ..., steps_rejected: _Optional[int] = ..., tokens_from_draft: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "text", "token_ids", "finish_reason", "logprobs")
@@ -146,7 +164,7 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage")
+    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage", "x_speculation")
     ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +172,7 @@ class GenerateChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    X_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     id: str
     index: int
     text: str
@@ -161,7 +180,8 @@ class GenerateChunk(_message.Message):
     finish_reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     usage: Usage
-    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    x_speculation: ApproximateSpeculation
+    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top")

@@ -14,6 +14,7 @@ from protos.messages import FinishReason
 from router.delta import Delta
 from router.generation import Generation
 from router.openai_responses import (
+    ApproximateSpeculation,
     Chat,
     ChatChoice,
     ChatChunk,
@@ -73,7 +74,13 @@ class _Format:
             "created": self._generation.created_s,
             "model": self._fields.model,
             "system_fingerprint": self._generation.model_version,
+            **self._mark(),
         }
+
+    def _mark(self) -> dict[str, Any]:
+        """Says in every body and every chunk that the output is not exact, where it is not."""
+        steps = self._generation.usage.steps
+        return {} if steps is None else {"x_speculation": ApproximateSpeculation.of(steps)}
 
     def _accounts(self) -> dict[str, Any]:
         """Usage and metrics; complete once every choice has ended."""

@@ -13,9 +13,11 @@ from protos.messages import (
     ModelCard,
     SamplingParams,
     SpeculationMethod,
+    SpeculationMode,
     SpeculationParams,
     VerifyMode,
 )
+from router.approximate import check_approximate
 from router.config import IngressLimits
 from router.generation_fields import GenerationFields, SpeculationFields
 from router.tokenizer import Tokenizer
@@ -71,6 +73,7 @@ def generate_requests(
         )
     if params.fields.prediction is not None:
         check_prediction(params, card)
+    check_approximate(params.fields, card, num_choices, grammar=params.grammar, num_logprobs=params.num_logprobs)
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
     for prompt in params.prompts:
@@ -203,7 +206,14 @@ def _speculation(wishes: SpeculationFields | None, card: ModelCard) -> Speculati
             param="speculation.num_tokens",
         )
     is_enabled = True if wishes.enabled is None else wishes.enabled
-    return SpeculationParams(is_enabled, wishes.num_tokens, wishes.verify, _method(wishes.method, card))
+    return SpeculationParams(
+        is_enabled,
+        wishes.num_tokens,
+        wishes.verify,
+        _method(wishes.method, card),
+        wishes.mode is SpeculationMode.APPROXIMATE,
+        wishes.threshold,
+    )
 
 
 def check_prediction(params: GenerateParams, card: ModelCard) -> None:

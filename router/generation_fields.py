@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
-from protos.messages import VerifyMode
+from protos.messages import MAX_STEP_SCORE, SpeculationMode, VerifyMode
 from router.body import Body
 from router.structured_output import Constraints
 
@@ -53,6 +53,8 @@ class SpeculationFields(Body):
     num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     verify: Annotated[VerifyMode, Field(strict=False)] | None = None
     method: str | None = None  # one of those the deployment offers
+    mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact, unless the request says otherwise
+    threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
 
 
 class PredictionPart(Body):

@@ -58,12 +58,14 @@ class GrpcApi:
     async def _generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
         generation = await self._start(request, context)
         choices = await generation.choices()
+        steps = generation.usage.steps
         return pb2.GenerateResponse(
             id=generation.id,
             created=generation.created_s,
             model=generation.fields.model,
             choices=[_choice(choice, generation) for choice in choices],
             usage=_usage(generation.usage),
+            x_speculation=None if steps is None else convert.steps_message(steps),
         )
 
     async def generate_stream(
@@ -207,6 +209,7 @@ def _choice(choice: Delta, generation: Generation) -> pb2.Choice:
 
 
 def _chunk(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
+    steps = generation.usage.steps
     return pb2.GenerateChunk(
         id=generation.id,
         index=delta.index,
@@ -214,6 +217,7 @@ def _chunk(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
         token_ids=delta.token_ids if generation.fields.return_token_ids else (),
         finish_reason=delta.finish_reason.value if delta.finish_reason else "",
         logprobs=_logprobs(delta),
+        x_speculation=None if steps is None else convert.steps_message(steps),
     )
 
 

@@ -23,7 +23,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 
-from protos.messages import SpeculationStats, TokenLogprobs
+from protos.messages import SpeculationStats, StepStats, TokenLogprobs
 from router.delta import Delta, ToolCallDelta
 from router.tokenizer import Tokenizer
 from router.usage import Usage
@@ -64,6 +64,24 @@ class ResponseMetrics(BaseModel):
         return cls(speculative_decoding=SpeculativeDecoding.of(usage.speculation)) if usage.speculation else None
 
 
+class ApproximateSpeculation(BaseModel):
+    """`x_speculation`: this output is not what the target alone would have said; absent wherever it is."""
+
+    exact: Literal[False] = False
+    steps_from_draft: int
+    steps_rejected: int
+    tokens_from_draft: int
+
+    @classmethod
+    def of(cls, stats: StepStats) -> ApproximateSpeculation:
+        return cls(
+            exact=False,
+            steps_from_draft=stats.num_accepted,
+            steps_rejected=stats.num_judged - stats.num_accepted,
+            tokens_from_draft=stats.num_accepted_tokens,
+        )
+
+
 class CompletionLogprobs(Logprobs):
     """As OpenAI's, whose servers also send null for a token without a prediction (an echoed prompt's)."""
 
@@ -84,6 +102,7 @@ class TextCompletion(Completion):
 
     choices: list[TextChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
 
 
 class ChatChoice(chat_completion.Choice):
@@ -97,6 +116,7 @@ class Chat(ChatCompletion):
 
     choices: list[ChatChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
 
 
 class ChatChunkChoice(chat_completion_chunk.Choice):
@@ -110,6 +130,7 @@ class ChatChunk(ChatCompletionChunk):
 
     choices: list[ChatChunkChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
 
 
 def usage_object(usage: Usage) -> CompletionUsage:

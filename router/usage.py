@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos.messages import GenerateRequest, SpeculationStats, TokenChunk
+from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenChunk
 from protos.predicted_text import PredictedText
 from router.delta import Delta
 
@@ -22,7 +22,7 @@ class PredictionUsage:
 class Usage:
     """Tokens of one client request; a prompt with several choices counts once.
 
-    `speculation` is None while no choice has reported it.
+    `speculation` is None while no choice has reported it, `steps` wherever the output is exact.
     """
 
     prompt_tokens: int
@@ -30,6 +30,7 @@ class Usage:
     cached_tokens: int
     speculation: SpeculationStats | None = None
     prediction: PredictionUsage | None = None  # where the client sent one
+    steps: StepStats | None = None
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
@@ -48,6 +49,7 @@ class UsageMeter:
         self._num_cached = [0] * len(requests)
         self._num_generated = [0] * len(requests)
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
+        self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
         self._prediction_token_ids = requests[0].prediction_token_ids if requests else ()
         self._predicted = [PredictedText(self._prediction_token_ids) for _ in requests if self._prediction_token_ids]
 
@@ -59,6 +61,8 @@ class UsageMeter:
         for chunk in batch:
             self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
             self._speculation[index] = chunk.speculation or self._speculation[index]
+            if self._steps is not None:  # such a request has one choice
+                self._steps = chunk.steps or self._steps
 
     def usage(self) -> Usage:
         """The sums so far."""
@@ -69,6 +73,7 @@ class UsageMeter:
             cached_tokens=sum(self._num_cached[index] for index in self._firsts),
             speculation=sum(known, SpeculationStats()) if known else None,
             prediction=self._prediction_usage() if self._predicted else None,
+            steps=self._steps,
         )
 
     def _prediction_usage(self) -> PredictionUsage:

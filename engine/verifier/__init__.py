@@ -32,9 +32,11 @@ class Verified:
     """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
 
     `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.
+    Where `is_exact` is False a reasoning step was judged (`engine.approximate`), which says nothing of how drafts fare.
     """
 
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     path: tuple[int, ...] = ()
+    is_exact: bool = True

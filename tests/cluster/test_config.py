@@ -6,6 +6,7 @@ import pytest
 
 from actors.settings import DraftKind
 from cluster.config import parse_config
+from engine.approximate.config import StepConfig
 from engine.config import TreeConfig, TreeKind
 from protos.errors import ConfigError
 
@@ -178,3 +179,34 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
 )
 def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:
     assert reason in error_of(speculation=speculation)
+
+
+def test_reasoning_steps_are_off_unless_the_operator_asks_for_them():
+    draft = {"kind": "model", "path": "d"}
+    assert parse_config(MINIMAL | {"draft": draft}).speculation.steps is None
+    config = parse_config(MINIMAL | {"draft": draft, "speculation": {"steps": {"threshold": 8, "think": None}}})
+    assert config.speculation.steps is not None
+    assert config.speculation.steps.config() == StepConfig(threshold=8, think=None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "others", "words"),
+    [
+        ({"threshold": 10}, {}, "threshold is 10.0; scores are 0 to 9"),
+        ({"judge": "draft"}, {}, "'draft' is not available; this version offers rating, likelihood"),
+        ({"think": ["<think>"]}, {}, "args.speculation.steps.think"),
+        ({"step_end": ""}, {}, "empty step_end"),
+        ({"max_steps": 0}, {}, "max_steps 0"),
+        ({"exact": False}, {}, "unknown key"),
+        ({}, {"draft": {"kind": "ngram"}}, "speculation.steps needs a draft model, and draft.kind is 'ngram'"),
+        ({}, {"scheduler": {"max_tokens_per_step": 64}}, "max_step_tokens is 64, and no pass has room for more than"),
+    ],
+)
+def test_steps_that_cannot_be_are_refused(steps: dict[str, Any], others: dict[str, Any], words: str):
+    changes = {"draft": {"kind": "model", "path": "d"}, "speculation": {"steps": steps}, **others}
+    assert words in error_of(**changes)
+
+
+def test_steps_are_not_drafted_ahead():
+    speculation = {"mode": "async", "steps": {}}
+    assert "steps are for mode 'sync'" in error_of(draft={"kind": "model", "path": "d"}, speculation=speculation)

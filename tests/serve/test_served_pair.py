@@ -89,6 +89,36 @@ def test_grpc_streams_the_same_tokens_as_http(served: ServedPair):
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_reasoning_steps_of_the_draft_are_marked_and_counted_apart(served: ServedPair):
+    """Without an opening seed the text may differ from run to run: what is asked for is not exact."""
+    num_drafts = served.metric("outrider_spec_decode_num_drafts")
+    body = {"model": MODEL, "prompt": "hello world", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    plain = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120.0).json()
+    wish = {"mode": "approximate", "threshold": 0}
+    answer = httpx.post(f"{served.url}/v1/completions", json={**body, "speculation": wish}, timeout=120.0).json()
+    mark = answer["x_speculation"]
+    assert "x_speculation" not in plain
+    assert mark["exact"] is False
+    assert mark["tokens_from_draft"] > 12
+    assert answer["usage"]["completion_tokens"] == 100
+    eventually(lambda: served.metric("outrider_reasoning_steps", outcome="accepted") >= mark["steps_from_draft"])
+    assert served.metric("outrider_reasoning_step_tokens", outcome="accepted") >= mark["tokens_from_draft"]
+    assert served.metric("outrider_spec_decode_num_drafts") > num_drafts, "of the exact request"
+
+
+def test_a_request_with_a_seed_is_refused_reasoning_steps_over_both_faces(served: ServedPair):
+    body = {"model": MODEL, "prompt": "a", "seed": 1, "speculation": {"mode": "approximate"}}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60.0)
+    assert answer.status_code == 400
+    assert "seed 1" in answer.json()["error"]["message"]
+    wish = pb2.Speculation(mode="approximate")
+    request = pb2.GenerateRequest(model=MODEL, prompt="a", seed=1, speculation=wish)
+    address = f"127.0.0.1:{served.file.grpc_port}"
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        outrider_pb2_grpc.GenerationStub(channel).Generate(request, timeout=60.0)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
 def test_health_and_metrics_answer(served: ServedPair):
     assert httpx.get(f"{served.url}/health", timeout=30.0).status_code == 200
     assert served.metric("outrider_kv_cache_blocks") == 512

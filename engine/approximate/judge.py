@@ -1,0 +1,74 @@
+"""The target's score of a reasoning step, from 0 to 9, out of the one pass that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from engine.approximate.config import JudgeKind, StepConfig
+from protos.errors import ConfigError
+from protos.messages import MAX_STEP_SCORE
+
+
+class StepJudge(Protocol):
+    """Scores steps; `suffix_ids` are read behind a step, in the same pass, and never committed."""
+
+    suffix_ids: tuple[int, ...]
+
+    def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
+        """In [0, 9]. `logits [S + len(suffix_ids) + 1, V] float32`: row i follows the step's first i tokens."""
+
+
+class LikelihoodJudge:
+    """How near a step comes to what the target itself finds likeliest: 9 times the geometric mean of p(x) / max p.
+
+    It asks nothing of the model but its logits. A step that a greedy target would have written scores 9.
+    """
+
+    suffix_ids: tuple[int, ...] = ()
+
+    def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
+        rows = logits[: len(step_ids)]  # [S, V]
+        chosen = rows.gather(1, torch.tensor(step_ids, device=rows.device)[:, None])[:, 0]  # [S]
+        return MAX_STEP_SCORE * float((chosen - rows.amax(dim=1)).mean().exp())
+
+
+class RatingJudge:
+    """The digit that the target expects to say when a prompt behind the step asks for one (arXiv:2504.07891).
+
+    The expectation over the ten digits, so that the score is not a coin's when the target wavers.
+    """
+
+    def __init__(self, suffix_ids: tuple[int, ...], digit_ids: tuple[int, ...]) -> None:
+        self.suffix_ids = suffix_ids
+        self._digit_ids = digit_ids
+
+    def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
+        row = logits[len(step_ids) + len(self.suffix_ids)]  # [V]
+        chances = row[list(self._digit_ids)].double().softmax(dim=0)  # [10]
+        return float(chances @ torch.arange(10, dtype=torch.float64, device=chances.device))
+
+
+def judge_of(config: StepConfig, tokenizer: Tokenizer) -> StepJudge:
+    """The judge that a deployment has chosen.
+
+    Raises:
+        ConfigError: the tokenizer has no token for a digit, or the rating prompt has none at all.
+    """
+    if config.judge is JudgeKind.LIKELIHOOD:
+        return LikelihoodJudge()
+    suffix_ids = tuple(tokenizer.encode(config.rating_prompt, add_special_tokens=False).ids)
+    digit_ids = [tokenizer.encode(str(digit), add_special_tokens=False).ids for digit in range(10)]
+    wrong = next((digit for digit, ids in enumerate(digit_ids) if len(ids) != 1), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"speculation.steps.judge is 'rating', and the target's tokenizer writes the digit {wrong} in "
+            f"{len(digit_ids[wrong])} tokens instead of 1; use judge 'likelihood'"
+        )
+    if not suffix_ids:
+        raise ConfigError("speculation.steps.rating_prompt has no tokens; ask the target for a digit")
+    return RatingJudge(suffix_ids, tuple(ids[0] for ids in digit_ids))
