@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.architecture import compile_layers, hidden_states, new_model, target_config
+from models.checkpoint import load_checkpoint
 from models.loss import next_token_loss
 from models.optimizer import PairedOptimizer
 from models.tokens import WindowStream, plain_positions, skipped_positions
@@ -37,9 +38,12 @@ class TargetLesson:
             return self._loss(hidden, self._model.lm_head.weight, ids[:, 1:].contiguous())
 
 
-def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int) -> TrainingReport:
-    """Trains a fresh target into `folder`."""
-    model = new_model(target_config(), seed, budget.device)
+def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
+    """Trains a target into `folder`: a fresh one, or the one that is there already once more."""
+    model = (
+        load_checkpoint(folder, device=budget.device) if is_resumed else new_model(target_config(), seed, budget.device)
+    )
+    model.train()
     compile_layers(model)
     optimizer = PairedOptimizer(model, matrix_lr=0.012, embedding_lr=0.002)
     return train(model, optimizer, TargetLesson(model, stream, budget, seed), budget, folder)

@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
-from models.card import DEMO_FOLDER, write_card
+from models.card import DEMO_FOLDER, read_json, write_card
 from models.checkpoint import load_checkpoint
 from models.corpus import Corpus, collect
 from models.draft import distil_draft
@@ -35,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, nargs=2, metavar=("TARGET", "DRAFT"), help="wall-clock budgets")
     parser.add_argument("--tokens", type=int, help="end each training after so many tokens, if its minutes allow")
     parser.add_argument("--rollouts", type=int, default=512, help="windows that the target writes for its draft")
+    parser.add_argument(
+        "--resume", action="store_true", help="train the target in the folder further, on the same schedule"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("tokenizer", "target", "draft", "card"), help="one stage of the four")
     return parser.parse_args()
@@ -64,8 +68,10 @@ def make_target(arguments: argparse.Namespace, corpus: Corpus) -> None:
     """Trains the target."""
     stream = window_stream(arguments, corpus, arguments.seed)
     target_budget = budget(arguments, 0)
-    report = train_target(stream, target_budget, arguments.out / "target", arguments.seed)
-    save_report(report, target_budget, arguments.out / "target")
+    folder = arguments.out / "target"
+    earlier = read_json(folder / "training.json") if arguments.resume else None
+    report = train_target(stream, target_budget, folder, arguments.seed, arguments.resume)
+    save_report(report, target_budget, folder, earlier)
 
 
 def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
@@ -90,8 +96,8 @@ def write_rollouts(
     return RolloutPool(torch.cat(written).cpu(), arguments.seed)
 
 
-def save_report(report: TrainingReport, spent: Budget, folder: Path) -> None:
-    """Leaves the run's figures and conditions beside the checkpoint for the model card."""
+def save_report(report: TrainingReport, spent: Budget, folder: Path, earlier: dict[str, Any] | None = None) -> None:
+    """Leaves the run's figures and conditions beside the checkpoint for the model card, `earlier` runs added up."""
     figures = {
         **dataclasses.asdict(report),
         "short_window_tokens": spent.short_window_tokens,
@@ -100,6 +106,9 @@ def save_report(report: TrainingReport, spent: Budget, folder: Path) -> None:
         "machine": machine(spent.device),
         "arguments": " ".join(sys.argv[1:]),
     }
+    if earlier is not None:
+        figures |= {name: earlier[name] + figures[name] for name in ("num_steps", "num_tokens", "seconds")}
+        figures["arguments"] = f"{earlier['arguments']}` and `{figures['arguments']}"
     (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
