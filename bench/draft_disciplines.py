@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Sequence as Seq
@@ -23,10 +21,8 @@ from pathlib import Path
 import torch
 
 from actors.draft_channel import ChannelProposer
-from actors.draft_messages import DRAFT_SOCKET
-from actors.draft_process import serve_draft
 from actors.settings import DraftKind, DraftSettings, PairSettings
-from actors.socket_folder import private_folder
+from bench.draft_child import CORES, own_cores, start_draft
 from bench.prompts import held_out_prompts
 from bench.switched_proposer import ReplayProposer, SwitchedProposer
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
@@ -39,8 +35,6 @@ from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
 DEMO = Path("models/demo")
 CACHE = Path(".cache/bench")
-CORES = sorted(os.sched_getaffinity(0))  # the first ones are the target's, the last one is the draft's
-CONNECT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,8 @@ def main() -> None:
     prompts = held_out_prompts(DEMO / "target", max(args.streams))
     switch = SwitchedProposer()
     with ExitStack() as stack:
-        sync = _start_draft(settings, stack)
-        ahead = _start_draft(replace(settings, draft=replace(settings.draft, fan_out=args.fan_out)), stack)
+        sync = start_draft(settings, stack)
+        ahead = start_draft(replace(settings, draft=replace(settings.draft, fan_out=args.fan_out)), stack)
         engine = EngineCore.from_config(settings.engine, switch)
         contenders = [
             Contender("plain", NoProposer()),
@@ -132,32 +126,6 @@ def _settings(args: argparse.Namespace, target: Path, draft: Path) -> PairSettin
     return PairSettings(engine, DraftSettings(DraftKind.MODEL, model, CacheConfig(memory_bytes=1 << 27)))
 
 
-def _start_draft(settings: PairSettings, stack: ExitStack) -> ChannelProposer:
-    """A draft process of its own, and the connected channel to it."""
-    folder = private_folder()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings, folder), daemon=True)
-    process.start()
-    stack.callback(process.kill)
-    channel = ChannelProposer(folder / DRAFT_SOCKET)
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-    while not channel.stats.is_connected:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the draft was not there after {CONNECT_TIMEOUT_S} s")
-        time.sleep(0.05)
-        channel.flush()
-    return channel
-
-
-def _serve(settings: PairSettings, folder: Path) -> None:
-    _own(CORES[-1:])
-    serve_draft(settings, folder, lambda: None)
-
-
-def _own(cores: Seq[int]) -> None:
-    """Keep this thread, and those it starts, to these cores: a process that wakes another tends to share its own."""
-    os.sched_setaffinity(0, cores)
-
-
 def _race(
     args: argparse.Namespace,
     engine: EngineCore,
@@ -174,7 +142,7 @@ def _race(
             if not isinstance(contender.proposer, ReplayProposer):
                 switch.recorded.clear()
             torch.set_num_threads(contender.num_threads)
-            _own(CORES[: contender.num_threads])
+            own_cores(CORES[: contender.num_threads])
             measured = _run(
                 engine, contender.proposer, prompts, args.tokens, temperature, f"{contender.name}{round_index}"
             )

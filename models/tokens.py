@@ -11,7 +11,7 @@ from torch import Tensor
 from models.corpus import Corpus, Document, chat_examples
 from models.tokenizer import END_OF_TEXT, MAX_CONTEXT_TOKENS, render_chat
 
-TEST_SHARE = 0.5
+TEST_SHARE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TokenizedCorpus:
     chats: list[np.ndarray]
 
     def epoch(self, rng: np.random.Generator) -> np.ndarray:
-        """One shuffled stream: the library, its chats and a random half of the test suite."""
+        """One shuffled stream: the library, its chats and a random part of the test suite."""
         chosen = rng.permutation(len(self.tests))[: int(len(self.tests) * TEST_SHARE)]
         documents = self.library + self.chats + [self.tests[index] for index in chosen]
         return np.concatenate([documents[index] for index in rng.permutation(len(documents))])
