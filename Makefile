@@ -3,23 +3,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 
-.PHONY: help install serve test lint type protos demo-pair bench profile clean
+.PHONY: help install serve test lint type protos demo-pair bench bench-speculation profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-install: $(INSTALLED)  ## create .venv with everything Outrider needs
+install: $(DEV_INSTALLED)  ## create .venv with everything Outrider and its tests need
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "[1/4] installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(DEV_INSTALLED): $(INSTALLED)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: install  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
+serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
 	@$(BIN)/python -m cluster.cli serve deploy.yaml
 
 test: lint type  ## lint, type-check and run every test
@@ -35,7 +40,7 @@ type: install  ## mypy
 protos: install  ## regenerate the committed gRPC stubs
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. protos/outrider.proto
 
-demo-pair: install  ## train the bundled demo pair again
+demo-pair: $(INSTALLED)  ## train the bundled demo pair again
 	@$(BIN)/python -m models.train_demo_pair
 
 $(BENCH_INSTALLED): $(INSTALLED)
@@ -44,6 +49,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
 	@$(BIN)/python -m bench.pair
+
+bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
+	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
 	@$(BIN)/python -m bench.profile

@@ -1,0 +1,1 @@
+"""Every way to speculate on the same texts: `python -m bench.speculation`."""

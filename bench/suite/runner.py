@@ -1,0 +1,83 @@
+"""One run of a workload on an engine, and what it showed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from bench.suite.recorded_verifier import RecordedVerifier
+from bench.suite.workload import Turn, Workload
+from engine.engine_core import EngineCore
+from protos.messages import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`accepted_by_position[i]` is the share of passes with drafts in which more than i of them stood."""
+
+    num_tokens: int
+    num_passes: int  # per sequence: a batch of 8 that decodes once counts 8
+    seconds: float
+    accepted_by_position: tuple[float, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes
+
+
+class Run:
+    """Feeds the streams of a workload to an engine, each turn when the one before it has ended."""
+
+    def __init__(
+        self, engine: EngineCore, verifier: RecordedVerifier, workload: Workload, num_tokens: int, temperature: float
+    ) -> None:
+        self._engine = engine
+        self._verifier = verifier
+        self._num_tokens = num_tokens
+        self._temperature = temperature
+        self._waiting = [deque(stream) for stream in workload.streams]
+        self._num_turns = 0
+        self._answers: dict[str, Seq[int]] = {}
+
+    def measure(self, before_step: Callable[[], None]) -> Measured:
+        """Run to the end. `before_step` is called before each pass, as the owner of an engine may have to."""
+        self._verifier.answers = self._answers
+        before = self._engine.stats().drafts
+        num_tokens, num_passes = 0, 0
+        began_s = time.perf_counter()
+        for index in range(len(self._waiting)):
+            self._add_turn(index)
+        while self._engine.has_work:
+            before_step()
+            for chunk in self._engine.step():
+                num_tokens += len(chunk.token_ids)
+                num_passes += 1
+                if chunk.finish_reason is not None:
+                    self._add_turn(int(chunk.request_id.split("/")[0]))
+        seconds = time.perf_counter() - began_s
+        after = self._engine.stats().drafts
+        num_drafted = after.num_drafts - before.num_drafts
+        earlier = (*before.num_accepted_tokens_per_pos, *[0] * len(after.num_accepted_tokens_per_pos))
+        stood = [now - then for now, then in zip(after.num_accepted_tokens_per_pos, earlier, strict=False)]
+        return Measured(num_tokens, num_passes, seconds, tuple(count / max(1, num_drafted) for count in stood))
+
+    def _add_turn(self, index: int) -> None:
+        if not self._waiting[index]:
+            return
+        turn: Turn = self._waiting[index].popleft()
+        self._num_turns += 1
+        request_id = f"{index}/{self._num_turns}"
+        max_tokens = self._num_tokens
+        if turn.answer is not None:
+            self._answers[request_id] = turn.answer
+            max_tokens = len(turn.answer)
+        # The same salt for all runs: prompts are read once, and what is timed is decoding.
+        sampling = SamplingParams(temperature=self._temperature, max_tokens=max_tokens, seed=index)
+        self._engine.add(GenerateRequest(request_id, turn.prompt, sampling))
