@@ -48,7 +48,7 @@ def write_vllm_medusa(
     folder.mkdir(parents=True)
     size = HIDDEN_SIZE
     tensors = {f"blocks.{h}.layers.0.weight": random(size, size, seed=10 * h) for h in range(num_heads)}
-    token_map = torch.arange(cut or VOCAB_SIZE).flip(0).contiguous()
+    token_map = torch.arange(VOCAB_SIZE) if cut is None else torch.arange(cut).flip(0).contiguous()
     if cut:
         tensors["token_map"] = token_map
     stored = {"own": range(num_heads), "one": range(1), "target": range(0)}[lm_head]
