@@ -71,6 +71,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         quantization=config.target.quantization,
         num_threads=threads,
         attention=config.target.attention,
+        deterministic=config.target.deterministic,
     )
     return PairSettings(
         engine=EngineConfig(

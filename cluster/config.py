@@ -48,12 +48,14 @@ class _Section(BaseModel):
 class TargetSection(_Section):
     """The model whose law is served. `path` is a local folder or a Hub id; dtype auto follows the processor;
     quantization is of the linear layers' weights; attention auto is our Triton kernel on GPUs and torch elsewhere.
+    deterministic: the same text has the same logits, bit for bit, with speculation on and off and in any batch.
     """
 
     path: str
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
     attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
+    deterministic: bool = False
     tensor_parallel_size: Annotated[int, _only(1, "the target runs on one device")] = 1
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
 

@@ -19,7 +19,8 @@ class ModelConfig:
     `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
     processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4 (`engine.quantized_linear`).
     `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch or
-    triton (`engine.attention_backend`); auto means our own kernel on GPUs.
+    triton (`engine.attention_backend`); auto means our own kernel on GPUs. `deterministic` makes the bits of a token's
+    logits depend on the text before it alone (`engine.determinism`).
     """
 
     path: str
@@ -28,6 +29,7 @@ class ModelConfig:
     quantization: str = "none"
     num_threads: int | None = None
     attention: str = "auto"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

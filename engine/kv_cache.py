@@ -67,6 +67,11 @@ class KVCache:
             else:
                 by_slot.index_copy_(0, slots, new)
 
+    def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
+        keys, values = self._slots[layer]
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
         """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
         source, target = index_tensor(from_slots, self.device), index_tensor(to_slots, self.device)

@@ -24,6 +24,7 @@ class KVLayout:
     dtype: str
     block_size: int
     layers: tuple[LayerShape, ...]
+    rounding: str = "any"  # who computed them, where that must be the same to the last bit
 
     def difference(self, other: KVLayout) -> str | None:
         """The first field in which `other` differs, with both values; None where there is none."""

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.attention import LayerOptions
+from engine.exact_rows import row_exact
 from engine.flat_pass import FlatPass
 from engine.heads.tap import NO_TAP, Tap, joined
-from engine.packed_linear import Linear, LinearFactory, linear_of
+from engine.packed_linear import Linear, LinearFactory, can_fuse, gated_of, linear_of
 from engine.position_limit import max_positions
 
 _FIRST_POSITIONS = 2048
+_MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -33,8 +35,7 @@ class _Layer:
     head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
     output: Linear
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear
-    down: Linear
+    mlp: Linear
     options: LayerOptions
 
 
@@ -47,9 +48,18 @@ class LlamaDecoder:
     """
 
     def __init__(
-        self, model: Any, options: Seq[LayerOptions], make_linear: LinearFactory = linear_of, tap: Tap = NO_TAP
+        self,
+        model: Any,
+        options: Seq[LayerOptions],
+        make_linear: LinearFactory = linear_of,
+        tap: Tap = NO_TAP,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
-        """`options` are what each layer passes to its attention; `make_linear` packs the weights."""
+        """`options` are what each layer passes to its attention; `make_linear` packs the weights.
+
+        When deterministic, a row's logits do not depend on the rows beside it, provided that its attention does not.
+        """
         self.features: Tensor | None = None
         self._tap = tap
         config = model.config
@@ -61,14 +71,16 @@ class LlamaDecoder:
         self._embedding = model.model.embed_tokens.weight
         self._rotary_embedding = model.model.rotary_emb
         self._max_positions = max_positions(config)
-        self._rotary = self._rotary_table(_FIRST_POSITIONS)
+        self._is_deterministic = is_deterministic
+        # A table that grows is computed anew, and some rotary scalings then change the early positions too.
+        self._rotary = self._rotary_table((is_deterministic and self._max_positions) or _FIRST_POSITIONS)
         self._make_linear = make_linear
         self._layers = []
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
         self._final_norm = model.model.norm.weight
-        self.lm_head = make_linear(model.lm_head.weight, model.lm_head.bias)
+        self.lm_head = self._linear(model.lm_head)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -113,8 +125,10 @@ class LlamaDecoder:
         return layer.output(attended.reshape(num_rows, -1))
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))  # in place: fresh memory costs a prefill chunk as much as the product
+        normed = self._norm(hidden, layer.mlp_norm)
+        if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
+            return layer.mlp(normed)
+        return torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)])
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
@@ -133,14 +147,14 @@ class LlamaDecoder:
 
     def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        hidden = attention.q_proj.in_features
         return _Layer(
             input_norm=layer.input_layernorm.weight,
-            qkv=self._joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
             head_norm=self._head_norm(attention),
-            output=self._make_linear(attention.o_proj.weight, attention.o_proj.bias),
+            output=self._linear(attention.o_proj),
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=self._joined(mlp.gate_proj, mlp.up_proj),
-            down=self._make_linear(mlp.down_proj.weight, mlp.down_proj.bias),
+            mlp=self._rowwise(self._mlp(mlp), hidden),
             options=options,
         )
 
@@ -149,6 +163,30 @@ class LlamaDecoder:
             return None
         query, key = attention.q_norm.weight, attention.k_norm.weight
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
+
+    def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
+        """`function` of rows, row-exact if need be."""
+        return row_exact(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
+
+    def _linear(self, linear: nn.Linear) -> Linear:
+        return self._rowwise(self._make_linear(linear.weight, linear.bias), linear.in_features)
+
+    def _mlp(self, mlp: Any) -> Linear:
+        gated = self._gated(mlp.gate_proj, mlp.up_proj)
+        down = self._make_linear(mlp.down_proj.weight, mlp.down_proj.bias)
+        return lambda x: down(gated(x))
+
+    def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
+        """`silu(gate(x)) * up(x)`."""
+        if self._make_linear is linear_of and can_fuse(gate.weight):
+            return gated_of(gate, up)
+        joined = self._joined(gate, up)
+
+        def compute(x: Tensor) -> Tensor:
+            gate, up = joined(x).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
+
+        return compute
 
     def _joined(self, *linears: nn.Linear) -> Linear:
         """One product in place of several with the same input; outputs lie side by side."""

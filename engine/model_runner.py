@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engine.attention_backend import choose_attention
 from engine.config import CacheConfig, HeadConfig, ModelConfig
+from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, plan_steps
 from engine.heads.loader import Head, load_head
 from engine.heads.tap import NO_TAP
@@ -52,10 +53,16 @@ class ModelRunner:
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         stock = load_model(model)
-        self._plan_attention = choose_attention(model.attention, stock.device)
+        attention = choose_attention(model.attention, stock.device)
+        self._plan_attention = ExactAttention if model.deterministic else attention
         self.head: Head | None = None if head is None else load_head(head, stock)
-        tap = NO_TAP if self.head is None else self.head.tap
-        self._model = PagedModel(stock, _quantization(model, stock.device), self._plan_attention, tap)
+        self._model = PagedModel(
+            stock,
+            _quantization(model, stock.device),
+            self._plan_attention,
+            NO_TAP if self.head is None else self.head.tap,
+            is_deterministic=model.deterministic,
+        )
         head_layers = [] if self.head is None else self.head.layer_shapes
         if self.head is not None:
             self.head.lm_head = self._model.lm_head
@@ -67,7 +74,9 @@ class ModelRunner:
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
-        self.kv_layout = KVLayout(self.model_version, str(stock.dtype), cache.block_size, tuple(layer_shapes))
+        self.kv_layout = KVLayout(
+            self.model_version, str(stock.dtype), cache.block_size, tuple(layer_shapes), _rounding(model)
+        )
         self._cache = self._model.new_cache(self.num_blocks, cache.block_size, head_layers)
         if stock.device.type == "cuda":
             warm_up(self)
@@ -131,6 +140,13 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
             f"(AVX512-VNNI or AMX), and the model runs on {device}; set it to 'none'"
         )
     return quantization
+
+
+def _rounding(model: ModelConfig) -> str:
+    """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
+    if not model.deterministic:
+        return "any"
+    return f"deterministic on {torch.get_num_threads()} threads of {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from engine.attention import TorchAttention
 from engine.attention_backend import PlanAttention
 from engine.attention_record import record_attention, refusal
+from engine.determinism import first_difference, obstacle
+from engine.exact_rows import exact_factory
 from engine.flat_pass import FlatPass
 from engine.heads.tap import NO_TAP, Tap
 from engine.kv_cache import KVCache, LayerShape
@@ -24,6 +26,7 @@ from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
 from engine.span import Span
 from engine.stock_decoder import StockDecoder
+from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)
 _PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
@@ -46,29 +49,39 @@ class PagedModel:
         quantization: Quantization = Quantization.NONE,
         plan_attention: PlanAttention = TorchAttention,
         tap: Tap = NO_TAP,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
 
-        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for;
-        `tap` what they keep as `features`.
+        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for, an
+        exact one where `is_deterministic`; `tap` what they keep as `features`.
 
         Raises:
             ConfigError: the model's family cannot be served.
         """
         stock_logits = _stock_logits(model)
         records = record_attention(model)
+        if is_deterministic and (reason := obstacle(model, records)):
+            raise _not_deterministic(model, reason)
         self.vocab_size = stock_logits.shape[-1]
         self.layer_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, model.device
         self._decoder: LlamaDecoder | StockDecoder
         if LlamaDecoder.fits(model):
-            self._decoder = LlamaDecoder(model, [record.options for record in records], quantization.make_linear, tap)
+            options = [record.options for record in records]
+            self._decoder = LlamaDecoder(
+                model, options, quantization.make_linear, tap, is_deterministic=is_deterministic
+            )
         else:
-            pack_linears(model, quantization.make_linear)
+            make_linear = quantization.make_linear
+            pack_linears(model, exact_factory(make_linear) if is_deterministic else make_linear)
             self._decoder = StockDecoder(model, tap)
         error = self._relative_error(stock_logits, plan_attention)
         if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
             raise refusal(model, f"its logits in a flat pass differ from the stock model's by {error:.1%}")
+        if is_deterministic and (difference := self._first_difference(plan_attention)):
+            raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
     @property
     def features(self) -> Tensor | None:
@@ -106,6 +119,17 @@ class PagedModel:
         expected = stock_logits[_PROBE_CHUNK:]
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())
+
+    def _first_difference(self, plan_attention: PlanAttention) -> str | None:
+        cache = self.new_cache(num_blocks=3, block_size=32)
+        return first_difference(lambda spans: self.forward(FlatPass.of(spans, cache, plan_attention)), self.vocab_size)
+
+
+def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(
+        f"target.deterministic is true, and model type {model.config.model_type!r} cannot be made so here: {reason}; "
+        "set it to false"
+    )
 
 
 def _probe_token_ids(vocab_size: int) -> tuple[list[int], list[int]]:

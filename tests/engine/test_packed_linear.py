@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from engine import packed_linear
-from engine.packed_linear import PackedLinear, can_pack, linear_of, pack_linears
+from engine.packed_linear import PackedLinear, can_fuse, can_pack, gated_of, linear_of, pack_linears
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -31,6 +31,23 @@ def test_packed_product_is_the_plain_one(dtype: torch.dtype, has_bias: bool, num
     product = linear_of(weight, bias)(x)
     assert product.dtype == dtype
     torch.testing.assert_close(product, F.linear(x, weight, bias), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_a_fused_gate_is_the_plain_one(has_bias: bool, num_rows: int) -> None:
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(33, 48, bias=has_bias, dtype=torch.bfloat16).requires_grad_(False) for _ in range(2))
+    x = torch.randn(num_rows, 33).bfloat16()
+    expected = F.silu(gate(x).float()) * up(x).float()
+    torch.testing.assert_close(gated_of(gate, up)(x).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_only_large_bfloat16_gates_are_fused() -> None:
+    assert not can_fuse(torch.empty(1024, 1024))
+    assert not can_fuse(torch.empty(1023, 1024, dtype=torch.bfloat16))
+    large = torch.empty(1024, 1024, dtype=torch.bfloat16)
+    assert can_fuse(large) == can_pack(large)
 
 
 def test_a_strided_input_is_multiplied_as_it_reads() -> None:
