@@ -17,6 +17,7 @@ from itertools import count
 
 from engine.block_manager import BlockManager
 from engine.fetch_failure import FetchFailure
+from engine.fetch_table import FetchTable, num_fetchable_blocks
 from engine.kv_fetch import KVFetch
 from engine.kv_transfer import (
     FetchAccepted,
@@ -69,8 +70,7 @@ class RemotePrefill:
         self._clock = clock
         self._meter = RemoteMeter(clock)
         self._fetch_ids = count()
-        self._fetches: dict[int, KVFetch] = {}
-        self._orphans: list[Sequence] = []  # followers whose fetch is over, to be offered again
+        self._fetches = FetchTable(blocks)
         self._num_tokens = 0
         self._num_fetches = 0
         self._failures: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class RemotePrefill:
         return RemotePrefillStats(
             num_tokens=self._num_tokens,
             num_fetches=self._num_fetches,
-            num_fetching=sum(1 + len(fetch.followers) for fetch in self._fetches.values()) + len(self._orphans),
+            num_fetching=self._fetches.num_sequences,
             failures=dict(self._failures),
             fetch_s=self._fetch_s,
             transfer_s=self._transfer_s,
@@ -95,13 +95,9 @@ class RemotePrefill:
 
     def withdraw(self, sequence: Sequence) -> None:
         sequence.is_fetching = False
-        for waiting in (self._orphans, *(fetch.followers for fetch in self._fetches.values())):
-            if sequence in waiting:
-                waiting.remove(sequence)
-                return
-        (fetch,) = (each for each in self._fetches.values() if each.sequence is sequence)
-        self._transport.cancel(fetch.fetch_id)
-        self._drop(fetch)
+        if fetch := self._fetches.leave(sequence):
+            self._transport.cancel(fetch.fetch_id)
+            self._drop(fetch)
 
     def receive(self, load: PrefillLoad) -> bool:
         all_news = self._transport.poll(_MAX_NEWS_PER_STEP)
@@ -109,33 +105,18 @@ class RemotePrefill:
             if fetch := self._fetches.get(news.fetch_id):  # else it was given up in this very step
                 self._handle(fetch, news)
         self._give_up_late()
-        orphans, self._orphans = self._orphans, []
-        for sequence in orphans:
+        for sequence in self._fetches.take_orphans():
             sequence.is_fetching = False
             self.offer(sequence, load)
         return bool(all_news)
 
     def _follow(self, sequence: Sequence) -> bool:
         """Wait for a fetch that brings this sequence's first missing block already, if there is one."""
-        if self._num_fetchable_blocks(sequence) * self._blocks.block_size < self._min_tokens:
-            return False
-        for fetch in self._fetches.values():
-            if self._is_coming(fetch, sequence):
-                fetch.followers.append(sequence)
-                return True
-        return False
-
-    def _is_coming(self, fetch: KVFetch, sequence: Sequence) -> bool:
-        """Whether `fetch` will bring the first block that `sequence` lacks."""
-        index = sequence.num_computed_tokens // self._blocks.block_size
-        is_ahead = fetch.next_block <= index < fetch.end_block and self._num_fetchable_blocks(sequence) > 0
-        return is_ahead and self._blocks.is_equal_block(fetch.sequence, sequence, index)
-
-    def _num_fetchable_blocks(self, sequence: Sequence) -> int:
-        return (len(sequence.token_ids) - 1 - sequence.num_computed_tokens) // self._blocks.block_size
+        num_tokens = num_fetchable_blocks(sequence, self._blocks.block_size) * self._blocks.block_size
+        return num_tokens >= self._min_tokens and self._fetches.follow(sequence)
 
     def _fetch(self, sequence: Sequence, load: PrefillLoad) -> bool:
-        num_blocks = self._num_fetchable_blocks(sequence)
+        num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
         if num_blocks == 0 or not self._meter.is_open:
             return False
         choice = self._choose(num_blocks * self._blocks.block_size, load)
@@ -159,7 +140,7 @@ class RemotePrefill:
         end_block = first_block + num_blocks
         patience_s = self._patience_s(choice)
         fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, now_s + patience_s)
-        self._fetches[fetch.fetch_id] = fetch
+        self._fetches.add(fetch)
         self._num_fetches += 1
         self._meter.ordered(fetch.fetch_id, choice.num_tokens)
         token_ids = tuple(sequence.token_ids[: end_block * self._blocks.block_size])
@@ -193,17 +174,10 @@ class RemotePrefill:
         self._pool.import_blocks(sequence.block_table[chunk.first_block : fetch.next_block], chunk.blocks)
         sequence.num_computed_tokens = fetch.next_block * self._blocks.block_size
         self._blocks.publish(sequence, sequence.num_computed_tokens)
-        self._lead(fetch)
+        self._fetches.lead(fetch)
         self._meter.arrived(chunk, num_tokens)
         self._num_tokens += num_tokens
         self._transfer_s += chunk.transfer_s
-
-    def _lead(self, fetch: KVFetch) -> None:
-        """Bring those that follow up to what has come; who gets nothing more from this fetch is offered again."""
-        for follower in fetch.followers:
-            self._blocks.catch_up(follower)
-        self._orphans += [each for each in fetch.followers if not self._is_coming(fetch, each)]
-        fetch.followers = [each for each in fetch.followers if self._is_coming(fetch, each)]
 
     def _end(self, fetch: KVFetch, end: FetchEnd) -> None:
         if end.failure is not None:
@@ -216,7 +190,7 @@ class RemotePrefill:
 
     def _give_up_late(self) -> None:
         now_s = self._clock()
-        for fetch in [each for each in self._fetches.values() if each.deadline_s <= now_s]:
+        for fetch in self._fetches.late(now_s):
             self._give_up(fetch, FetchFailure.TIMEOUT, f"not here after {now_s - fetch.began_s:.1f} s")
 
     def _give_up(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
@@ -235,8 +209,7 @@ class RemotePrefill:
 
     def _drop(self, fetch: KVFetch) -> None:
         """The fetch is over: its sequence computes what is missing, its followers are offered again."""
-        del self._fetches[fetch.fetch_id]
+        self._fetches.drop(fetch)
         fetch.sequence.is_fetching = False
-        self._orphans += fetch.followers
         self._meter.ended(fetch.fetch_id)
         self._fetch_s += self._clock() - fetch.began_s
