@@ -1,9 +1,9 @@
 """Replays a request trace against simulated workers, under the router's policies and their rivals.
 
-    python -m bench.simulate TRACE --workers 8 --cache-blocks 4000 --load 0.7 --json rows.json --plot rows.png
+    python -m bench.simulate TRACE --workers 8 --cache-blocks 4000 --load 0.7 --json rows.json
 
-Prints a table; docs/routing.md explains its columns and what the simulation assumes. Every run of the same command
-prints the same figures.
+Prints a table, and draws it beside the rows; docs/routing.md explains its columns and what the simulation assumes.
+Every run of the same command prints the same figures.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 from bench.simulator.baselines import POLICIES, SimulatedPolicy
 from bench.simulator.calibration import Calibration, at_load
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    # At the start, so that a missing matplotlib costs no simulation; only here, because it is optional.
-    plot = importlib.import_module("bench.simulator.plot") if options.plot else None
+    plot = _plotter(options)
+    path = options.plot or (options.json and options.json.with_suffix(".png"))
     try:
         recorded = read_trace(options.trace, options.lines)
     except (TraceError, OSError) as error:
@@ -55,7 +56,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json([line.row for line in report.policies], options.json)
     if plot:
         rows = [line.row for line in (*report.policies, *report.signal_ages)]
-        plot.plot_rows(rows, f"{trace.name}, {fleet.num_workers} workers, load {options.load:.0%}", options.plot)
+        plot.plot_rows(rows, f"{trace.name}, {fleet.num_workers} workers, load {options.load:.0%}", path)
+
+
+def _plotter(options: argparse.Namespace) -> ModuleType | None:
+    """What draws, loaded before anything is simulated; None where nothing is to be drawn, or only rows were asked for
+    and matplotlib is missing.
+    """
+    if options.plot is None and options.json is None:
+        return None
+    try:
+        return importlib.import_module("bench.simulator.plot")
+    except ImportError:
+        if options.plot is not None:
+            raise
+        print("no plot beside the rows, for matplotlib is missing; pip install 'outrider[bench]'")
+        return None
 
 
 def simulate(trace: Trace, fleet: Fleet, policies: Sequence[SimulatedPolicy]) -> Report:
@@ -128,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--policies", type=_policies, default=DEFAULT_POLICIES, help=f"of {','.join(POLICIES)}")
     add("--lines", type=_positive_int, help="read only the first lines: requests, or whole sessions")
     add("--json", type=Path, help="write one row per policy here")
-    add("--plot", type=Path, help="draw the table here (needs matplotlib)")
+    add("--plot", type=Path, help="draw the table here (needs matplotlib); by default beside the rows of --json")
     add("--load-signal-age", type=_not_negative, default=perfect.delay_s, help="seconds")
     add("--load-signal-loss", type=_probability, default=perfect.loss)
     add("--event-delay", type=_not_negative, default=perfect.delay_s, help="seconds, of KV events")

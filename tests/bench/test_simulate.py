@@ -1,4 +1,5 @@
 import gzip
+import importlib.util
 import json
 import random
 from dataclasses import replace
@@ -241,6 +242,7 @@ def test_the_command_writes_one_row_per_policy(tmp_path: Path, capsys: pytest.Ca
         "imbalance",
     }
     assert "prefix, load 1000 ms old" in capsys.readouterr().out
+    assert importlib.util.find_spec("matplotlib") is None or (tmp_path / "rows.png").exists()
 
 
 def test_the_plot_is_drawn(tmp_path: Path):
