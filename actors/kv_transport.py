@@ -1,12 +1,15 @@
-"""KV blocks by way of Ray's object store: from a prefill replica's reply to a view of shared memory here.
+"""KV blocks from a prefill replica: through Ray's object store, or read out of the replica's memory by NIXL.
 
     engine thread                       transport thread (asyncio)                       prefill replica
     start(order)  ------------------->  Prefill.prefill(order) ------------------------> computes chunk 1
                                         PrefillComputed        <------------------------
-                                        blocks of chunk 1      <-- object store -------- computes chunk 2 ...
-    poll() <- KVChunk <- deque <------  a read-only view, no copy
+                                        blocks of chunk 1      <------------------------ computes chunk 2 ...
+    poll() <- KVChunk <- deque <------  a tensor
+                                        PrefillDone            <------------------------
+                                        end of the stream      ------------------------> forgets the blocks
 
-On another node the object store copies the object over first; the code is the same.
+In the object store the blocks are a read-only view of shared memory, without a copy; on another node the store copies
+them over first.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import cast
 
+import numpy as np
 import torch
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from torch import Tensor
 
+from actors.direct_blocks import DirectBlocks
+from actors.nixl_carrier import NixlCarrier
 from actors.prefill_messages import (
     PrefillAccepted,
     PrefillBlocks,
     PrefillComputed,
+    PrefillDone,
     PrefillFailed,
     PrefillOrder,
     PrefillReply,
@@ -40,14 +47,16 @@ from engine.kv_transfer import FetchAccepted, FetchEnd, FetchNews, FetchOrder, K
 logger = logging.getLogger(__name__)
 
 
-class ObjectStoreTransport:
+class PrefillTransport:
     """Implements `engine.kv_transfer.KVTransport` over the handle of the `Prefill` deployment.
 
-    Serve chooses the replica, the less busy of two. `open` before the first fetch.
+    Serve chooses the replica, the less busy of two. Blocks come through Ray's object store or, where there is a
+    `carrier` on both sides, by that. `open` before the first fetch.
     """
 
-    def __init__(self, prefill: DeploymentHandle) -> None:
+    def __init__(self, prefill: DeploymentHandle, carrier: NixlCarrier | None = None) -> None:
         self._prefill = prefill
+        self._carrier = carrier
         self._loop = asyncio.new_event_loop()
         self._news: deque[FetchNews] = deque()
         self._fetches: dict[int, Future[None]] = {}
@@ -57,7 +66,7 @@ class ObjectStoreTransport:
         self._layout = layout
         self._on_news = on_news
         threading.Thread(target=self._loop.run_forever, name="kv-transport", daemon=True).start()
-        logger.info("remote prefill: KV blocks come through Ray's object store, %s", layout)
+        logger.info("remote prefill of %s", layout)
 
     def start(self, order: FetchOrder) -> None:
         self._fetches[order.fetch_id] = asyncio.run_coroutine_threadsafe(self._fetch(order), self._loop)
@@ -100,9 +109,11 @@ class ObjectStoreTransport:
                     case PrefillAccepted(load):
                         self._say(FetchAccepted(order.fetch_id, load))
                     case PrefillComputed():
-                        self._say(await _chunk(order.fetch_id, reply, stream))
+                        self._say(await self._chunk(order, reply, stream))
                     case PrefillFailed(cause, detail):
                         return FetchEnd(order.fetch_id, cause, detail)
+                    case PrefillDone():
+                        break
         finally:
             stream.cancel()
         return FetchEnd(order.fetch_id)
@@ -117,21 +128,40 @@ class ObjectStoreTransport:
 
     def _remote_order(self, order: FetchOrder) -> PrefillOrder:
         return PrefillOrder(
-            order.request_id, order.token_ids, order.first_block, order.cache_salt, order.timeout_s, self._layout
+            order.request_id,
+            order.token_ids,
+            order.first_block,
+            order.cache_salt,
+            order.timeout_s,
+            self._layout,
+            takes_direct=self._carrier is not None,
         )
+
+    async def _chunk(
+        self, order: FetchOrder, computed: PrefillComputed, replies: AsyncIterator[PrefillReply]
+    ) -> KVChunk:
+        began_s = time.perf_counter()
+        blocks = await self._tensor(cast(PrefillBlocks, await anext(replies)), order.timeout_s)
+        transfer_s = time.perf_counter() - began_s
+        return KVChunk(order.fetch_id, computed.first_block, blocks, transfer_s, computed.load)
+
+    async def _tensor(self, blocks: PrefillBlocks, timeout_s: float) -> Tensor:
+        if not isinstance(blocks, DirectBlocks):
+            return _view(blocks)
+        assert self._carrier is not None, "else the order does not take them"
+        reading = asyncio.create_task(asyncio.to_thread(self._carrier.receive, blocks, timeout_s))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await asyncio.wait([reading])  # they must lie where they are until nobody reads them
+            raise
 
     def _say(self, news: FetchNews) -> None:
         self._news.append(news)
         self._on_news()
 
 
-async def _chunk(fetch_id: int, computed: PrefillComputed, replies: AsyncIterator[PrefillReply]) -> KVChunk:
-    began_s = time.perf_counter()
-    blocks = cast(PrefillBlocks, await anext(replies))
-    return KVChunk(fetch_id, computed.first_block, _tensor(blocks), time.perf_counter() - began_s, computed.load)
-
-
-def _tensor(blocks: PrefillBlocks) -> Tensor:
+def _view(blocks: np.ndarray) -> Tensor:
     """A view; the object store's memory is read-only, and so must the tensor be treated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,7 +41,7 @@ class Prefill:
 
     async def metrics_text(self) -> str:
         """This replica's metrics in Prometheus text format, as they are now."""
-        self._metrics.update(self._engine.stats)
+        self._metrics.update(self._engine.stats, self._engine.direct)
         return self._metrics.text()
 
     async def check_health(self) -> None:

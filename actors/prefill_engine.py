@@ -9,9 +9,21 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 
+from torch import Tensor
+
 from actors.actor_thread import ActorThread
+from actors.direct_blocks import DirectBlocks, DirectStats
 from actors.engine_loop import EngineLoop
-from actors.prefill_messages import PrefillAccepted, PrefillComputed, PrefillFailed, PrefillOrder, PrefillReply
+from actors.kv_carrier_choice import choose_carrier
+from actors.prefill_messages import (
+    PrefillAccepted,
+    PrefillBlocks,
+    PrefillComputed,
+    PrefillDone,
+    PrefillFailed,
+    PrefillOrder,
+    PrefillReply,
+)
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, Refused, StepOutput
 from engine.block_export import BlockExporter, ExportedBlocks
@@ -26,6 +38,7 @@ from protos.messages import FinishReason, GenerateRequest, SamplingParams, Token
 logger = logging.getLogger(__name__)
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # an engine ends a sequence by a token; nobody reads it
+_GRACE_S = 10.0  # beyond an order's time, in which a reader that is late ends its stream
 _Event = ExportedBlocks | TokenChunk | Refused
 
 
@@ -53,6 +66,11 @@ class PrefillEngine:
         return self._loop.stats
 
     @property
+    def direct(self) -> DirectStats:
+        """What pairs read out of this process's memory."""
+        return self._carrier.stats if self._carrier else DirectStats()
+
+    @property
     def num_orders(self) -> int:
         return len(self._events)
 
@@ -74,21 +92,27 @@ class PrefillEngine:
         load = self._load()
         self._exporter.watch(request_id, order.first_block)
         self._loop.submit(Add(_request(request_id, order)))
+        sent: list[DirectBlocks] = []
         try:
             yield PrefillAccepted(load)
-            async for reply in self._replies(events):
+            async for reply in self._replies(events, order.takes_direct):
+                if isinstance(reply, DirectBlocks):
+                    sent.append(reply)
                 yield reply
+            if sent:  # they lie here until the reader has read them and ends the stream
+                await asyncio.sleep(order.timeout_s + _GRACE_S)
         finally:
+            self._release(sent)
             del self._events[request_id]
             self._exporter.forget(request_id)
             self._loop.submit(Abort(request_id))
 
-    async def _replies(self, events: asyncio.Queue[_Event]) -> AsyncGenerator[PrefillReply, None]:
+    async def _replies(self, events: asyncio.Queue[_Event], takes_direct: bool) -> AsyncGenerator[PrefillReply, None]:
         while True:
             match await events.get():
                 case ExportedBlocks(_, first_block, blocks):
                     yield PrefillComputed(first_block, self._load())
-                    yield blocks.numpy()
+                    yield await self._parcel(blocks, takes_direct)
                 case Refused() as refused:
                     yield PrefillFailed(FetchFailure.REFUSED, refused.message)
                     return
@@ -96,7 +120,19 @@ class PrefillEngine:
                     yield PrefillFailed(FetchFailure.TIMEOUT, "the order's time was up in the prefill replica")
                     return
                 case TokenChunk():
+                    yield PrefillDone()
                     return
+
+    async def _parcel(self, blocks: Tensor, takes_direct: bool) -> PrefillBlocks:
+        """What brings the blocks to the pair; neither copying nor registering them is for the event loop."""
+        if takes_direct and self._carrier is not None:
+            return await asyncio.to_thread(self._carrier.send, blocks)
+        return await asyncio.to_thread(lambda: blocks.cpu().numpy())
+
+    def _release(self, sent: list[DirectBlocks]) -> None:
+        for blocks in sent:
+            assert self._carrier is not None, "it has sent them"
+            self._event_loop.run_in_executor(None, self._carrier.release, blocks)
 
     def _load(self) -> RemoteLoad:
         stats = self.stats
@@ -106,6 +142,7 @@ class PrefillEngine:
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         os.nice(self._settings.niceness)  # of this thread and those it starts: asyncio's stays as quick as it was
+        self._carrier = choose_carrier(self._settings.kv_transport)
         core = EngineCore.from_config(self._settings.engine)
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"

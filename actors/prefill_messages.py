@@ -2,7 +2,9 @@
 
 The replies of one order are a stream:
 
-    PrefillAccepted, then any number of (PrefillComputed, its blocks), then the end or PrefillFailed
+    PrefillAccepted, then any number of (PrefillComputed, its blocks), then PrefillDone or PrefillFailed
+
+What the replica has sent stays valid until the reader ends the stream.
 
 Blocks are replies of their own, not references inside one: Ray may free what a streamed reply refers to before its
 reader has it (ray-project/ray pull request 58082), and never the reply itself.
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.direct_blocks import DirectBlocks
 from engine.fetch_failure import FetchFailure
 from engine.kv_transfer import KVLayout, RemoteLoad
 
@@ -28,6 +31,7 @@ class PrefillOrder:
     cache_salt: str
     timeout_s: float
     layout: KVLayout
+    takes_direct: bool  # blocks may come as `DirectBlocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +57,10 @@ class PrefillFailed:
     detail: str
 
 
-PrefillBlocks = np.ndarray  # [n, bytes per block] uint8
-PrefillReply = PrefillAccepted | PrefillComputed | PrefillBlocks | PrefillFailed
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The last reply of an order that was carried out."""
+
+
+PrefillBlocks = np.ndarray | DirectBlocks  # [n, bytes per block] uint8, or where that lies
+PrefillReply = PrefillAccepted | PrefillComputed | PrefillBlocks | PrefillDone | PrefillFailed

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from actors.direct_blocks import DirectStats
 from engine.engine_stats import EngineStats
 
 _PREFIX = "outrider_prefill_replica"
@@ -19,11 +20,12 @@ class PrefillMetrics(Collector):
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._stats: EngineStats | None = None
+        self._direct = DirectStats()
         self._registry.register(self)
 
-    def update(self, stats: EngineStats) -> None:
-        """Take in how the engine stands now."""
-        self._stats = stats
+    def update(self, stats: EngineStats, direct: DirectStats) -> None:
+        """Take in how the engine stands now, and what lies here for pairs to read."""
+        self._stats, self._direct = stats, direct
 
     def text(self) -> str:
         """Prometheus text format."""
@@ -44,6 +46,12 @@ class PrefillMetrics(Collector):
         )
         yield GaugeMetricFamily(
             f"{_PREFIX}_tokens_per_second", "Measured speed, 0 before that.", value=stats.prefill_tokens_per_s
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_direct_chunks", "Chunks left for pairs to read by NIXL.", value=self._direct.num_chunks
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_direct_bytes", "Size of the blocks that lie here to be read.", value=self._direct.kept_bytes
         )
         yield GaugeMetricFamily(f"{_PREFIX}_orders_running", "Orders that hold blocks.", value=stats.num_running)
         yield GaugeMetricFamily(f"{_PREFIX}_orders_waiting", "Orders in the queue.", value=stats.num_waiting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig
 
 
 class DraftKind(StrEnum):
@@ -24,15 +24,13 @@ class DraftSettings:
     """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in
     the engine's configuration, for it runs in the target's process.
 
-    `vocabulary` is how its tokens become the target's. `fan_out` is for how many outcomes per position of a pass it
-    drafts ahead; None: only when it is asked.
+    `fan_out` is for how many outcomes per position of a pass it drafts ahead; None: only when it is asked.
     """
 
     kind: DraftKind = DraftKind.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
     fan_out: int | None = None
-    vocabulary: DraftVocabulary = DraftVocabulary.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class PrefillSettings:
 
     engine: EngineConfig
     niceness: int = 0
+    kv_transport: str = "auto"  # auto, object_store, nixl
     start_timeout_s: float = 1800.0
     step_timeout_s: float = 120.0
 
@@ -79,6 +78,7 @@ class PairSettings:
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
     draft_share: ProcessShare | None = None  # where the draft has a process
+    kv_transport: str = "auto"  # auto, object_store, nixl: how it takes blocks from prefill replicas
     max_requests: int = 320
     start_timeout_s: float = 1800.0
     pong_timeout_s: float = 10.0

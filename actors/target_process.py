@@ -13,7 +13,8 @@ from actors.draft_channel import ChannelProposer
 from actors.draft_messages import DRAFT_SOCKET
 from actors.engine_loop import EngineLoop
 from actors.frames import FrameListener
-from actors.kv_transport import ObjectStoreTransport
+from actors.kv_carrier_choice import choose_carrier
+from actors.kv_transport import PrefillTransport
 from actors.settings import DraftKind, PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
 from actors.shell_server import ShellServer
@@ -37,7 +38,7 @@ def serve_target(
         ConfigError: the model, its head, the pool or the limits cannot be had.
     """
     channel = _channel(settings, folder)
-    transport = None if prefill is None else ObjectStoreTransport(prefill)
+    transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
     journal = CacheJournal()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
     core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)

@@ -30,15 +30,7 @@ from cluster.placement import (
 )
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
-from engine.config import (
-    DraftVocabulary,
-    EngineConfig,
-    HeadConfig,
-    HeadKind,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-)
+from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, SchedulerConfig, SpeculationConfig
 from protos.messages import VerifyMode
 from router.config import IngressConfig, IngressLimits, RouterConfig
 from router.index_client import IndexClient
@@ -93,6 +85,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         draft=_draft_settings(config, placement),
         target_share=placement.target,
         draft_share=placement.draft,
+        kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
     )
 
@@ -109,8 +102,15 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             head=engine.head if keeps_head else None,
             scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
         ),
-        niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
+        niceness=_prefill_niceness(config, placement),
+        kv_transport=config.prefill.kv_transport,
     )
+
+
+def _prefill_niceness(config: DeployConfig, placement: PairPlacement) -> int:
+    if config.prefill.niceness is not None:
+        return config.prefill.niceness
+    return 0 if placement.num_gpus else _PREFILL_NICENESS
 
 
 def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> Application | None:
@@ -152,9 +152,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         attention=draft.attention,
     )
     fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
-    return DraftSettings(
-        DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out, DraftVocabulary(draft.vocabulary)
-    )
+    return DraftSettings(DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out)
 
 
 def _placement_request(config: DeployConfig) -> PlacementRequest:

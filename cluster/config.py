@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.approximate.config import JudgeKind, StepConfig
-from engine.config import MAX_TREE_NODES, DraftVocabulary, HeadKind, TreeConfig, TreeKind
+from engine.config import MAX_TREE_NODES, HeadKind, TreeConfig, TreeKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -66,14 +66,10 @@ class DraftSection(_Section):
 
     medusa: a head set with files of its own, at `path`. mtp: the layer for it among the target's own weights. Heads
     compute in the target's dtype, on its device and threads.
-
-    `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
-    tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
     """
 
     kind: Annotated[str, _one_of("model", "medusa", "mtp", "ngram", "suffix", "none")] = "model"
     path: str | None = None
-    vocabulary: Annotated[str, _one_of(*DraftVocabulary)] = "auto"
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
     attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
@@ -95,8 +91,6 @@ class DraftSection(_Section):
         own = self.model_fields_set - {"kind", "path"}
         if self.kind in _HEAD_KINDS and own:
             raise ValueError(f"kind {self.kind!r} computes as its target does; remove {', '.join(sorted(own))}")
-        if self.kind != "model" and "vocabulary" in self.model_fields_set:
-            raise ValueError(f"vocabulary is for kind 'model', and the kind is {self.kind!r}; remove one of the two")
         return self
 
 
@@ -295,13 +289,17 @@ class PrefillSection(_Scaled):
     """Replicas that read long prompts for the pairs; none of them means that each pair reads its own.
 
     Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there; KV blocks come back every
-    `chunk_tokens`. Each replica has a KV pool of the size of a pair's, unless `memory_gib` says otherwise.
+    `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
+    installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` says otherwise. Its engine thread
+    gives way to other programs by `niceness`: left out, 10 on nodes without GPUs, where it shares cores with pairs.
     """
 
     num_replicas: int | None = Field(default=None, ge=0)
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     chunk_tokens: int = Field(default=512, ge=1)
+    kv_transport: Annotated[str, _one_of("auto", "object_store", "nixl")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)
+    niceness: int | None = Field(default=None, ge=0, le=19)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
 
     @property
@@ -395,17 +393,6 @@ class DeployConfig(_Section):
             raise ValueError(
                 f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
                 f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _text_is_sync_and_chains(self) -> DeployConfig:
-        is_async, has_tree = self.speculation.mode == "async", self.speculation.tree is not None
-        if self.draft.vocabulary == DraftVocabulary.TEXT and (is_async or has_tree):
-            wrong = "speculation.mode is 'async'" if is_async else "speculation.tree is set"
-            raise ValueError(
-                f"draft.vocabulary 'text' gives chains in mode 'sync' alone, and {wrong}; remove it, "
-                "or set draft.vocabulary to 'intersection'"
             )
         return self
 

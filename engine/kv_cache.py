@@ -80,11 +80,13 @@ class KVCache:
                 by_slot.index_copy_(0, target, by_slot.index_select(0, source))
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks in main memory, [n, bytes of a block] uint8: by layer its keys, then its values."""
+        """A copy of these blocks on the pool's device, [n, bytes of a block] uint8: by layer its keys, then its values.
+
+        No pass may write to these blocks while they are copied.
+        """
         index = index_of(block_ids, self.device)
-        # No pass may write to these blocks while they are copied; a pass on a GPU is waited for by the copy itself.
         parts = [pool[index].flatten(1) for layer in zip(self.keys, self.values, strict=True) for pool in layer]
-        return torch.cat(parts, dim=1).view(torch.uint8).cpu()
+        return torch.cat(parts, dim=1).view(torch.uint8)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""

@@ -116,7 +116,7 @@ class KVPool(Protocol):
         """Length of a row."""
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks (at least one), [n, bytes per block] uint8 in main memory."""
+        """A copy of these blocks (at least one), [n, bytes per block] uint8 on the pool's device."""
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with `blocks` [n, bytes per block] uint8."""
+        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, from whatever device."""

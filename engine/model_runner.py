@@ -120,7 +120,7 @@ class ModelRunner:
         return self._model.forward(flat_pass)
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks (at least one), [n, bytes_per_block] uint8 in main memory."""
+        """A copy of these blocks (at least one), [n, bytes_per_block] uint8 on its device."""
         return self._cache.export_blocks(block_ids)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:

@@ -104,6 +104,12 @@ def test_without_prefill_replicas_there_is_no_such_deployment(model: str):
     assert pair.init_args[-1] is None
 
 
+def test_a_prefill_replica_gives_way_to_decoding_as_far_as_the_file_says(model: str):
+    args = {"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 1, "niceness": 3}}
+    _, pair = deployments(args)
+    assert pair.init_args[-1]._bound_deployment.init_args[0].niceness == 3
+
+
 def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: str):
     args = {
         "model_id": "m",
@@ -116,6 +122,7 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
             "chunk_tokens": 128,
             "num_threads": 1,
             "memory_gib": 3,
+            "kv_transport": "object_store",
         },
     }
     _, pair = deployments(args)
@@ -129,5 +136,6 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
     assert settings.engine.scheduler.max_tokens_per_step == 128
     assert settings.engine.scheduler.max_model_len == 100
     assert settings.niceness > 0
+    assert settings.kv_transport == settings_of(pair).kv_transport == "object_store"
     assert settings_of(pair).engine.scheduler.max_tokens_per_step == 1024
     assert settings_of(pair).engine.min_remote_prefill_tokens == 300

@@ -34,7 +34,7 @@ def test_every_key_of_the_public_contract_is_known():
             "cache": {"block_size": 32, "memory_gib": 2},
             "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 4096},
             "pair": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 4}},
-            "prefill": {"num_replicas": 0},
+            "prefill": {"num_replicas": 0, "kv_transport": "object_store", "niceness": 5},
             "router": {"policy": "round_robin", "others_weight": 0, "index_timeout_ms": 20},
             "ingress": {"num_replicas": 2, "api_keys_file": "keys", "limits": {"max_body_bytes": 65536}},
         }
@@ -77,6 +77,7 @@ def test_all_mistakes_are_reported_at_once():
         ({"speculation": {"verify": "typical"}}, "args.speculation.verify"),
         ({"target": {"path": "t", "tensor_parallel_size": 2}}, "args.target.tensor_parallel_size"),
         ({"router": {"policy": "nearest"}}, "args.router.policy"),
+        ({"prefill": {"kv_transport": "nccl"}}, "args.prefill.kv_transport"),
     ],
 )
 def test_what_this_version_does_not_do_is_refused_and_not_ignored(changes: dict[str, Any], where: str):
@@ -104,17 +105,6 @@ def test_a_head_has_the_files_that_its_kind_needs_and_computes_as_its_target():
     assert "remove dtype" in error_of(draft={"kind": "mtp", "dtype": "float32"})
     offered = parse_config(MINIMAL | {"draft": {"kind": "mtp"}, "speculation": {"tree": {}}}).offered_methods
     assert offered == ("mtp", "hybrid", "suffix", "ngram", "none")
-
-
-def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
-    model = {"kind": "model", "path": "d"}
-    assert parse_config({**MINIMAL, "draft": model}).draft.vocabulary == "auto"
-    assert parse_config({**MINIMAL, "draft": {**model, "vocabulary": "text"}}).draft.vocabulary == "text"
-    assert "this version offers auto, same, intersection, text" in error_of(draft={**model, "vocabulary": "other"})
-    assert "vocabulary is for kind 'model'" in error_of(draft={"kind": "ngram", "vocabulary": "text"})
-    through_text = {**model, "vocabulary": "text"}
-    assert "and speculation.mode is 'async'" in error_of(draft=through_text, speculation={"mode": "async"})
-    assert "and speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
 
 
 def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():

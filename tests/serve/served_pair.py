@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import psutil
+import ray
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -61,6 +62,11 @@ class ServedPair:
         families = (family for family in text_string_to_metric_families(text) if family.name == name)
         samples = (sample for family in families for sample in family.samples)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def logs(self) -> str:
+        """What the processes of this cluster have logged on this machine until now."""
+        folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+        return "\n".join(file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
     def kill(self, actor: str) -> None:
         """SIGKILL the one process of `actor`."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine.fetch_failure import FetchFailure
+from engine.model_loader import model_version
 from tests.serve.served_pair import ServedPair, eventually, serving
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
@@ -19,9 +22,14 @@ PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 6
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[ServedPair]:
     with serving(folder, prefill=PREFILL, cache={"num_blocks": 2048}) as served_pair:
         yield served_pair
 
@@ -91,3 +99,30 @@ def test_a_killed_prefill_replica_costs_no_request_and_comes_back(served: Served
 
     eventually(is_back)
     assert texts(served, "back", num=8) == expected
+
+
+def test_a_replica_with_another_model_is_refused_and_the_pair_reads_its_prompts_itself(
+    served: ServedPair, folder: Path
+) -> None:
+    expected = texts(served, "expected")
+    ours = model_version(str(folder / "target"))
+    put_in_place_of(folder / "target" / "model.safetensors", folder / "draft" / "model.safetensors")
+    theirs = model_version(str(folder / "target"))
+    served.kill("ServeReplica:outrider:Prefill")  # the one that takes its place loads what is there now
+
+    def is_refused() -> bool:
+        served.stream(prompt=prompt(random.randrange(1 << 30)), max_tokens=1)
+        return served.metric("outrider_prefill_transfers_failed", cause="mismatch") > 0
+
+    eventually(is_refused)
+    remote = served.metric("outrider_prefill_remote_tokens")
+    assert texts(served, "refused") == expected
+    assert served.metric("outrider_prefill_remote_tokens") == remote
+    assert f"model_version is {theirs} here and {ours} there" in served.logs()
+
+
+def put_in_place_of(file: Path, other: Path) -> None:
+    """Replace a file, and leave the old one to those who have it open."""
+    copy = file.with_suffix(".new")
+    shutil.copyfile(other, copy)
+    copy.rename(file)

@@ -18,6 +18,7 @@ from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
+LARGE_CHUNKS = {**PREFILL, "chunk_tokens": 256}  # what has 100 KiB goes by the object store, and less by message
 
 
 class TwoNodes(LocalCluster):
@@ -57,7 +58,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
-    file = write_deploy_file(folder, (free_port(), free_port()), prefill=PREFILL, cache={"num_blocks": 2048})
+    file = write_deploy_file(folder, (free_port(), free_port()), prefill=LARGE_CHUNKS, cache={"num_blocks": 2048})
     file.deployment["proxy_location"] = "HeadOnly"  # both nodes are this machine, and one port is enough
     file.deployment["applications"][0]["deployments"] = [
         {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}

@@ -31,13 +31,13 @@ def target_path(served: ServedPair) -> Path:
     return Path(served.file.deployment["applications"][0]["args"]["target"]["path"])
 
 
-def plain_tokens(path: Path, temperature: float, num_tokens: int) -> list[int]:
+def plain_tokens(path: Path, temperature: float, num_tokens: int, text: str = "hello world") -> list[int]:
     """What the target alone generates in this process, without Ray and without a draft."""
     config = EngineConfig(
         ModelConfig(str(path), "float32", num_threads=1), CacheConfig(num_blocks=512, memory_bytes=None)
     )
     core = EngineCore.from_config(config)
-    prompt = load_tokenizer_files(str(path)).tokenizer.encode("hello world")
+    prompt = load_tokenizer_files(str(path)).tokenizer.encode(text)
     core.add(GenerateRequest("a", tuple(prompt), SamplingParams(4, temperature, max_tokens=num_tokens)))
     token_ids: list[int] = []
     while core.has_work:

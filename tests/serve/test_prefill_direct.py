@@ -1,0 +1,52 @@
+"""Blocks that the pair reads out of the replica's memory by NIXL: the text of local prefill, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.served_pair import ServedPair, eventually, serving
+from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
+from tests.serve.test_served_pair import plain_tokens
+from tests.serve.tiny_models import write_pair
+
+pytest.importorskip("nixl", reason="pip install 'outrider[direct]'")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[ServedPair]:
+    with serving(folder, prefill={**PREFILL, "kv_transport": "nixl"}, cache={"num_blocks": 2048}) as served_pair:
+        yield served_pair
+
+
+def test_the_text_is_that_of_local_prefill_and_nothing_stays_behind(served: ServedPair, folder: Path) -> None:
+    answers = texts(served, "first", num=2)
+    for index, answer in enumerate(answers):
+        assert answer == plain_tokens(folder / "target", float(index % 2), 64, prompt(index))
+    assert served.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
+    assert not any(failures(served).values())
+    assert served.metric("outrider_prefill_replica_direct_chunks") >= PROMPT_TOKENS // PREFILL["chunk_tokens"]
+    eventually(lambda: served.metric("outrider_prefill_replica_direct_bytes") == 0)
+
+
+def test_a_replica_that_dies_while_its_memory_is_read_costs_no_token(served: ServedPair) -> None:
+    expected = texts(served, "expected")
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.extend(texts(served, "killed")))
+    asking.start()
+    eventually(lambda: served.metric("outrider_prefill_num_requests_fetching") > 0 or not asking.is_alive())
+    served.kill("ServeReplica:outrider:Prefill")
+    asking.join()
+    assert answers == expected
+    assert texts(served, "without") == expected
