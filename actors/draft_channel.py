@@ -22,6 +22,7 @@ from actors.shell_messages import DraftChannelStats
 from engine.batch import ScheduledSequence
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence import Sequence
+from engine.translation.counts import TranslationCounts
 
 
 class ChannelProposer:
@@ -45,6 +46,7 @@ class ChannelProposer:
         self._num_missed_offers = 0
         self._num_lookups = 0
         self._num_hits = 0
+        self._translated = TranslationCounts()
 
     @property
     def stats(self) -> DraftChannelStats:
@@ -58,6 +60,7 @@ class ChannelProposer:
             self._num_hits,
             self._drafting_s,
             self._channel_s,
+            self._translated,
         )
 
     def flush(self) -> None:
@@ -129,6 +132,7 @@ class ChannelProposer:
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
             self._drafting_s += message.drafting_s
+            self._translated += message.translated
             if message.is_answer:
                 latency_s = self._clock() - self._asked_at_s
                 self._patience.answered(latency_s)

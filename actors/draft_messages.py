@@ -10,10 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from engine.draft import Draft
+from engine.translation.counts import TranslationCounts
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -73,13 +74,14 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to a round, or offers ahead of the next; `lost` are sequences the draft should know and does not.
 
     `drafting_s` is how long the draft model worked on it; the rest of an answer's time until it is read is the
-    channel's.
+    channel's. `translated` is what a draft with a tokenizer of its own has lost since the frame before.
     """
 
     offers: tuple[Offer, ...] = ()
     lost: tuple[str, ...] = ()
     drafting_s: float = 0.0
     is_answer: bool = True
+    translated: TranslationCounts = TranslationCounts()
 
 
 ToDraft = Round

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.lookahead import Lookahead
 from engine.sequence import Sequence
+from engine.translation.counts import TranslationCounts
 from protos.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -50,12 +52,16 @@ class DraftServer:
         draft_version: str,
         lookahead: Lookahead | None = None,
         tree: TreeConfig | None = None,
+        counts: Callable[[], TranslationCounts] = TranslationCounts,
     ) -> None:
+        """`counts` says what was lost in translation so far, where the draft has a tokenizer of its own."""
         self._listener = listener
         self._proposer = proposer
         self._draft_version = draft_version
         self._ahead = None if lookahead is None else DraftAhead(lookahead)
         self._tree = tree
+        self._counts = counts
+        self._told_counts = counts()
         self._mirrors: dict[str, Sequence] = {}
         self._is_closing = threading.Event()
 
@@ -94,7 +100,8 @@ class DraftServer:
         began_s = time.monotonic()
         offers = self._draft(wanted) if wanted else ()
         if offers or asked.lost:
-            connection.send(Offers(offers, asked.lost, time.monotonic() - began_s), _SEND_TIMEOUT_S)
+            drafting_s = time.monotonic() - began_s
+            connection.send(Offers(offers, asked.lost, drafting_s, translated=self._new_counts()), _SEND_TIMEOUT_S)
         if self._ahead is None:
             self._read(tuple(asked.prompts))
         else:
@@ -107,10 +114,16 @@ class DraftServer:
         def send(offers: tuple[Offer, ...]) -> None:
             nonlocal began_s
             now_s = time.monotonic()
-            connection.send(Offers(offers, (), now_s - began_s, is_answer=False), _SEND_TIMEOUT_S)
+            ahead_of_verdict = Offers(offers, (), now_s - began_s, is_answer=False, translated=self._new_counts())
+            connection.send(ahead_of_verdict, _SEND_TIMEOUT_S)
             began_s = now_s
 
         ahead.run(send, connection.has_arrived)
+
+    def _new_counts(self) -> TranslationCounts:
+        counts = self._counts()
+        new, self._told_counts = counts - self._told_counts, counts
+        return new
 
     def _expect(self, ahead: DraftAhead, asked: _Asked, answered: dict[str, Draft]) -> None:
         """The next passes verify what was just offered, what was offered ahead, or nothing after a prompt."""

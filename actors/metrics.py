@@ -77,6 +77,9 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     yield _counter("draft_num_connections", "Draft processes that have connected.", pong.draft.num_connections)
     yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
     yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
+    translated = pong.draft.translated
+    yield _counter("draft_foreign_tokens", "Tokens a draft with its own tokenizer would say.", translated.num_tokens)
+    yield _counter("draft_untranslated_tokens", "Of these, those the target cannot be offered.", translated.num_lost)
     yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
 
 

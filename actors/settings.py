@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
 
 
 class DraftKind(StrEnum):
@@ -24,13 +24,15 @@ class DraftSettings:
     """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in
     the engine's configuration, for it runs in the target's process.
 
-    `fan_out` is for how many outcomes per position of a pass it drafts ahead; None: only when it is asked.
+    `vocabulary` is how its tokens become the target's. `fan_out` is for how many outcomes per position of a pass it
+    drafts ahead; None: only when it is asked.
     """
 
     kind: DraftKind = DraftKind.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
     fan_out: int | None = None
+    vocabulary: DraftVocabulary = DraftVocabulary.AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.engine_stats import EngineStats
+from engine.translation.counts import TranslationCounts
 from protos import errors
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
@@ -82,6 +83,7 @@ class DraftChannelStats:
     num_hits: int = 0  # of these, drafts that had been offered ahead
     drafting_s: float = 0.0  # the draft model's work, part of it while the target worked too
     channel_s: float = 0.0  # from question to answer less that: both ways, and until the target read it
+    translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -30,7 +30,15 @@ from cluster.placement import (
 )
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
-from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import (
+    DraftVocabulary,
+    EngineConfig,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from protos.messages import VerifyMode
 from router.config import IngressConfig, IngressLimits, RouterConfig
 from router.index_client import IndexClient
@@ -152,7 +160,9 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         attention=draft.attention,
     )
     fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
-    return DraftSettings(DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out)
+    return DraftSettings(
+        DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out, DraftVocabulary(draft.vocabulary)
+    )
 
 
 def _placement_request(config: DeployConfig) -> PlacementRequest:

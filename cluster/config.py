@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.approximate.config import JudgeKind, StepConfig
-from engine.config import MAX_TREE_NODES, HeadKind, TreeConfig, TreeKind
+from engine.config import MAX_TREE_NODES, DraftVocabulary, HeadKind, TreeConfig, TreeKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -66,10 +66,14 @@ class DraftSection(_Section):
 
     medusa: a head set with files of its own, at `path`. mtp: the layer for it among the target's own weights. Heads
     compute in the target's dtype, on its device and threads.
+
+    `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
+    tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
     """
 
     kind: Annotated[str, _one_of("model", "medusa", "mtp", "ngram", "suffix", "none")] = "model"
     path: str | None = None
+    vocabulary: Annotated[str, _one_of(*DraftVocabulary)] = "auto"
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
     attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
@@ -91,6 +95,8 @@ class DraftSection(_Section):
         own = self.model_fields_set - {"kind", "path"}
         if self.kind in _HEAD_KINDS and own:
             raise ValueError(f"kind {self.kind!r} computes as its target does; remove {', '.join(sorted(own))}")
+        if self.kind != "model" and "vocabulary" in self.model_fields_set:
+            raise ValueError(f"vocabulary is for kind 'model', and the kind is {self.kind!r}; remove one of the two")
         return self
 
 
@@ -393,6 +399,17 @@ class DeployConfig(_Section):
             raise ValueError(
                 f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
                 f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _text_is_sync_and_chains(self) -> DeployConfig:
+        is_async, has_tree = self.speculation.mode == "async", self.speculation.tree is not None
+        if self.draft.vocabulary == DraftVocabulary.TEXT and (is_async or has_tree):
+            wrong = "speculation.mode is 'async'" if is_async else "speculation.tree is set"
+            raise ValueError(
+                f"draft.vocabulary 'text' gives chains in mode 'sync' alone, and {wrong}; remove it, "
+                "or set draft.vocabulary to 'intersection'"
             )
         return self
 

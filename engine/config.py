@@ -12,6 +12,15 @@ from protos.messages import SpeculationMethod, VerifyMode
 MAX_TREE_NODES = 64
 
 
+class DraftVocabulary(StrEnum):
+    """How a draft model's tokens become the target's (`engine.translation`); auto compares the two tokenizers."""
+
+    AUTO = "auto"
+    SAME = "same"  # one tokenizer: ids are ids
+    INTERSECTION = "intersection"  # drafts are made of the tokens that both have
+    TEXT = "text"  # the draft continues the text, which is encoded again
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Where a model is and how it is computed.

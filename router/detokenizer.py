@@ -1,6 +1,6 @@
 """Text that grows with its tokens, never showing half a character.
 
-Where tokens spell bytes (`router.token_spelling`), an incremental UTF-8 decoder is exact and looks at each token
+Where tokens spell bytes (`protos.token_spelling`), an incremental UTF-8 decoder is exact and looks at each token
 once. For the rest, the decode-window method of Text Generation Inference and vLLM: decode a few tokens of context
 with and without the new one.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as TokenizerCore
 
 from protos.errors import RequestError
-from router.token_spelling import find_spelling
+from protos.token_spelling import find_spelling
 
 _LARGE_TEXT_CHARACTERS = 8_192  # a few milliseconds of encoding; beyond, a thread keeps the event loop free
 

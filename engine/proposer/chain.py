@@ -24,14 +24,19 @@ class Chain:
 
     `row` sees `token_ids` grow: it always stands for the next token. To the row the prefix is committed, so a chain
     behind tokens that are merely likely is the chain that they would get once they are committed.
+
+    Tokens are the target's; the draft model reads `lead` more of them than there are before the drafts.
     """
 
-    def __init__(self, sequence: Sequence, prefix_ids: Seq[int], block_table: Seq[int], num_wanted: int) -> None:
+    def __init__(
+        self, sequence: Sequence, prefix_ids: Seq[int], block_table: Seq[int], num_wanted: int, lead: int = 0
+    ) -> None:
         self.sequence = sequence
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
         self.laws: list[SparseLaw] = []
         self.block_table = block_table
+        self._lead = lead
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
         self.row = row_after(sequence, prefix_ids, self.token_ids)
 
@@ -53,7 +58,7 @@ class Chain:
 
     def steps(self, num_steps: int) -> Span:
         """The next `num_steps` tokens to be fed, the first of them known, in the slots of their positions."""
-        return Span([0] * num_steps, self.row.position - 1, self.block_table, num_steps)
+        return Span([0] * num_steps, self.row.position - 1 + self._lead, self.block_table, num_steps)
 
 
 def row_after(sequence: Sequence, prefix_ids: Seq[int], draft_ids: Seq[int]) -> Row:

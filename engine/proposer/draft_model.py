@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from engine.proposer.tree import Tree
 from engine.proposer.tree_sampler import TreeSampler
 from engine.sampler import Sampler
 from engine.span import Span
-from protos.errors import ConfigError
+from engine.translation.translation import Translation
 
-_MAX_PADDING_SHARE = 0.01  # of the vocabulary: two sizes of one tokenizer differ by the padding of their embeddings
 _MAX_STEPS_PER_PLAN = 16
 
 
@@ -45,19 +44,18 @@ class DraftModel:
     Attributes:
         sampler: chooses the drafts.
         mirrors: the open sequences.
+        translation: between its own tokens and the target's, which chains and trees are made of.
     """
 
     def __init__(
-        self, runner: ModelRunner, mirrors: Mirrors, *, max_tokens_per_round: int, target_vocab_size: int | None
+        self, runner: ModelRunner, mirrors: Mirrors, translation: Translation, *, max_tokens_per_round: int
     ) -> None:
-        """Raises ConfigError if draft and target have different vocabularies."""
         self.runner = runner
         self.mirrors = mirrors
+        self.translation = translation
         self.sampler = ChainSampler(Sampler())
         self._tree_sampler = TreeSampler(Sampler())
         self._max_tokens_per_round = max_tokens_per_round
-        self._vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
-        _check_vocab_sizes(runner.vocab_size, self._vocab_size)
 
     def read(self, readings: Seq[Reading]) -> Read:
         """Compute what is committed but not in the pool, and the drafts behind it, within the budget of a round.
@@ -69,10 +67,10 @@ class DraftModel:
         begun: list[Reading] = []
         for reading in sorted(readings, key=lambda reading: reading.mirror.num_missing_tokens):
             if budget > 0:
-                spans.append(reading.mirror.next_span(budget, reading.draft_ids))
+                spans.append(reading.mirror.next_span(budget, self.translation.read(reading.draft_ids)))
                 begun.append(reading)
                 budget -= len(spans[-1].token_ids)
-        logits = self._align(self.runner.forward(spans)) if spans else torch.empty(0, self._vocab_size)
+        logits = self.translation.align(self.runner.forward(spans)) if spans else torch.empty(0, 0)
         for reading, span in zip(begun, spans, strict=True):
             sequence = reading.mirror.sequence
             reading.mirror.computed(span)
@@ -87,8 +85,8 @@ class DraftModel:
             for step in self.runner.plan_steps([chain.steps(num_steps) for chain in chains]):
                 if is_stopped():
                     return False
-                step.input_ids.copy_(token_ids)
-                token_ids = self.sampler.extend(chains, self._align(self.runner.run(step)))
+                step.input_ids.copy_(self.translation.feed(token_ids))
+                token_ids = self.sampler.extend(chains, self.translation.align(self.runner.run(step)))
         return True
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
@@ -103,18 +101,6 @@ class DraftModel:
                     tree.stop()
             trees = [tree for tree in trees if tree.level]
             if trees:
-                logits = self._align(self.runner.forward([tree.span() for tree in trees]))
-
-    def _align(self, logits: Tensor) -> Tensor:
-        """[R, V of the draft] -> [R, V of the target]: padding ids of either side cannot be drafted."""
-        num_missing = self._vocab_size - logits.shape[1]
-        if num_missing > 0:
-            return torch.nn.functional.pad(logits, (0, num_missing), value=float("-inf"))
-        return logits[:, : self._vocab_size]
-
-
-def _check_vocab_sizes(draft: int, target: int) -> None:
-    if abs(draft - target) > _MAX_PADDING_SHARE * target:
-        raise ConfigError(
-            f"the draft's vocabulary has {draft} tokens and the target's {target}; their tokenizers must be the same"
-        )
+                spans = [tree.span() for tree in trees]
+                fed = [replace(span, token_ids=self.translation.read(span.token_ids)) for span in spans]
+                logits = self.translation.align(self.runner.forward(fed))

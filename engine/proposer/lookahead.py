@@ -105,11 +105,14 @@ class Lookahead:
     def _begin(self, prospect: Prospect) -> _Place | None:
         sequence = prospect.sequence
         mirror = self._model.mirrors.follow(sequence)
-        num_positions = self._model.runner.max_model_len - len(sequence.token_ids)
-        if mirror is None or num_positions < 0:
+        if mirror is None or not mirror.sequence.token_ids:
+            return None
+        num_read = len(mirror.sequence.token_ids)
+        num_positions = self._model.runner.max_model_len - num_read
+        if num_positions < 0:
             return None
         draft_ids = prospect.draft_ids[:num_positions]
-        if not self._model.mirrors.reserve(mirror, len(sequence.token_ids) + len(draft_ids)):
+        if not self._model.mirrors.reserve(mirror, num_read + len(draft_ids)):
             return None
         return _Place(prospect, mirror, draft_ids)
 
@@ -133,18 +136,18 @@ class Lookahead:
             token_ids = likely[candidate.num_accepted]
             if candidate.rank < len(token_ids):
                 after = (*drafts[: candidate.num_accepted], token_ids[candidate.rank])
-                num_drafts = self._num_possible(place.prospect, after)
+                num_drafts = self._num_possible(place, after)
                 if num_drafts > 0:
-                    yield Branch(place.mirror.sequence, after, num_drafts, order, self._model.runner.block_size)
+                    yield Branch(place.mirror, after, num_drafts, order, self._model.runner.block_size)
 
-    def _num_possible(self, prospect: Prospect, after: tuple[int, ...]) -> int:
+    def _num_possible(self, place: _Place, after: tuple[int, ...]) -> int:
         """K of the pass behind `after`; 0 where there will be none, or the draft's positions end."""
-        sequence = prospect.sequence
+        sequence = place.prospect.sequence
         if after[-1] in sequence.stop_token_ids:
             return 0
         num_remaining = sequence.num_remaining_tokens - len(after)
-        num_positions = self._model.runner.max_model_len - len(sequence.token_ids) - len(after) + 1
-        return min(prospect.num_drafts, num_remaining - 1, num_positions)
+        num_positions = self._model.runner.max_model_len - len(place.mirror.sequence.token_ids) - len(after) + 1
+        return min(place.prospect.num_drafts, num_remaining - 1, num_positions)
 
     def _prepare_all(
         self, branches: Seq[Branch], emit: Callable[[tuple[Prepared, ...]], None], is_stopped: Callable[[], bool]
@@ -184,7 +187,7 @@ class Lookahead:
 
 def _rows(place: _Place) -> list[Row]:
     """One for each position where the pass may end."""
-    sequence = place.mirror.sequence
+    sequence = place.mirror.spoken
     drafts = place.draft_ids
     rows = [row_after(sequence, sequence.token_ids, drafts[:k]) for k in range(len(drafts) + 1)]
     return [masked(row, sequence) for row in rows]
@@ -196,5 +199,5 @@ def _first_in_turn(waiting: Seq[_Place]) -> Seq[_Place]:
 
 
 def _prepared(branch: Branch, chain: Chain) -> Prepared:
-    sequence = branch.sequence
+    sequence = branch.mirror.spoken
     return Prepared(sequence.request_id, len(sequence.token_ids), branch.after, chain.draft())

@@ -9,6 +9,7 @@ from engine.grammar import GrammarMatcher
 from engine.grammar_compiler import GrammarCompiler
 from engine.proposer.mirror import Mirror
 from engine.sequence import Sequence
+from engine.translation.translation import Translation
 from protos.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -21,15 +22,16 @@ class Mirrors:
     those drafted for longest ago give up theirs.
     """
 
-    def __init__(self, blocks: BlockManager, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, blocks: BlockManager, translation: Translation, grammars: GrammarCompiler | None = None) -> None:
         """`grammars` None leaves drafts free of the grammars of their sequences, at the price of acceptance."""
         self.blocks = blocks
+        self._translation = translation
         self._grammars = grammars
         self._by_id: dict[str, Mirror] = {}
         self._round = 0
 
     def open(self, sequence: Sequence) -> None:
-        self._by_id[sequence.request_id] = Mirror(sequence, self._matcher(sequence))
+        self._by_id[sequence.request_id] = Mirror(sequence, self._translation, self._matcher(sequence))
 
     def close(self, request_id: str) -> None:
         mirror = self._by_id.pop(request_id, None)
@@ -47,6 +49,16 @@ class Mirrors:
             mirror.follow(sequence)
             mirror.last_round = self._round
         return mirror
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Behind its first `num_tokens` tokens a sequence is another one than it was when it was drafted for last.
+
+        A named block is never written again: a sequence that parts from one gives up its blocks, to adopt anew those
+        that it still agrees with.
+        """
+        mirror = self._by_id.get(request_id)
+        if mirror is not None and not mirror.rewind(num_tokens, self.blocks.block_size):
+            self._release(mirror)
 
     def reserve(self, mirror: Mirror, num_tokens: int) -> bool:
         """Slots for the first `num_tokens` positions, the cached prefix adopted; False if not even idling makes room.

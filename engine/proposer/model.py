@@ -28,6 +28,8 @@ from engine.proposer.mirrors import Mirrors
 from engine.proposer.tree import Tree
 from engine.proposer.tree_shape import shape_of
 from engine.sequence import Sequence
+from engine.translation.counts import TranslationCounts
+from engine.translation.translation import SameVocabulary, Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,23 @@ class ModelProposer:
         *,
         max_tokens_per_round: int,
         target_vocab_size: int | None = None,
+        translation: Translation | None = None,
         tree: TreeConfig | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """`max_tokens_per_round` bounds the prompt tokens computed before a round's drafts.
 
-        Without `tree` drafts are chains whatever a share has room for.
+        Without `translation` the vocabularies are one, and `target_vocab_size` is with the target's padding. Without
+        `tree` drafts are chains whatever a share has room for.
 
         Raises:
-            ConfigError: draft and target have different vocabularies.
+            ConfigError: draft and target have different vocabularies, and there is no translation.
         """
-        self.mirrors = Mirrors(blocks, grammars)
+        if translation is None:
+            translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
+        self.mirrors = Mirrors(blocks, translation, grammars)
         self._tree_config = tree
-        self._model = DraftModel(
-            runner, self.mirrors, max_tokens_per_round=max_tokens_per_round, target_vocab_size=target_vocab_size
-        )
+        self._model = DraftModel(runner, self.mirrors, translation, max_tokens_per_round=max_tokens_per_round)
 
     @classmethod
     def from_config(
@@ -81,8 +85,13 @@ class ModelProposer:
         scheduler: SchedulerConfig,
         target_vocab_size: int | None = None,
         tree: TreeConfig | None = None,
+        *,
+        translation: Translation | None = None,
+        tokenizer_path: str | None = None,
     ) -> ModelProposer:
         """Load the draft and give it a pool. Without `target_vocab_size` the two vocabularies are taken to be equal.
+
+        Grammars are about the tokens of the model at `tokenizer_path`; None is the draft itself.
 
         Raises:
             ConfigError: the model cannot be served, or does not fit the target.
@@ -100,9 +109,15 @@ class ModelProposer:
             blocks,
             max_tokens_per_round=scheduler.max_tokens_per_step,
             target_vocab_size=vocab_size,
+            translation=translation,
             tree=tree,
-            grammars=GrammarCompiler(tokenizer_file(model.path), vocab_size, runner.eos_token_ids),
+            grammars=GrammarCompiler(tokenizer_file(tokenizer_path or model.path), vocab_size, runner.eos_token_ids),
         )
+
+    @property
+    def counts(self) -> TranslationCounts:
+        """What was lost on the way to the target's vocabulary."""
+        return self._model.translation.counts
 
     @property
     def model_version(self) -> str:
@@ -118,6 +133,10 @@ class ModelProposer:
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Nothing to do: `propose` compares its drafts with the committed tokens."""
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens of a sequence are still what they were; drafts of it start over there."""
+        self.mirrors.rewind(request_id, num_tokens)
 
     def close(self, request_id: str) -> None:
         self.mirrors.close(request_id)
@@ -139,7 +158,7 @@ class ModelProposer:
             self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
             self._model.grow(chains)
         for row, chain in zip(rows, chains, strict=True):
-            ready[row].mirror.fed_ids = chain.token_ids[:-1]
+            ready[row].mirror.fed_ids = self._model.translation.read(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
 
     def _draft_trees(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
@@ -153,22 +172,23 @@ class ModelProposer:
     def _begin(self, share: ScheduledSequence) -> _Wish | None:
         """The share's sequence with slots for its committed tokens and all drafts that are fed back."""
         mirror = self.mirrors.follow(share.sequence)
-        if mirror is None:
+        if mirror is None or not mirror.sequence.token_ids:
             return None
+        num_read = len(mirror.sequence.token_ids)
         # Within the draft's positions: the last draft is never computed, so it needs none.
-        num_drafts = min(share.max_draft_tokens, self._model.runner.max_model_len - len(share.sequence.token_ids) + 1)
-        num_tokens = len(share.sequence.token_ids) + num_drafts - 1
-        if num_drafts < 1 or not self.mirrors.reserve(mirror, num_tokens):
+        num_drafts = min(share.max_draft_tokens, self._model.runner.max_model_len - num_read + 1)
+        if num_drafts < 1 or not self.mirrors.reserve(mirror, num_read + num_drafts - 1):
             return None
         return _Wish(mirror, num_drafts, share.max_tree_nodes if self._tree_config is not None else 0)
 
     def _tree(self, wish: _Wish) -> Tree:
         assert self._tree_config is not None, "without one no wish has nodes"
-        sequence = wish.mirror.sequence
-        shape = shape_of(self._tree_config, sequence, wish.num_nodes, wish.num_drafts)
-        return Tree(sequence, shape, wish.num_nodes, wish.num_drafts)
+        mirror = wish.mirror
+        shape = shape_of(self._tree_config, mirror.spoken, wish.num_nodes, wish.num_drafts)
+        return Tree(mirror.sequence, shape, wish.num_nodes, wish.num_drafts, mirror.spoken)
 
 
 def _chain(wish: _Wish) -> Chain:
-    sequence = wish.mirror.sequence
-    return Chain(sequence, sequence.token_ids, sequence.block_table, wish.num_drafts)
+    mirror = wish.mirror
+    spoken = mirror.spoken
+    return Chain(spoken, spoken.token_ids, mirror.sequence.block_table, wish.num_drafts, mirror.lead)

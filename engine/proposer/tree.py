@@ -55,15 +55,19 @@ class Shape(Protocol):
 class Tree:
     """The draft of one sequence while it branches, up to `max_nodes` nodes, none deeper than `max_depth`.
 
-    `sequence` is the draft model's own, with its blocks.
+    `sequence` is the draft model's own, with its blocks; `spoken` the same in the target's tokens, which the nodes are.
 
     `level` are the nodes whose children are wanted next. What is computed of a node lies behind the committed tokens
     and the nodes computed before it, whatever its depth.
     """
 
-    def __init__(self, sequence: Sequence, shape: Shape, max_nodes: int, max_depth: int) -> None:
+    def __init__(
+        self, sequence: Sequence, shape: Shape, max_nodes: int, max_depth: int, spoken: Sequence | None = None
+    ) -> None:
+        """Without `spoken` the draft's tokens are the target's."""
         self.level: list[int] = [ROOT]
         self.sequence = sequence
+        self.spoken = sequence if spoken is None else spoken
         self._shape = shape
         self._max_nodes = max_nodes
         self._max_depth = max_depth
@@ -141,7 +145,7 @@ class Tree:
         while node != ROOT:
             path.append(self._nodes[node].child.token_id)
             node = self._nodes[node].parent
-        return masked(row_after(self.sequence, self.sequence.token_ids, tuple(reversed(path))), self.sequence)
+        return masked(row_after(self.spoken, self.spoken.token_ids, tuple(reversed(path))), self.spoken)
 
 
 def is_matched(sequence: Sequence) -> bool:

@@ -4,6 +4,7 @@ from actors.metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.engine_stats import DraftStats, EngineStats
 from engine.step_times import StepTimes
+from engine.translation.counts import TranslationCounts
 from router.exposition import merge_metrics
 
 CONTRACT = {
@@ -19,6 +20,8 @@ CONTRACT = {
     "outrider_prefill_local_tokens": 68.0,
     "outrider_num_requests_refused": 7.0,
     "outrider_draft_connected": 1.0,
+    "outrider_draft_foreign_tokens": 20.0,
+    "outrider_draft_untranslated_tokens": 3.0,
 }
 
 
@@ -26,7 +29,8 @@ def text() -> str:
     drafts = DraftStats(4, 16, 6, (4, 2, 0, 0))
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes())
     metrics = PairMetrics()
-    metrics.update(Pong(0.0, engine, DraftChannelStats(is_connected=True)), num_refused=7)
+    channel = DraftChannelStats(is_connected=True, translated=TranslationCounts(20, 3))
+    metrics.update(Pong(0.0, engine, channel), num_refused=7)
     return metrics.text()
 
 

@@ -107,6 +107,17 @@ def test_a_head_has_the_files_that_its_kind_needs_and_computes_as_its_target():
     assert offered == ("mtp", "hybrid", "suffix", "ngram", "none")
 
 
+def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
+    model = {"kind": "model", "path": "d"}
+    assert parse_config({**MINIMAL, "draft": model}).draft.vocabulary == "auto"
+    assert parse_config({**MINIMAL, "draft": {**model, "vocabulary": "text"}}).draft.vocabulary == "text"
+    assert "this version offers auto, same, intersection, text" in error_of(draft={**model, "vocabulary": "other"})
+    assert "vocabulary is for kind 'model'" in error_of(draft={"kind": "ngram", "vocabulary": "text"})
+    through_text = {**model, "vocabulary": "text"}
+    assert "and speculation.mode is 'async'" in error_of(draft=through_text, speculation={"mode": "async"})
+    assert "and speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
+
+
 def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
     for kind in DraftKind:
         path = {"path": "d"} if kind in (DraftKind.MODEL, DraftKind.MEDUSA) else {}

@@ -258,7 +258,7 @@ def test_noise_of_the_pass_before_is_noticed(
 
 def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
     """Takes the outcome for drafts of the pass that is being verified, and uses that pass's noise a second time."""
-    sequence, num_outcome = branch.sequence, len(branch.after)
+    sequence, num_outcome = branch.mirror.sequence, len(branch.after)
     table = [*sequence.block_table[: branch.start // branch.block_size], *block_ids]
     chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome)
     chain.token_ids += branch.after
