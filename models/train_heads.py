@@ -95,8 +95,9 @@ def held_out(arguments: argparse.Namespace) -> Tensor:
 
 def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
     """Trains and saves a Medusa head set, and returns its card."""
+    teacher = load_checkpoint(arguments.target, torch.bfloat16).requires_grad_(False)
     heads = MedusaHeads(target.config.hidden_size)
-    spent = train(heads, MedusaLesson(heads, target), Batches(target, arguments), arguments.minutes)
+    spent = train(heads, MedusaLesson(heads, teacher), Batches(teacher, arguments), arguments.minutes)
     save_heads(heads, target, folder)
     saved, prompts = load_heads(folder, target), held_out(arguments)
     measured = {f"{t:g}": measure_heads(target, saved, prompts, t, MEASURED_TOKENS) for t in (0.0, 1.0)}

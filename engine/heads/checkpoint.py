@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import cached_file
 
 from protos.errors import ConfigError
 
@@ -32,10 +34,10 @@ def head_folder(path: str) -> Path:
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     try:
-        return _hub_folder(path)
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"draft.path {path!r} is neither a folder nor a Hub repository with a config.json: {error}"
+            f"draft.path {path!r} is neither a folder here nor a repository of the Hub that can be fetched: {error}"
         ) from error
 
 
@@ -75,7 +77,7 @@ def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]
             return {name: tensor for file in files for name, tensor in load_file(file).items()}
         if pickled:
             return dict(torch.load(pickled[0], map_location="cpu", weights_only=True))
-    except Exception as error:  # torch and safetensors raise what they like for a damaged file
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}") from error
     wanted = ", ".join(("*.safetensors", *names, "pytorch_model.bin"))
     raise ConfigError(f"the head in {str(folder)!r} has no weights; it needs one of {wanted}")
@@ -124,11 +126,3 @@ class Weights:
             raise ConfigError(
                 f"{self._source} has {len(self._left)} tensors that mean nothing here, {self.unused[0]!r} among them"
             )
-
-
-def _hub_folder(path: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    config_file = cached_file(path, "config.json")
-    assert config_file is not None, "cached_file raises for what it does not find"
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))

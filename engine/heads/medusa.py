@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.heads.checkpoint import Weights, head_folder, read_config, read_tensors
-from engine.heads.tap import Tap
+from engine.heads.tap import UNKNOWN, Tap
 from engine.kv_cache import LayerShape
 from engine.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
@@ -93,10 +93,10 @@ class MedusaHeads:
         return hidden
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Over the target's vocabulary; tokens that were cut have minus infinity."""
+        """Over the target's vocabulary; tokens that were cut are `UNKNOWN`."""
         if self._token_map is None:
             return logits
-        spread = logits.new_full((*logits.shape[:-1], self._vocab_size), float("-inf"))
+        spread = logits.new_full((*logits.shape[:-1], self._vocab_size), UNKNOWN)
         return spread.index_copy_(-1, self._token_map, logits)
 
 

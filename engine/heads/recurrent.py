@@ -43,4 +43,4 @@ class RecurrentHead(Protocol):
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, S] -> [R, V of the target] float32; a token that the head does not know has minus infinity."""
+        """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""

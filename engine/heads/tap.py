@@ -25,6 +25,7 @@ class Tap:
 
 
 NO_TAP = Tap()
+UNKNOWN = -1e4  # the logit of a token that a head has no word for: no chance, but a law where a grammar leaves no other
 
 
 def joined(parts: Seq[Tensor]) -> Tensor | None:

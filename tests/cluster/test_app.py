@@ -8,6 +8,7 @@ from ray import serve
 
 from actors.settings import DraftKind, PairSettings, PrefillSettings
 from cluster.app import build
+from engine.config import HeadConfig, HeadKind
 from protos.errors import ConfigError
 from router.config import IngressConfig
 
@@ -66,6 +67,19 @@ def test_limits_reach_the_engine(model: str):
     assert pair._deployment_config.max_ongoing_requests > 13
     assert settings.draft.cache is not None
     assert settings.draft.cache.memory_bytes == 1 << 29
+
+
+@pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False)])
+def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
+    kind: str, is_in_prefill: bool, model: str
+):
+    draft = {"kind": kind} | ({"path": model} if kind == "medusa" else {})
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "draft": draft, "prefill": {"num_replicas": 1}})
+    settings = settings_of(pair)
+    assert settings.engine.head == HeadConfig(HeadKind(kind), draft.get("path"))
+    assert (settings.draft.kind, settings.draft.model, settings.draft_share) == (kind, None, None)
+    prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
+    assert prefill.engine.head == (settings.engine.head if is_in_prefill else None)
 
 
 def test_autoscaling_is_handed_to_serve(model: str):

@@ -87,11 +87,13 @@ def fit_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
 
 
 def write_llama_with_mtp(folder: Path, *, seed: int = 0, num_mtp_layers: int = 1) -> None:
-    """A Llama with DeepSeek-V3's names for the layer behind its last: `model.layers.2.enorm` and so on.
-
-    Its layers change little about a token, so that a head can guess what it says.
-    """
+    """A Llama with DeepSeek-V3's names for the layer behind its last: `model.layers.2.enorm` and so on."""
     write_checkpoint(folder, seed=seed)
+    add_mtp(folder, num_mtp_layers)
+
+
+def add_mtp(folder: Path, num_mtp_layers: int = 1) -> None:
+    """Give a Llama of two layers such a layer, and make its own change little about a token, so that it can guess."""
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
