@@ -15,9 +15,9 @@ _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target'
 def cache_config(section: CacheSection) -> CacheConfig:
     """The target's pool: what the user says, or one GiB."""
     if section.num_blocks is not None:
-        return CacheConfig(section.block_size, num_blocks=section.num_blocks, memory_bytes=None)
+        return CacheConfig(section.block_size, section.num_blocks, memory_bytes=None, dtype=section.dtype)
     memory_bytes = _DEFAULT_BYTES if section.memory_gib is None else int(section.memory_gib * _GIB)
-    return CacheConfig(section.block_size, memory_bytes=memory_bytes)
+    return CacheConfig(section.block_size, memory_bytes=memory_bytes, dtype=section.dtype)
 
 
 def prefill_cache_config(config: DeployConfig) -> CacheConfig:
@@ -25,15 +25,16 @@ def prefill_cache_config(config: DeployConfig) -> CacheConfig:
     target = cache_config(config.cache)
     if config.prefill.memory_gib is None:
         return target
-    return CacheConfig(target.block_size, memory_bytes=int(config.prefill.memory_gib * _GIB))
+    return replace(target, num_blocks=None, memory_bytes=int(config.prefill.memory_gib * _GIB))
 
 
 def draft_cache_config(section: CacheSection) -> CacheConfig:
     """The draft's pool, on top of the target's: as many blocks where a number is given, else a share of its budget.
 
-    A draft whose pool is short drafts for fewer sequences at a time, and nothing else.
+    A draft whose pool is short drafts for fewer sequences at a time, and nothing else. It is never quantised: it is
+    small.
     """
-    target = cache_config(section)
+    target = replace(cache_config(section), dtype="auto")
     if target.memory_bytes is None:
         return target
     return replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)

@@ -231,11 +231,14 @@ class SpeculationSection(_Section):
 
 
 class CacheSection(_Section):
-    """The KV pool of the target: a budget, or a number of blocks."""
+    """The KV pool of the target: a budget, or a number of blocks. dtype int8 holds about twice the tokens of bfloat16
+    in the same memory, and changes the law a little (docs/performance.md).
+    """
 
     block_size: int = Field(default=16, ge=1, le=1024)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
+    dtype: Annotated[str, _one_of("auto", "int8")] = "auto"
 
     @model_validator(mode="after")
     def _one_size(self) -> CacheSection:

@@ -104,8 +104,7 @@ class PagedAttentionPass:
     def _read(self, layer: int, read: Read, query: Tensor, options: LayerOptions) -> Tensor:
         """Attention of the read's rows over its keys, [1, B * Q, H * G, D]."""
         rows = query[:, :, read.rows] if isinstance(read.rows, slice) else query.index_select(2, read.rows)
-        keys = _keys_of(self._cache.keys[layer], read)  # [B, H, S, D]
-        values = _keys_of(self._cache.values[layer], read)
+        keys, values = (_by_span(blocks, read) for blocks in self._cache.read_blocks(layer, read.blocks))
         num_kv_heads = keys.shape[1]
         group_size = query.shape[1] // num_kv_heads
         if read.is_packed:
@@ -142,10 +141,9 @@ class TorchAttention:
         return PagedAttentionPass(self._cache, slots, partial(self._plan.step_reads, step))
 
 
-def _keys_of(pool: Tensor, read: Read) -> Tensor:
-    """The read's keys (or values) as [B, H, S, D]: a view where its blocks are a run, a copy elsewhere."""
-    blocks = pool[read.blocks] if isinstance(read.blocks, slice) else pool.index_select(0, read.blocks)
-    by_span = blocks.view(read.num_spans, -1, *pool.shape[2:])  # [B, M * P, H, D]
+def _by_span(blocks: Tensor, read: Read) -> Tensor:
+    """The read's keys (or values) [B * M, P, H, D] as [B, H, S, D]."""
+    by_span = blocks.view(read.num_spans, -1, *blocks.shape[2:])  # [B, M * P, H, D]
     return by_span[:, : read.num_keys].transpose(1, 2)
 
 

@@ -43,14 +43,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together."""
+    """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
+
+    `dtype` is auto, as the model computes, or int8, about half of bfloat16's bytes (`engine.int8_heads`).
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = 1 << 30
     enable_prefix_caching: bool = True
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "int8"):
+            raise ConfigError(f"cache.dtype is {self.dtype!r}; it must be auto or int8")
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.config import CacheConfig
 from engine.index import Index, index_of, index_tensor
+from engine.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -39,29 +40,42 @@ class LayerShape:
 class KVCache:
     """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
 
+    `dtype` is that of keys and values as they are written and read; a quantised pool keeps them as `engine.int8_heads`.
+
     `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
     """
 
     def __init__(
-        self, shapes: Seq[LayerShape], num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Seq[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_quantized: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
         self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
-        self.keys: list[Tensor] = []  # L x [N, P, H, D]
+        self._is_quantized = is_quantized
+        self._stored_dtype = torch.int8 if is_quantized else dtype
+        self.keys: list[Tensor] = []  # L x [N, P, H, D], or [N, P, H, D + UNIT_BYTES] int8
         self.values: list[Tensor] = []  # L x [N, P, H, D], D of the values
         for shape in shapes:
             head_shape = (num_blocks, block_size, shape.num_kv_heads)
-            self.keys.append(torch.zeros(*head_shape, shape.key_dim, dtype=dtype, device=device))
-            self.values.append(torch.zeros(*head_shape, shape.value_dim, dtype=dtype, device=device))
+            for pools, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                width = dim + UNIT_BYTES * is_quantized
+                pools.append(torch.zeros(*head_shape, width, dtype=self._stored_dtype, device=device))
         # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in zip(self.keys, self.values, strict=True)]
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
+            new = to_int8_heads(new) if self._is_quantized else new
             if isinstance(slots, slice):
                 by_slot[slots] = new
             else:
@@ -69,8 +83,21 @@ class KVCache:
 
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
-        keys, values = self._slots[layer]
-        return keys.index_select(0, slots), values.index_select(0, slots)
+        keys, values = (self._loaded(by_slot.index_select(0, slots)) for by_slot in self._slots[layer])
+        return keys, values
+
+    def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
+        """The keys and the values of some blocks, each [n, P, H, D]: in place where they are a run that is not
+        quantised, a copy elsewhere.
+        """
+        keys, values = (
+            self._loaded(pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks))
+            for pool in (self.keys[layer], self.values[layer])
+        )
+        return keys, values
+
+    def _loaded(self, stored: Tensor) -> Tensor:
+        return from_int8_heads(stored, self.dtype) if self._is_quantized else stored
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
         """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
@@ -91,7 +118,7 @@ class KVCache:
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""
         index = index_of(block_ids, self.device)
-        rows = blocks.to(self.device).view(self.dtype)  # [n, elements of a block]
+        rows = blocks.to(self.device).view(self._stored_dtype)  # [n, elements of a block]
         start = 0
         for layer in zip(self.keys, self.values, strict=True):
             for pool in layer:
@@ -106,8 +133,10 @@ class KVCache:
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
-def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, *, is_quantized: bool = False) -> int:
     """Bytes one block takes in all layers together."""
+    if is_quantized:
+        return sum(shape.num_elements + 2 * shape.num_kv_heads * UNIT_BYTES for shape in shapes) * block_size
     return sum(shape.num_elements for shape in shapes) * block_size * dtype.itemsize
 
 

@@ -53,6 +53,7 @@ class ModelRunner:
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         stock = load_model(model)
+        is_quantized = _is_cache_quantized(model, cache, stock.device)
         attention = choose_attention(model.attention, stock.device)
         self._plan_attention = ExactAttention if model.deterministic else attention
         self.head: Head | None = None if head is None else load_head(head, stock)
@@ -69,15 +70,19 @@ class ModelRunner:
         layer_shapes = [*self._model.layer_shapes, *head_layers]
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
-        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype)
+        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, is_quantized=is_quantized)
         self.num_blocks = pool_size(cache, self.bytes_per_block)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
         self.kv_layout = KVLayout(
-            self.model_version, str(stock.dtype), cache.block_size, tuple(layer_shapes), _rounding(model)
+            self.model_version,
+            f"{stock.dtype} as int8" if is_quantized else str(stock.dtype),
+            cache.block_size,
+            tuple(layer_shapes),
+            _rounding(model),
         )
-        self._cache = self._model.new_cache(self.num_blocks, cache.block_size, head_layers)
+        self._cache = self._model.new_cache(self.num_blocks, cache.block_size, head_layers, is_quantized=is_quantized)
         if stock.device.type == "cuda":
             warm_up(self)
 
@@ -140,6 +145,17 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
             f"(AVX512-VNNI or AMX), and the model runs on {device}; set it to 'none'"
         )
     return quantization
+
+
+def _is_cache_quantized(model: ModelConfig, cache: CacheConfig, device: torch.device) -> bool:
+    if cache.dtype == "auto":
+        return False
+    if device.type != "cpu" or model.attention == "triton":
+        raise ConfigError(
+            f"cache.dtype is {cache.dtype!r}, which attention by torch on a processor reads, and the model runs on "
+            f"{device} with attention {model.attention!r}; set cache.dtype to auto"
+        )
+    return True
 
 
 def _rounding(model: ModelConfig) -> str:

@@ -93,10 +93,17 @@ class PagedModel:
         """From the states behind the final norm to logits."""
         return self._decoder.lm_head
 
-    def new_cache(self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = ()) -> KVCache:
+    def new_cache(
+        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), *, is_quantized: bool = False
+    ) -> KVCache:
         """A pool for the model's layers, and `more_layers` behind them."""
         return KVCache(
-            [*self.layer_shapes, *more_layers], num_blocks, block_size, dtype=self._dtype, device=self._device
+            [*self.layer_shapes, *more_layers],
+            num_blocks,
+            block_size,
+            dtype=self._dtype,
+            device=self._device,
+            is_quantized=is_quantized,
         )
 
     @torch.inference_mode()
