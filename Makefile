@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 
-.PHONY: help install serve test lint type protos demo-pair bench bench-speculation profile clean
+.PHONY: help install serve test lint type protos demo-pair bench bench-peers bench-speculation profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
 	@$(BIN)/python -m bench.pair
+
+bench-peers: $(BENCH_INSTALLED)  ## docs/peers.md: OpenVINO GenAI, llama-server and Transformers against Outrider, on two threads
+	@$(BIN)/python -m bench.peers $(BENCH_ARGS)
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)

@@ -20,13 +20,18 @@ class ChannelTimes:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed run: the tokens of each prompt, and the wall seconds of all of them together (prefill included)."""
+    """One timed run: the tokens of each prompt, and the wall seconds of all of them together (prefill included).
+
+    `arrivals` are, for each prompt, the seconds from the start of the run at which tokens came, one for all that came
+    together; None where a contender does not stream.
+    """
 
     outputs: list[list[int]]
     seconds: float
     tokens_per_pass: float | None = None
     step_times: StepTimes | None = None
     channel_times: ChannelTimes | None = None
+    arrivals: list[list[float]] | None = None
 
     @property
     def tokens_per_second(self) -> float:

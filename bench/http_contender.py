@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from openai import AsyncOpenAI
 
 from bench.contender import ChannelTimes, Prompts, Run
 from bench.served_times import read_served_times
+
+
+@dataclass(slots=True)
+class Answer:
+    """The tokens of one stream, and when they came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
 
 
 class HttpContender:
@@ -36,10 +44,12 @@ class HttpContender:
     async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
         async with AsyncOpenAI(base_url=self._base_url, api_key="none", max_retries=0) as client:
             began = time.perf_counter()
-            outputs = await asyncio.gather(*(self._stream(client, prompt, num_tokens) for prompt in prompts))
-            return Run(outputs, time.perf_counter() - began)
+            streams = (self._stream(client, prompt, num_tokens, began) for prompt in prompts)
+            answers = await asyncio.gather(*streams)
+            seconds = time.perf_counter() - began
+        return Run([answer.token_ids for answer in answers], seconds, arrivals=[answer.arrivals for answer in answers])
 
-    async def _stream(self, client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> list[int]:
+    async def _stream(self, client: AsyncOpenAI, prompt: list[int], num_tokens: int, began: float) -> Answer:
         stream = await client.completions.create(
             model=self._model,
             prompt=prompt,
@@ -53,11 +63,13 @@ class HttpContender:
                 "speculation": {"enabled": self._is_speculating},
             },
         )
-        token_ids: list[int] = []
+        answer = Answer()
         async for chunk in stream:
-            for choice in chunk.choices:
-                token_ids.extend(getattr(choice, "token_ids", None) or ())
-        return token_ids
+            token_ids = [token for choice in chunk.choices for token in getattr(choice, "token_ids", None) or ()]
+            if token_ids:
+                answer.token_ids.extend(token_ids)
+                answer.arrivals.append(time.perf_counter() - began)
+        return answer
 
     def close(self) -> None:
         pass

@@ -17,14 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import yaml
 
 from bench.contender import Contender
 from bench.engine_contender import EngineContender
 from bench.http_contender import HttpContender
 from bench.prompts import held_out_prompts
 from bench.race import race
-from bench.served import ServedApplication
+from bench.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
 from bench.table import print_rows, print_step_times, rows_of
 from bench.transformers_contender import TransformersContender, load
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -35,9 +34,6 @@ from models.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
 
 DEMO = Path("models/demo")
 CACHE = Path(".cache/bench")
-HTTP_PORT = 8100
-GRPC_PORT = 9100
-CACHE_BYTES = 1 << 29
 
 
 def main() -> None:
@@ -88,9 +84,10 @@ def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> lis
     contenders.append(_engine("outrider engine, plain", args, target, with_draft=False))
     contenders.append(_engine("outrider engine, draft", args, target, with_draft=True))
     if not args.skip_http:
-        base_url = _serve(args, target, stack)
-        contenders.append(HttpContender(base_url, "bench", is_speculating=False))
-        contenders.append(HttpContender(base_url, "bench", is_speculating=True))
+        served = ServedPair(target, args.draft, num_threads=args.threads, num_draft_tokens=args.num_draft_tokens)
+        base_url = served_on(CACHE, served, stack)
+        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=False))
+        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=True))
     for contender in contenders:
         stack.enter_context(closing(contender))
     return contenders
@@ -105,30 +102,6 @@ def _engine(name: str, args: argparse.Namespace, target: Path, *, with_draft: bo
         draft = ModelConfig(str(args.draft), dtype="bfloat16")
         proposer = ModelProposer.from_config(draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig())
     return EngineContender(name, EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer))
-
-
-def _serve(args: argparse.Namespace, target: Path, stack: ExitStack) -> str:
-    """The root deploy.yaml with the fixture in the demo target's place, on ports of its own."""
-    deploy = yaml.safe_load(Path("deploy.yaml").read_text())
-    deploy["http_options"]["port"] = HTTP_PORT
-    deploy["grpc_options"]["port"] = GRPC_PORT
-    app_args = deploy["applications"][0]["args"]
-    app_args["model_id"] = "bench"
-    app_args["target"] = {"path": str(target.resolve()), "dtype": "bfloat16", "num_threads": args.threads}
-    app_args["draft"] = {**app_args["draft"], "path": str(args.draft.resolve()), "dtype": "bfloat16"}
-    app_args["speculation"] = {
-        **app_args.get("speculation", {}),
-        "num_tokens": args.num_draft_tokens,
-        "adaptive": False,
-    }
-    app_args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
-    path = CACHE / "deploy.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
-    application = ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
-    stack.callback(application.close)
-    application.wait_until_ready()
-    return f"http://127.0.0.1:{HTTP_PORT}/v1"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ class ServedApplication:
         command = [sys.executable, "-m", "cluster.cli", "serve", str(deploy_yaml)]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_until_ready(self) -> None:
         """Raises RuntimeError when the application ends or is not ready within START_TIMEOUT_S."""
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -7,13 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from bench.contender import Prompts, Run
 
 
-def load(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+class ArrivalStreamer(BaseStreamer):
+    """Notes when new tokens came; `generate` hands over the prompt first, which is none."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        if self._has_prompt:
+            self.arrivals.append(time.perf_counter())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
 
 
 class TransformersContender:
@@ -33,10 +51,15 @@ class TransformersContender:
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         batches = [prompts] if self._draft is None else [[prompt] for prompt in prompts]
         began = time.perf_counter()
-        outputs = [row for batch in batches for row in self._generate(batch, num_tokens)]
-        return Run(outputs, time.perf_counter() - began)
+        outputs: list[list[int]] = []
+        arrivals: list[list[float]] = []
+        for batch in batches:
+            streamer = ArrivalStreamer()
+            outputs += self._generate(batch, num_tokens, streamer)
+            arrivals += [[second - began for second in streamer.arrivals]] * len(batch)
+        return Run(outputs, time.perf_counter() - began, arrivals=arrivals)
 
-    def _generate(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+    def _generate(self, prompts: Prompts, num_tokens: int, streamer: BaseStreamer) -> list[list[int]]:
         input_ids = torch.tensor(prompts)
         generate: Any = self._target.generate
         output = generate(
@@ -46,6 +69,7 @@ class TransformersContender:
             min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
             assistant_model=self._draft,
+            streamer=streamer,
         )
         return output[:, input_ids.shape[1] :].tolist()
 

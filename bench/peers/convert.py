@@ -1,0 +1,67 @@
+"""The pair in the form that each peer reads, converted once per pair of weights and kept in the cache folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.peers.install import LlamaCpp
+from bench.peers.system import Pair
+from engine.model_loader import model_version
+
+GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
+
+
+def openvino_pair(programs: Path, pair: Pair, cache: Path) -> Pair:
+    """OpenVINO's IR with the weights in bfloat16, as they are; the precision is chosen when it is loaded."""
+
+    def export(model: Path, out: Path) -> None:
+        task = ("--task", "text-generation-with-past")
+        _call(out.with_suffix(".log"), [programs / "optimum-cli", "export", "openvino", "--model", model, *task, out])
+
+    return _converted(pair, cache, "openvino", export)
+
+
+def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path) -> Pair:
+    """GGUF with matrices in bfloat16, by llama.cpp's own converter."""
+
+    def export(model: Path, out: Path) -> None:
+        _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out])
+
+    return _converted(pair, cache, "gguf", export)
+
+
+def _converted(pair: Pair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Pair:
+    return Pair(*(_convert_once(model, cache, kind, export) for model in (pair.target, pair.draft)))
+
+
+def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Path:
+    """Named after the weights; a conversion that was broken off has another name and is done again."""
+    out = cache / "models" / f"{model.name}-{model_version(str(model))[:8]}-{kind}"
+    if not out.exists():
+        print(f"converting {model} to {out}", flush=True)
+        unfinished = out.with_name(f"unfinished-{out.name}")
+        _remove(unfinished)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        export(model, unfinished)
+        unfinished.rename(out)
+    return out
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def _call(log: Path, command: list[str | Path]) -> None:
+    """Away from PYTHONPATH and the repository, whose packages are not the peer's. Raises SystemExit if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    absolute = [str(part.absolute()) if isinstance(part, Path) else part for part in command]
+    with log.open("wb") as output:
+        if subprocess.run(absolute, stdout=output, stderr=output, env=environment, cwd=log.parent).returncode:
+            raise SystemExit(f"{' '.join(absolute)} failed; see {log}")

@@ -1,0 +1,112 @@
+"""Installs the peers, each in an environment of its own under the cache folder; what is there already is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+OPENVINO = "openvino-genai==2026.4.1.0"
+# Exports IR from transformers' checkpoints; brings transformers of its own and wants torch.
+OPENVINO_EXPORT = "optimum-intel==2.2.0"
+LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_BUILD_TOOLS = ("cmake", "ninja", "scikit-build-core")
+CMAKE_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+NUM_BUILD_JOBS = 2
+STAMP = "installed.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """The built server, and llama.cpp's sources with the converter."""
+
+    server: Path
+    source: Path
+
+
+def install_openvino(cache: Path) -> Path:
+    """OpenVINO GenAI and the exporter; returns the environment's folder of programs."""
+    folder = cache / "openvino"
+    requirements = (OPENVINO, OPENVINO_EXPORT, f"torch=={version('torch').split('+')[0]}")
+    if not _is_installed(folder, requirements):
+        _pip(_environment(folder), "install", *requirements)
+        # A torchvision for another build of torch, which keeps transformers from importing; nothing here needs it.
+        _pip(folder, "uninstall", "--yes", "torchvision")
+        _stamp(folder, requirements)
+    return folder / "bin"
+
+
+def install_llama_server(cache: Path) -> LlamaCpp:
+    """llama-server, compiled for this machine from llama-cpp-python's sources (half an hour of one core)."""
+    folder = cache / "llama-cpp"
+    found = LlamaCpp(folder / "build" / "bin" / "llama-server", folder / "source" / "vendor" / "llama.cpp")
+    requirements = (LLAMA, *(f"{name}={value}" for name, value in CMAKE_OPTIONS.items()))
+    if not _is_installed(folder, requirements):
+        _pip(_environment(folder / "venv"), "install", *LLAMA_BUILD_TOOLS)
+        _fetch_source(folder)
+        _build(folder, found.source)
+        _stamp(folder, requirements)
+    return found
+
+
+def _is_installed(folder: Path, requirements: Seq[str]) -> bool:
+    stamp = folder / STAMP
+    return stamp.exists() and stamp.read_text().split() == list(requirements)
+
+
+def _stamp(folder: Path, requirements: Seq[str]) -> None:
+    (folder / STAMP).write_text("\n".join(requirements) + "\n")
+
+
+def _environment(folder: Path) -> Path:
+    print(f"installing into {folder}", flush=True)
+    if not (folder / "bin" / "python").exists():
+        venv.create(folder, with_pip=True)
+    return folder
+
+
+def _pip(folder: Path, action: str, *arguments: str) -> None:
+    command = [str(folder / "bin" / "python"), "-m", "pip", action, "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*command, *arguments], check=True)
+
+
+def _fetch_source(folder: Path) -> None:
+    name, _, number = LLAMA.partition("==")
+    archive = folder / f"{name.replace('-', '_')}-{number}.tar.gz"
+    if not archive.exists():
+        source_only = ("--no-deps", "--no-binary", name, "--no-build-isolation")
+        _pip(folder / "venv", "download", *source_only, "--dest", str(folder), LLAMA)
+    if not (folder / "source").exists():
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        (folder / archive.name.removesuffix(".tar.gz")).rename(folder / "source")
+
+
+def _build(folder: Path, source: Path) -> None:
+    """Gently: the compilers give way to whatever else runs."""
+    programs = folder / "venv" / "bin"
+    environment = {**os.environ, "PATH": f"{programs.resolve()}{os.pathsep}{os.environ['PATH']}"}
+    options = [f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items()]
+    log = folder / "build.log"
+    print(f"compiling llama-server, {NUM_BUILD_JOBS} jobs; see {log}", flush=True)
+    with log.open("wb") as output:
+        for command in (
+            ["cmake", "-S", str(source), "-B", str(folder / "build"), "-G", "Ninja", *options],
+            ["nice", "ninja", "-C", str(folder / "build"), f"-j{NUM_BUILD_JOBS}", "llama-server"],
+        ):
+            if subprocess.run(command, env=environment, stdout=output, stderr=output).returncode:
+                sys.exit(f"llama-server could not be built ({command[0]} failed); see {log}")

@@ -1,0 +1,128 @@
+"""llama.cpp's server, driven over HTTP with token ids and streaming."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import httpx
+
+from bench.contender import Contender, Prompts, Run
+from bench.http_contender import Answer
+from bench.peers.process_tree import ProcessTree
+from bench.peers.system import Limits, Mode, Pair
+
+PORT = 8130
+START_TIMEOUT_S = 120.0
+UBATCH_TOKENS = 512
+
+
+class LlamaServerContender:
+    """Streams from a running llama-server."""
+
+    def __init__(self, name: str, base_url: str, timeout_s: float) -> None:
+        self.name = name
+        self._base_url = base_url
+        self._timeout_s = timeout_s
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        return asyncio.run(self._run(prompts, num_tokens))
+
+    async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
+        limits = httpx.Limits(max_connections=len(prompts))
+        async with httpx.AsyncClient(base_url=self._base_url, timeout=self._timeout_s, limits=limits) as client:
+            began = time.perf_counter()
+            streams = (self._stream(client, prompt, num_tokens, began) for prompt in prompts)
+            answers = await asyncio.gather(*streams)
+            seconds = time.perf_counter() - began
+        return Run([answer.token_ids for answer in answers], seconds, arrivals=[answer.arrivals for answer in answers])
+
+    async def _stream(self, client: httpx.AsyncClient, prompt: list[int], num_tokens: int, began: float) -> Answer:
+        """A message of the server carries one token, also of those that were accepted together."""
+        body = {
+            "prompt": prompt,
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+        }
+        answer = Answer()
+        async with client.stream("POST", "/completion", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                token_ids = json.loads(line[6:]).get("tokens") if line.startswith("data: {") else None
+                if token_ids:
+                    answer.token_ids.extend(token_ids)
+                    answer.arrivals.append(time.perf_counter() - began)
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class LlamaServerSystem:
+    """A llama-server with or without the draft model: it cannot be switched per request."""
+
+    peer = "llama-server"
+
+    def __init__(self, server: Path, pair: Pair, mode: Mode, limits: Limits, logs: Path) -> None:
+        self.name = f"{self.peer} bf16"
+        self._command = [str(server), *_options(pair, mode, limits)]
+        self._mode, self._limits = mode, limits
+        self._log = logs / f"llama-server-{mode.name.lower()}.log"
+        options = _options(Pair(Path(pair.target.name), Path(pair.draft.name)), mode, limits)
+        self.settings = f"{mode}: `{' '.join(options)}`; requests with cache_prompt false; keys and values in float16"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tree: ProcessTree | None = None
+
+    def start(self) -> dict[Mode, Contender]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+        self._tree = ProcessTree(self._process.pid, self._limits.deadline_s)
+        base_url = f"http://127.0.0.1:{PORT}"
+        self._wait_until_ready(self._process, base_url)
+        name = f"{self.name}, {self._mode}"
+        return {self._mode: LlamaServerContender(name, base_url, self._limits.deadline_s)}
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], base_url: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{base_url}/health", timeout=2) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise RuntimeError(f"llama-server was not ready within {START_TIMEOUT_S:.0f} s; see {self._log}")
+
+    def peak_bytes(self) -> dict[str, int]:
+        return self._tree.peak_bytes() if self._tree is not None else {}
+
+    def close(self) -> None:
+        if self._tree is not None and self._process is not None:
+            self._tree.close()
+            self._process.wait()
+            self._tree = None
+
+
+def _options(pair: Pair, mode: Mode, limits: Limits) -> list[str]:
+    """Keys and values stay float16, the default and its fastest; `-fa auto` chooses flash attention itself."""
+    threads = str(limits.num_threads)
+    options = ["--model", str(pair.target), "--host", "127.0.0.1", "--port", str(PORT), "--no-webui"]
+    options += ["--threads", threads, "--threads-batch", threads, "--parallel", str(limits.max_streams)]
+    options += ["--ctx-size", str(limits.max_streams * limits.max_context), "--ubatch-size", str(UBATCH_TOKENS)]
+    options += ["--cache-ram", "0", "--slot-prompt-similarity", "0"]
+    if mode is Mode.DRAFT:
+        options += ["--spec-type", "draft-simple", "--model-draft", str(pair.draft)]
+        options += ["--spec-draft-n-max", str(limits.num_draft_tokens)]
+        options += ["--spec-draft-threads", threads, "--spec-draft-threads-batch", threads]
+    return options

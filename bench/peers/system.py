@@ -1,0 +1,64 @@
+"""What takes part: a way to serve the pair, alive from `start` to `close`, with one contender per mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from bench.contender import Contender
+
+
+class Mode(StrEnum):
+    PLAIN = "plain"
+    DRAFT = "with draft"
+
+
+class Precision(StrEnum):
+    """Of weights as they are multiplied, of what passes between layers, and of keys and values."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+
+    @property
+    def dtype(self) -> str:
+        return {"bf16": "bfloat16", "f32": "float32"}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One half each of a pair, in the form that a system reads."""
+
+    target: Path
+    draft: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all systems are held to; a process that lives longer than `deadline_s` is killed."""
+
+    num_threads: int
+    num_draft_tokens: int
+    max_streams: int
+    max_context: int
+    deadline_s: float
+
+
+class System(Protocol):
+    """`peer` is what --peers chooses by, `name` is for tables: peer and precision. Modes that need processes of their
+    own are systems of their own, with the same name. `settings` says what it was set to, for the page.
+    """
+
+    peer: str
+    name: str
+    settings: str
+
+    def start(self) -> dict[Mode, Contender]:
+        """Starts its processes, and returns when they are ready to run. Raises RuntimeError when they are not."""
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most memory that each of its processes has taken, by name."""
+
+    def close(self) -> None:
+        """Ends its processes; twice is fine, and so is before `start`."""
