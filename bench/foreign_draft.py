@@ -38,9 +38,8 @@ def main() -> None:
     prompts = held_out_prompts(DEMO / "target", args.prompts)
     print(f"{'draft':28}{'coverage':>9}{'vocabulary':>14}{'T':>5}{'tokens/pass':>13}{'accepted':>10}{'lost':>7}")
     for temperature in args.temperatures:
-        _print(
-            "demo draft", 1.0, DraftVocabulary.SAME, temperature, measure(args, prompts, DEMO / "draft", temperature)
-        )
+        figures = generate(prompts, temperature, args.tokens, DEMO / "draft", num_draft_tokens=args.num_draft_tokens)
+        _print("demo draft", 1.0, DraftVocabulary.SAME, temperature, figures)
     for num_entries in args.entries:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "draft"
@@ -49,7 +48,7 @@ def main() -> None:
             coverage = choice.require_pair().coverage()
             for vocabulary in (DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT):
                 for temperature in args.temperatures:
-                    figures = measure(args, prompts, folder, temperature, vocabulary)
+                    figures = generate(prompts, temperature, args.tokens, folder, vocabulary, args.num_draft_tokens)
                     _print(f"moved to {num_entries} entries", coverage, vocabulary, temperature, figures)
 
 
@@ -73,31 +72,40 @@ def foreign_tokenizer(num_entries: int, texts: Iterable[str] | None = None) -> T
 class Figures:
     """What one batch came to; `share_lost` is of the tokens that the draft would have said."""
 
-    tokens_per_pass: float
-    share_accepted: float
-    share_lost: float
+    texts: dict[str, tuple[int, ...]]
+    tokens_per_pass: float = 1.0
+    share_accepted: float = 0.0
+    share_lost: float = 0.0
 
 
-def measure(
-    args: argparse.Namespace,
+def generate(
     prompts: list[list[int]],
-    draft: Path,
     temperature: float,
+    num_tokens: int,
+    draft: Path | None = None,
     vocabulary: DraftVocabulary = DraftVocabulary.AUTO,
+    num_draft_tokens: int = 4,
 ) -> Figures:
-    """All prompts in one batch, `coupled`, float32."""
+    """All prompts in one batch, `coupled`, float32; without a draft for comparison."""
     target = ModelConfig(str(DEMO / "target"), dtype="float32", num_threads=1)
-    model = ModelConfig(str(draft), dtype="float32", num_threads=1)
-    proposer = load_drafter(model, CACHE, SchedulerConfig(), target.path, vocabulary).proposer
-    config = EngineConfig(target, CACHE, speculation=SpeculationConfig(num_tokens=args.num_draft_tokens))
-    engine = EngineCore.from_config(config, proposer)
+    proposer = None
+    if draft is not None:
+        model = ModelConfig(str(draft), dtype="float32", num_threads=1)
+        proposer = load_drafter(model, CACHE, SchedulerConfig(), target.path, vocabulary).proposer
+    speculation = SpeculationConfig(num_tokens=num_draft_tokens if proposer else 0)
+    engine = EngineCore.from_config(EngineConfig(target, CACHE, speculation=speculation), proposer)
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(seed=index, temperature=temperature, max_tokens=args.tokens)
+        sampling = SamplingParams(seed=index, temperature=temperature, max_tokens=num_tokens)
         engine.add(GenerateRequest(str(index), tuple(prompt), sampling))
+    texts: dict[str, tuple[int, ...]] = {}
     while engine.has_work:
-        engine.step()
+        for chunk in engine.step():
+            texts[chunk.request_id] = texts.get(chunk.request_id, ()) + tuple(chunk.token_ids)
+    if proposer is None:
+        return Figures(texts)
     drafts, counts = engine.stats().drafts, proposer.counts
     return Figures(
+        texts,
         drafts.acceptance_length,
         drafts.num_accepted_tokens / max(1, drafts.num_draft_tokens),
         counts.num_lost / max(1, counts.num_tokens),

@@ -19,7 +19,7 @@ from actors.draft_channel import ChannelProposer
 from actors.draft_server import DraftServer
 from actors.frames import FrameListener
 from actors.offer_table import OfferTable
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
@@ -48,10 +48,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
 
 
-def new_engine(folders: Folders, proposer: Proposer | None, verify: VerifyMode = VerifyMode.COUPLED) -> EngineCore:
+def new_engine(
+    folders: Folders,
+    proposer: Proposer | None,
+    verify: VerifyMode = VerifyMode.COUPLED,
+    tree: TreeConfig | None = None,
+) -> EngineCore:
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     limits = SchedulerConfig(max_model_len=128)
-    return EngineCore.from_config(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify)), proposer)
+    return EngineCore.from_config(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify, tree=tree)), proposer)
 
 
 def slow_down(
@@ -94,12 +99,13 @@ class WatchedLookahead:
 
 
 @contextmanager
-def serving(folders: Folders, path: Path, fan_out: int | None) -> Iterator[DraftServer]:
+def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig | None = None) -> Iterator[DraftServer]:
     """A draft process, as a thread."""
-    proposer = ModelProposer.from_config(ModelConfig(str(folders.draft), dtype="float32"), CACHE, SchedulerConfig())
+    model = ModelConfig(str(folders.draft), dtype="float32")
+    proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig(), tree=tree)
     lookahead = None if fan_out is None else WatchedLookahead(proposer.lookahead(fan_out))
     listener = FrameListener(path)
-    server = DraftServer(listener, proposer, proposer.model_version, lookahead)
+    server = DraftServer(listener, proposer, proposer.model_version, lookahead, tree)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -164,6 +170,32 @@ def test_a_batch_of_all_laws_says_what_the_target_alone_says(
         assert engine.stats().drafts.acceptance_length > 2.0
         channel.disconnect()
     assert channel.stats.num_hits == 0 if fan_out is None else channel.stats.num_hits > 0
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
+def test_trees_cross_the_channel_while_few_sequences_run(
+    verify: VerifyMode, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = TreeConfig(num_nodes=6, max_batch=2)
+    batch = requests()
+    taken: list[tuple[int, Draft]] = []  # by the number of sequences in the pass
+    with serving(folders, folder / "draft.sock", None, tree):
+        channel = connected(folder / "draft.sock")
+        propose = channel.propose
+        monkeypatch.setattr(
+            channel, "propose", lambda shares: [taken.append((len(shares), d)) or d for d in propose(shares)]
+        )
+        engine = new_engine(folders, channel, verify, tree)
+        texts = generate(engine, batch[:2], channel) | generate(engine, batch[2:3], channel)
+        texts |= generate(engine, [replace(each, request_id=f"{each.request_id}, in four") for each in batch], channel)
+        drafts = engine.stats().drafts
+        channel.disconnect()
+    if verify is VerifyMode.COUPLED:
+        assert all(texts[each] == reference[each.partition(",")[0]] for each in texts)
+    assert any(draft.parents and draft.depth < len(draft.token_ids) for number, draft in taken if number <= 2)
+    assert not any(draft.parents for number, draft in taken if number == 4)
+    assert drafts.num_invalid_tokens == 0
+    assert drafts.acceptance_length > 2.0
 
 
 def all_sampled(sampling: SamplingParams) -> list[GenerateRequest]:

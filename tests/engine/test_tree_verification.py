@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseLaw
+from engine.grammar import GrammarMatcher
 from engine.noise import Purpose
 from engine.sampler import Sampler
 from engine.sequence import Sequence
@@ -22,8 +23,10 @@ from engine.verifier.tree_coupled import descend
 from engine.verifier.trial import Outcome, prepare
 from engine.verifier.verifier import Verifier
 from protos.messages import SamplingParams, VerifyMode
-from tests.engine.exactness_checks import big_model, coupled_run, similar_model
+from tests.engine.exactness_checks import big_model, check_samples, coupled_run, similar_model
 from tests.engine.tabular import (
+    CONSTRAINED,
+    Experiment,
     Pair,
     TabularModel,
     joint_law,
@@ -149,6 +152,33 @@ def test_a_pass_with_a_drawn_tree_emits_exactly_the_target_law(name: str) -> Non
 )
 def test_sampling_parameters_keep_a_tree_exact(sampling: SamplingParams) -> None:
     check_enumeration("branches above and below", sampling=sampling)
+
+
+def check_grammar(name: str) -> None:
+    """Trees are drawn without the grammar, so that forbidden tokens stand beside allowed ones, and above them."""
+    for pair in pair_library(4)[:2]:
+        emitted = emitted_law(pair, CONSTRAINED, drawn_trees(pair, CONSTRAINED, SHAPES[name]), 3)
+        assert total_variation(emitted, joint_law(pair.target, CONSTRAINED, 3)) < 1e-12, pair.name
+
+
+@pytest.mark.parametrize("name", ["two roots", "a branch below"])
+def test_a_grammar_keeps_a_drawn_tree_exact(name: str) -> None:
+    check_grammar(name)
+
+
+def test_a_mask_of_another_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the grammar stood where it stands at the root, whatever the path to the node."""
+    monkeypatch.setattr(GrammarMatcher, "mask_after", lambda self, token_ids: self.masks(())[0])
+    with pytest.raises(AssertionError):
+        check_grammar("a branch below")
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
+def test_certain_trees_under_a_grammar_leave_its_law_alone(verify: VerifyMode) -> None:
+    experiment = Experiment(pair_library(4)[1], 6, 4, num_sequences=500, sampling=CONSTRAINED, verify=verify)
+    check_samples(experiment, draft_tree_by_malice)
+    if verify is VerifyMode.COUPLED:
+        assert experiment.run(draft_tree_by_malice).equal(experiment.run(no_draft))
 
 
 @pytest.mark.parametrize("token_ids", [(0, 1, 2, 2, 1), (1, 1, 0, 0, 2), (0, 2, 3), (3, 0, 1), (0, -1)])
