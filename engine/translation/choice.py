@@ -9,8 +9,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from engine.config import DraftVocabulary
 from engine.model_loader import tokenizer_file
-from engine.translation.spelled_vocabulary import SpelledVocabulary
-from engine.translation.vocabulary_pair import ModelTokens, VocabularyPair
+from engine.translation.spelled_vocabulary import SpelledVocabulary, names_of, read_tokenizer
+from engine.translation.vocabulary_pair import ModelTokens, VocabularyPair, are_names_of_one, are_sizes_of_one
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,15 @@ def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary
     if len(texts) < 2 and is_to_translate:
         path = target_path if files[0] is None else draft_path
         raise ConfigError(f"draft.vocabulary is {str(wanted)!r}, but {path!r} has no tokenizer.json to translate by")
-    if (len(texts) < 2 or texts[0] == texts[1]) and not is_to_translate:
+    if len(texts) < 2 or (texts[0] == texts[1] and not is_to_translate):
         return Choice(DraftVocabulary.SAME, target_tokens)
     target_file, draft_file = (file for file in files if file is not None)
+    is_same = are_sizes_of_one(draft_tokens.vocab_size, target_tokens.vocab_size) and are_names_of_one(
+        names_of(read_tokenizer(draft_file), draft_tokens.vocab_size),
+        names_of(read_tokenizer(target_file), target_tokens.vocab_size),
+    )
+    if is_same and not is_to_translate:
+        return Choice(DraftVocabulary.SAME, target_tokens)
     pair = VocabularyPair(
         SpelledVocabulary.from_file(target_file, target_tokens.vocab_size),
         SpelledVocabulary.from_file(draft_file, draft_tokens.vocab_size),
@@ -59,18 +65,17 @@ def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary
 
 
 def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
+    """Of two vocabularies that are not one, or shall not be taken for one."""
     num_shared, coverage = len(pair.shared_ids()), pair.coverage()
-    chosen = wanted
-    if wanted is DraftVocabulary.AUTO and pair.is_same:
-        chosen = DraftVocabulary.SAME
-    elif wanted is DraftVocabulary.AUTO:
-        is_covered = coverage >= _LEAST_COVERAGE
-        chosen = DraftVocabulary.INTERSECTION if is_covered else DraftVocabulary.TEXT
-    elif wanted is DraftVocabulary.SAME and not pair.is_same:
+    if wanted is DraftVocabulary.SAME:
         raise ConfigError(
             f"draft.vocabulary is 'same', but of the target's {len(pair.target.names)} tokens and the draft's "
             f"{len(pair.draft.names)} only {num_shared} are the same; set it to 'intersection', 'text' or 'auto'"
         )
+    chosen = wanted
+    if wanted is DraftVocabulary.AUTO:
+        is_covered = coverage >= _LEAST_COVERAGE
+        chosen = DraftVocabulary.INTERSECTION if is_covered else DraftVocabulary.TEXT
     logger.info(
         "draft.vocabulary %s, wanted %s: tokens target=%d draft=%d shared=%d, coverage=%.3f, intersection from %.2f on",
         chosen,

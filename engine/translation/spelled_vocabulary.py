@@ -37,8 +37,7 @@ class SpelledVocabulary:
         core.no_truncation()
         core.no_padding()
         self._core = core
-        names = core.get_vocab(with_added_tokens=True)
-        self.names = {token_id: name for name, token_id in names.items() if token_id < vocab_size}
+        self.names = names_of(core, vocab_size)
         added = core.get_added_tokens_decoder()
         self.special_ids = frozenset(each for each, token in added.items() if token.special and each in self.names)
         self._bytes = {
@@ -52,10 +51,7 @@ class SpelledVocabulary:
     @classmethod
     def from_file(cls, file: Path, vocab_size: int) -> SpelledVocabulary:
         """Read a tokenizer.json; raises ConfigError where it is none, or spells no bytes."""
-        try:
-            core = TokenizerCore.from_file(str(file))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        core = read_tokenizer(file)
         try:
             return cls(core, vocab_size)
         except ConfigError as error:
@@ -111,6 +107,20 @@ class SpelledVocabulary:
 
     def _encode(self, text: str) -> list[int]:
         return [each for each in self._core.encode(text, add_special_tokens=False).ids if each in self.names]
+
+
+def read_tokenizer(file: Path) -> TokenizerCore:
+    """Raises ConfigError where the file is no tokenizer."""
+    try:
+        return TokenizerCore.from_file(str(file))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+
+
+def names_of(core: TokenizerCore, vocab_size: int) -> dict[int, str]:
+    """The name of each id that a model with `vocab_size` logits has, control tokens included."""
+    names = core.get_vocab(with_added_tokens=True)
+    return {token_id: name for name, token_id in names.items() if token_id < vocab_size}
 
 
 def _is_byte_token(name: str) -> bool:

@@ -29,18 +29,6 @@ class VocabularyPair:
     target_tokens: ModelTokens
     draft_tokens: ModelTokens
 
-    @property
-    def is_same(self) -> bool:
-        """Every id that both name means the same in both, and next to none is named by only one."""
-        ours, theirs = self.target.names, self.draft.names
-        num_lone = len(ours.keys() ^ theirs.keys())
-        is_one = all(theirs.get(token_id, name) == name for token_id, name in ours.items())
-        return (
-            is_one
-            and are_sizes_of_one(self.target_tokens.vocab_size, self.draft_tokens.vocab_size)
-            and (num_lone <= _MAX_PADDING_SHARE * len(ours))
-        )
-
     def shared_ids(self) -> dict[int, int]:
         """The target's id of each draft id that spells the same bytes, or plays the same role; one to one."""
         ids = {
@@ -81,6 +69,13 @@ class VocabularyPair:
         spelled = sorted(self.target.id_of.values())
         weights = {token_id: 1.0 / (_ZIPF_SHIFT + rank) for rank, token_id in enumerate(spelled)}
         return sum(weights[token_id] for token_id in spelled if token_id in shared) / max(1e-9, sum(weights.values()))
+
+
+def are_names_of_one(draft_names: Mapping[int, str], target_names: Mapping[int, str]) -> bool:
+    """Whether next to all ids mean the same in both: sizes of a family differ by a few control tokens at most."""
+    num_different = sum(draft_names.get(token_id) != name for token_id, name in target_names.items())
+    num_different += len(draft_names.keys() - target_names.keys())
+    return num_different <= _MAX_PADDING_SHARE * len(target_names)
 
 
 def are_sizes_of_one(draft_size: int, target_size: int) -> bool:

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from engine.common_prefix import num_equal
 from engine.config import DraftVocabulary
 from engine.translation.choice import choose_vocabulary
-from engine.translation.spelled_vocabulary import SpelledVocabulary
+from engine.translation.spelled_vocabulary import SpelledVocabulary, names_of
 from engine.translation.text_reader import TextReader
 from engine.translation.translation import SameVocabulary, SharedTokens
-from engine.translation.vocabulary_pair import ModelTokens, VocabularyPair
+from engine.translation.vocabulary_pair import ModelTokens, VocabularyPair, are_names_of_one
 from protos.errors import ConfigError
 from tests.engine.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.checkpoints import Folders
@@ -197,17 +197,29 @@ def test_the_choice_follows_what_the_tokenizers_share(
         chosen(tmp_path, DraftVocabulary.TEXT)
 
 
-def test_a_few_more_names_are_still_the_same_vocabulary(tmp_path: Path) -> None:
-    core = new_tokenizer(TARGET_TEXTS, 24)
-    longer = Tokenizer.from_str(core.to_str())
-    size = core.get_vocab_size()
-    few, many = ModelTokens(size), ModelTokens(2 * size)
-    ours, theirs = SpelledVocabulary(core, size), SpelledVocabulary(longer, size)
-    assert VocabularyPair(ours, theirs, few, few).is_same
-    assert not VocabularyPair(ours, theirs, few, many).is_same
-    moved = SpelledVocabulary(new_tokenizer(TARGET_TEXTS, 24, ["<turn>", "<end>"]), size)
-    assert not VocabularyPair(ours, moved, few, few).is_same  # two ids have changed places
-    assert VocabularyPair(ours, ours, few, few).coverage() == pytest.approx(1.0)
+def test_a_few_other_names_are_still_the_same_vocabulary() -> None:
+    names = {token_id: f"token {token_id}" for token_id in range(1000)}
+    assert are_names_of_one(names, names)
+    assert are_names_of_one({**names, 3: "<another>", 1000: "<new>"}, names)
+    assert not are_names_of_one({token_id: names[token_id] for token_id in range(900)}, names)
+    assert not are_names_of_one({token_id: names[999 - token_id] for token_id in names}, names)
+
+
+def test_tokens_that_spell_nothing_will_do_where_they_are_the_same(folders: Folders, tmp_path: Path) -> None:
+    """A tokenizer with a decoder of another kind, written by another version of its library."""
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((folders.target / "config.json").read_text())
+        core = Tokenizer.from_file(str(folders.target / "tokenizer.json"))
+        core.decoder = decoders.WordPiece()
+        core.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "draft")
+    paths = str(tmp_path / "target"), str(tmp_path / "draft")
+    assert choose_vocabulary(*paths, DraftVocabulary.AUTO).vocabulary is DraftVocabulary.SAME
+    with pytest.raises(ConfigError, match="its tokens do not stand for fixed bytes"):
+        choose_vocabulary(*paths, DraftVocabulary.TEXT)
+    size = len(names_of(Tokenizer.from_file(str(folders.target / "tokenizer.json")), 1000))
+    ours = SpelledVocabulary.from_file(folders.target / "tokenizer.json", size)
+    assert VocabularyPair(ours, ours, ModelTokens(size), ModelTokens(size)).coverage() == pytest.approx(1.0)
 
 
 def test_padding_ids_that_only_the_target_has_never_reach_the_draft() -> None:
