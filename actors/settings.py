@@ -13,6 +13,7 @@ class DraftKind(StrEnum):
 
     MODEL = "model"
     MEDUSA = "medusa"
+    EAGLE3 = "eagle3"
     MTP = "mtp"
     NGRAM = "ngram"
     SUFFIX = "suffix"

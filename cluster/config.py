@@ -64,14 +64,14 @@ class DraftSection(_Section):
     """Who guesses: a second model in its own process, a head on the target's hidden states in the target's process,
     n-grams of the text itself, suffixes of it and of earlier ones under the same cache_salt, or nobody.
 
-    medusa: a head set with files of its own, at `path`. mtp: the layer for it among the target's own weights. Heads
-    compute in the target's dtype, on its device and threads.
+    medusa and eagle3: heads with files of their own, at `path`. mtp: the layer for it among the target's own weights.
+    Heads compute in the target's dtype, on its device and threads.
 
     `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
     tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
     """
 
-    kind: Annotated[str, _one_of("model", "medusa", "mtp", "ngram", "suffix", "none")] = "model"
+    kind: Annotated[str, _one_of("model", "medusa", "eagle3", "mtp", "ngram", "suffix", "none")] = "model"
     path: str | None = None
     vocabulary: Annotated[str, _one_of(*DraftVocabulary)] = "auto"
     dtype: Annotated[str, _one_of("auto", "bfloat16", "float16", "float32")] = "auto"

@@ -88,6 +88,7 @@ class HeadKind(StrEnum):
     """Drafters that read the target's hidden states, in the target's process."""
 
     MEDUSA = "medusa"
+    EAGLE3 = "eagle3"
     MTP = "mtp"
 
     @property

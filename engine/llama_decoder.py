@@ -22,8 +22,8 @@ from engine.flat_pass import FlatPass
 from engine.heads.tap import NO_TAP, Tap, joined
 from engine.packed_linear import Linear, LinearFactory, can_fuse, gated_of, linear_of
 from engine.position_limit import max_positions
+from engine.rotary import RotaryTable, rotate
 
-_FIRST_POSITIONS = 2048
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -69,11 +69,8 @@ class LlamaDecoder:
         self._num_kv_heads = config.num_key_value_heads
         self._epsilon = config.rms_norm_eps
         self._embedding = model.model.embed_tokens.weight
-        self._rotary_embedding = model.model.rotary_emb
-        self._max_positions = max_positions(config)
         self._is_deterministic = is_deterministic
-        # A table that grows is computed anew, and some rotary scalings then change the early positions too.
-        self._rotary = self._rotary_table((is_deterministic and self._max_positions) or _FIRST_POSITIONS)
+        self._rotary = RotaryTable(model.model.rotary_emb, self._embedding, max_positions(config), is_deterministic)
         self._make_linear = make_linear
         self._layers = []
         for index, layer_options in enumerate(options):
@@ -90,10 +87,7 @@ class LlamaDecoder:
     def logits(self, flat_pass: FlatPass) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         hidden = self._embedding.index_select(0, flat_pass.input_ids)  # [T, hidden]
-        if flat_pass.num_positions > self._rotary.shape[0]:
-            self._rotary = self._rotary_table(2 * flat_pass.num_positions)
-        rotary = self._rotary.index_select(0, flat_pass.position_ids)  # [T, 2, D]
-        cos, sin = rotary[:, :1], rotary[:, 1:]
+        cos, sin = self._rotary.at(flat_pass)
         tapped: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             if index in self._tap.layers:
@@ -119,7 +113,7 @@ class LlamaDecoder:
         query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]  # [T, Hq + H, D], [T, H, D]
         if layer.head_norm is not None:
             query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._epsilon) * layer.head_norm
-        query_key = _rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query_key = rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = flat_pass.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
         return layer.output(attended.reshape(num_rows, -1))
@@ -132,18 +126,6 @@ class LlamaDecoder:
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
-
-    def _rotary_table(self, num_positions: int) -> Tensor:
-        """Cosines and sines [positions, 2, D] by the model's own rotary module, the first half of the sines negated.
-
-        Never longer than `max_positions`: past it some rotary scalings change the early positions too.
-        """
-        num_positions = min(num_positions, self._max_positions or num_positions)
-        positions = torch.arange(num_positions, device=self._embedding.device)[None]
-        cos, sin = self._rotary_embedding(self._embedding, positions)  # [1, positions, D]
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return torch.stack((cos[0], sin[0]), dim=1)
 
     def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -193,8 +175,3 @@ class LlamaDecoder:
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         weights: list[Tensor] = [linear.weight for linear in linears]
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [T, heads, D]; sin's sign makes up for the halves that change places."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -102,7 +102,7 @@ def model_version(path: str, quantization: str = "none") -> str:
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if quantization != "none":
         digest.update(quantization.encode())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         num_bytes = file.stat().st_size
         digest.update(f"{file.name}\0{num_bytes}\0".encode())
         with file.open("rb") as stream:

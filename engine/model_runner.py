@@ -76,7 +76,7 @@ class ModelRunner:
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
         self.kv_layout = KVLayout(
-            self.model_version,
+            _kv_version(self.model_version, head),
             f"{stock.dtype} as int8" if is_quantized else str(stock.dtype),
             cache.block_size,
             tuple(layer_shapes),
@@ -163,6 +163,13 @@ def _rounding(model: ModelConfig) -> str:
     if not model.deterministic:
         return "any"
     return f"deterministic on {torch.get_num_threads()} threads of {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _kv_version(target_version: str, head: HeadConfig | None) -> str:
+    """Names all weights that a block depends on: those of the head too, where it has files of its own."""
+    if head is None or head.path is None or not head.kind.keeps_kv:
+        return target_version
+    return f"{target_version} with head {model_version(head.path)}"
 
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:

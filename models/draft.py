@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.architecture import compile_layers, draft_config, hidden_states, new_model
+from models.checkpoint import save_checkpoint
 from models.loss import distillation_loss
 from models.optimizer import PairedOptimizer
 from models.rollout import RolloutPool
@@ -54,5 +55,11 @@ def distil_draft(
     model = new_model(draft_config(), seed, budget.device)
     compile_layers(model)
     compile_layers(target)
-    optimizer = PairedOptimizer(model, matrix_lr=0.02, embedding_lr=0.004)
-    return train(model, optimizer, DraftLesson(model, target, stream, rollouts, budget), budget, folder)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.02, embedding_lr=0.004)
+    return train(
+        model,
+        optimizer,
+        DraftLesson(model, target, stream, rollouts, budget),
+        budget,
+        lambda: save_checkpoint(model, folder),
+    )

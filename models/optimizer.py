@@ -1,7 +1,9 @@
 """Muon for the matrices, AdamW for the rest, and the warmup-stable-decay schedule they share."""
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -66,19 +68,29 @@ class Muon:
 
 
 class PairedOptimizer:
-    """Muon over the layers' matrices and AdamW over embedding and norms, driven by one schedule."""
+    """Muon over matrices and AdamW over everything else, driven by one schedule."""
 
-    def __init__(self, model: LlamaForCausalLM, matrix_lr: float, embedding_lr: float) -> None:
-        self._model, self._matrix_lr, self._embedding_lr = model, matrix_lr, embedding_lr
-        self._muon = Muon([parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2])
+    def __init__(
+        self, matrices: Iterable[Parameter], others: Iterable[Parameter], matrix_lr: float, other_lr: float
+    ) -> None:
+        self._matrices, self._others = list(matrices), list(others)
+        self._matrix_lr, self._other_lr = matrix_lr, other_lr
+        self._muon = Muon(self._matrices)
+        self._adam = torch.optim.AdamW(self._others, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0)
+
+    @classmethod
+    def of_llama(cls, model: LlamaForCausalLM, matrix_lr: float, embedding_lr: float) -> PairedOptimizer:
+        """Muon over the layers' matrices, AdamW over embedding and norms."""
+        matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
         others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
-        self._adam = torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.98), weight_decay=0.0)
+        return cls(matrices, others, matrix_lr, embedding_lr)
 
     def step(self, progress: float) -> None:
         """One update at `progress` in [0, 1] of the budget; the gradients are cleared afterwards."""
         factor = schedule(progress)
         for group in self._adam.param_groups:
-            group["lr"] = self._embedding_lr * factor
+            group["lr"] = self._other_lr * factor
         self._muon.step(self._matrix_lr * factor)
         self._adam.step()
-        self._model.zero_grad()
+        for parameter in (*self._matrices, *self._others):
+            parameter.grad = None

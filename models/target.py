@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.architecture import compile_layers, hidden_states, new_model, target_config
-from models.checkpoint import load_checkpoint
+from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import next_token_loss
 from models.optimizer import PairedOptimizer
 from models.tokens import WindowStream, plain_positions, skipped_positions
@@ -45,5 +45,7 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
     )
     model.train()
     compile_layers(model)
-    optimizer = PairedOptimizer(model, matrix_lr=0.012, embedding_lr=0.002)
-    return train(model, optimizer, TargetLesson(model, stream, budget, seed), budget, folder)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.012, embedding_lr=0.002)
+    return train(
+        model, optimizer, TargetLesson(model, stream, budget, seed), budget, lambda: save_checkpoint(model, folder)
+    )

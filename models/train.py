@@ -1,4 +1,4 @@
-"""The training loop that both halves share: budget, clock, checkpoints, log.
+"""The training loop that the pair and its heads share: budget, clock, checkpoints, log.
 
 Budgets are wall-clock minutes, because the learning rate must reach zero when the time is over, on whatever machine. A
 checkpoint is written every few minutes, so a run that is cut off still leaves a pair.
@@ -8,13 +8,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
-from models.checkpoint import save_checkpoint
 from models.optimizer import PairedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -77,13 +74,16 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: nn.Module,
     optimizer: PairedOptimizer,
     step_loss: Callable[[float], Tensor],
     budget: Budget,
-    folder: Path,
+    save: Callable[[], None],
 ) -> TrainingReport:
-    """Steps until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch."""
+    """Steps until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
+
+    `save` is called every few minutes and at the end.
+    """
     clock, saved_at, mean_loss = Clock(budget), 0.0, 0.0
     while (progress := clock.progress) < 1.0:
         loss = step_loss(progress)
@@ -95,9 +95,9 @@ def train(
         if clock.num_steps % LOG_EVERY_STEPS == 0:
             _log_step(clock, mean_loss)
         if clock.seconds - saved_at > CHECKPOINT_EVERY_S:
-            save_checkpoint(model, folder)
+            save()
             saved_at = clock.seconds
-    save_checkpoint(model, folder)
+    save()
     return TrainingReport(clock.num_steps, clock.num_tokens, clock.seconds, mean_loss)
 
 

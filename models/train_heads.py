@@ -1,4 +1,4 @@
-"""`python -m models.train_heads --kind medusa`: trains a head for the demo target, measures it and writes its card."""
+"""`python -m models.train_heads --kind eagle3`: trains a head for the demo target, measures it and writes its card."""
 
 import argparse
 import itertools
@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from models.acceptance import Acceptance
-from models.card import DEMO_FOLDER
+from models.card import DEMO_FOLDER, acceptance_table, read_json
 from models.checkpoint import load_checkpoint
 from models.corpus import collect
+from models.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
 from models.evaluate import NUM_PROMPTS, held_out_prompts
+from models.head_acceptance import measure_head
 from models.medusa_heads import MedusaHeads, MedusaLesson, load_heads, measure_heads, save_heads
 from models.optimizer import schedule
 from models.rollout import RolloutPool, generate
 from models.tokenizer import load_tokenizer
 from models.tokens import WindowStream, encode, tokenize_corpus
+from models.train import Budget, TrainingReport
 from models.train_demo_pair import machine
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,32 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
     return card("Medusa heads", "medusa", about, measured, spent, len(prompts))
 
 
-TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]] = {"medusa": make_medusa}
+def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
+    """Trains and saves an EAGLE-3 head, and returns its card, with the pair's draft to compare."""
+    budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS, WINDOW_TOKENS)
+    report = train_eagle3(target, Batches(target, arguments).next, budget, folder)
+    return eagle3_card(target, arguments, folder, report)
+
+
+def eagle3_card(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, report: TrainingReport) -> str:
+    """Measures the head in `folder` and says how it was made."""
+    head, prompts = eagle3_logits(folder, target), held_out(arguments)
+    measured = {f"{t:g}": measure_head(target, head, prompts, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
+    size = (folder / "model.safetensors").stat().st_size / 1e6
+    about = (
+        f"One layer on the target's states of three layers (arXiv:2503.01840), {size:.1f} MB in bfloat16, in the "
+        f"original format; it drafts the {DRAFT_VOCAB_SIZE:,} most frequent of the {target.config.vocab_size:,} tokens."
+    )
+    spent = f"{report.num_steps} steps, {report.num_tokens:,} tokens in {report.seconds / 60:.0f} minutes"
+    text = card("EAGLE-3 head", "eagle3", about, measured, f"{spent}, last loss {report.last_loss:.3f}", len(prompts))
+    draft = acceptance_table(read_json(arguments.target.parent / "measurements.json")["acceptance"])
+    return f"{text}\n## The pair's own draft\n\nMeasured in the same way, on the same prompts:\n\n{draft}\n"
+
+
+TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]] = {
+    "medusa": make_medusa,
+    "eagle3": make_eagle3,
+}
 
 
 def card(title: str, kind: str, about: str, measured: dict[str, Acceptance], spent: str, num_prompts: int) -> str:

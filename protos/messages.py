@@ -48,6 +48,7 @@ class SpeculationMethod(StrEnum):
 
     MODEL = "model"  # the deployment's draft model
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
+    EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, and then on its own
     MTP = "mtp"  # the target's own multi-token-prediction layer
     SUFFIX = "suffix"  # what followed the same words before, in this request or in finished ones of its cache_salt
     NGRAM = "ngram"  # what followed the last few tokens of this request when they occurred last
@@ -57,7 +58,12 @@ class SpeculationMethod(StrEnum):
     @property
     def can_branch(self) -> bool:
         """Whether its drafts may be trees: it has a law for every position, not one text."""
-        return self in (SpeculationMethod.MODEL, SpeculationMethod.MEDUSA, SpeculationMethod.MTP)
+        return self in (
+            SpeculationMethod.MODEL,
+            SpeculationMethod.MEDUSA,
+            SpeculationMethod.EAGLE3,
+            SpeculationMethod.MTP,
+        )
 
 
 class GrammarKind(StrEnum):

@@ -88,8 +88,8 @@ class Weights:
 
     def __init__(self, tensors: Mapping[str, Tensor], source: str) -> None:
         """`source` names the checkpoint in errors."""
+        self.source = source
         self._left = dict(tensors)
-        self._source = source
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
@@ -108,10 +108,10 @@ class Weights:
         """The tensor; raises ConfigError where it is missing or of another shape."""
         tensor = self._left.pop(name, None)
         if tensor is None:
-            raise ConfigError(f"{self._source} is incomplete: tensor {name!r} of shape {list(shape)} is missing")
+            raise ConfigError(f"{self.source} is incomplete: tensor {name!r} of shape {list(shape)} is missing")
         if tuple(tensor.shape) != shape:
             raise ConfigError(
-                f"{self._source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, and this "
+                f"{self.source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, and this "
                 f"target needs {list(shape)}; use the head that was trained for it"
             )
         return tensor
@@ -124,5 +124,5 @@ class Weights:
         """Raise ConfigError if anything is left: a checkpoint that is understood by half drafts nonsense."""
         if self._left:
             raise ConfigError(
-                f"{self._source} has {len(self._left)} tensors that mean nothing here, {self.unused[0]!r} among them"
+                f"{self.source} has {len(self._left)} tensors that mean nothing here, {self.unused[0]!r} among them"
             )

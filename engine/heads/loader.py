@@ -5,11 +5,12 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, HeadKind
+from engine.heads.eagle3 import Eagle3Head, load_eagle3
 from engine.heads.medusa import MedusaHeads, load_medusa
 from engine.heads.mtp import MtpHead, load_mtp
 from protos.errors import ConfigError
 
-Head = MedusaHeads | MtpHead
+Head = MedusaHeads | Eagle3Head | MtpHead
 
 
 def load_head(config: HeadConfig, target: PreTrainedModel) -> Head:
@@ -22,4 +23,6 @@ def load_head(config: HeadConfig, target: PreTrainedModel) -> Head:
         return load_mtp(target)
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
+    if config.kind is HeadKind.EAGLE3:
+        return load_eagle3(config.path, target)
     return load_medusa(config.path, target)

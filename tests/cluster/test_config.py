@@ -72,7 +72,7 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"draft": {"kind": "eagle3"}}, "args.draft.kind"),
+        ({"draft": {"kind": "hydra"}}, "args.draft.kind"),
         ({"speculation": {"mode": "eager"}}, "args.speculation.mode"),
         ({"speculation": {"verify": "typical"}}, "args.speculation.verify"),
         ({"target": {"path": "t", "tensor_parallel_size": 2}}, "args.target.tensor_parallel_size"),
@@ -120,7 +120,7 @@ def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
 
 def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
     for kind in DraftKind:
-        path = {"path": "d"} if kind in (DraftKind.MODEL, DraftKind.MEDUSA) else {}
+        path = {"path": "d"} if kind in (DraftKind.MODEL, DraftKind.MEDUSA, DraftKind.EAGLE3) else {}
         assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
 
 
@@ -186,7 +186,7 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
         ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
         ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
-        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'mtp', or remove the tree"),
+        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp', or remove the tree"),
     ],
 )
 def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:

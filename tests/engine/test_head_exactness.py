@@ -25,12 +25,14 @@ from engine.engine_core import EngineCore
 from engine.model_runner import ModelRunner
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.eagle3_world import PlainEagle3, head_tensors, write_original
 from tests.engine.heads_world import fit_medusa, transformers_mtp, write_deepseek, write_llama_with_mtp
 from tests.engine.in_process_transport import InProcessTransport
 
 P = 8
 MAX_TOKENS = 20
 NUM_PROMPTS = 8
+EAGLE3_TAPS = (1, 2)  # of a target with two layers
 LAWS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -42,13 +44,16 @@ TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A target with an MTP layer among its weights, and Medusa heads beside it."""
+    """A target with an MTP layer among its weights, and other heads beside it, named after their kind."""
 
-    target: Path
-    medusa: Path
+    root: Path
+
+    @property
+    def target(self) -> Path:
+        return self.root / "target"
 
     def head(self, kind: HeadKind) -> HeadConfig:
-        return HeadConfig(kind, str(self.medusa) if kind is HeadKind.MEDUSA else None)
+        return HeadConfig(kind, None if kind is HeadKind.MTP else str(self.root / kind))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("heads")
     write_llama_with_mtp(root / "target")
     fit_medusa(root / "medusa", root / "target")
-    return World(root / "target", root / "medusa")
+    write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
+    return World(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +183,19 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle(world: World) -> Oracle:
-    return Oracle(world.target)
+def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3]:
+    eagle3 = PlainEagle3.read(world.target, world.root / "eagle3", EAGLE3_TAPS)
+    return {HeadKind.MTP: Oracle(world.target), HeadKind.EAGLE3: eagle3}
 
 
 @pytest.mark.parametrize("kind", HeadKind)
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_head_changes_no_token(
-    name: str, kind: HeadKind, world: World, reference: dict[str, tuple[int, ...]], oracle: Oracle
+    name: str,
+    kind: HeadKind,
+    world: World,
+    reference: dict[str, tuple[int, ...]],
+    oracles: dict[HeadKind, Oracle | PlainEagle3],
 ) -> None:
     setup = SETUPS[name]
     engine = build(world, kind, setup)
@@ -198,11 +209,11 @@ def test_a_head_changes_no_token(
     assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
     if setup.num_repeats > 1:
         assert stats.num_prefix_hit_tokens > 0
-    if kind is HeadKind.MTP:
+    if kind in oracles:
         assert drafted
         for each in drafted[:: 1 + len(drafted) // 12]:
             num_checked = 1 if each.draft.parents else len(each.draft.token_ids)
-            assert each.draft.token_ids[:num_checked] == oracle.drafts(each.token_ids, num_checked)
+            assert each.draft.token_ids[:num_checked] == oracles[kind].drafts(each.token_ids, num_checked)
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -239,7 +250,7 @@ def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
 def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:
     """DeepSeek-V3: latent attention, experts, and transformers' own names for the layer's tensors."""
     write_deepseek(tmp_path / "target")
-    world = World(tmp_path / "target", tmp_path)
+    world = World(tmp_path)
     asked = requests(Setup())[:2]
     engine = build(world, HeadKind.MTP, Setup())
     assert isinstance(engine.runner, ModelRunner)

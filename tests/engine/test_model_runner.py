@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel
 
-from engine import llama_decoder
+from engine import rotary
 from engine.config import CacheConfig, ModelConfig
 from engine.model_runner import ModelRunner
 from engine.span import Span
@@ -151,7 +151,7 @@ def test_planned_steps_compute_what_single_passes_do(llama: Path) -> None:
 def test_rotary_tables_grow_with_the_positions(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = scattered_tables(1)[0]
     expected = load(llama).forward([Span(PROMPTS[0], 0, table, 1)])
-    monkeypatch.setattr(llama_decoder, "_FIRST_POSITIONS", 8)
+    monkeypatch.setattr(rotary, "_FIRST_POSITIONS", 8)
     assert torch.equal(load(llama).forward([Span(PROMPTS[0], 0, table, 1)]), expected)
 
 

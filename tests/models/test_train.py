@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from models.architecture import llama_config, new_model, num_parameters
-from models.checkpoint import load_checkpoint
+from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import distillation_loss
 from models.optimizer import PairedOptimizer
 from models.train import Budget, train
@@ -16,7 +16,7 @@ def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path
     model = new_model(llama_config(num_layers=1, hidden_size=64, mlp_size=64, num_heads=1, num_kv_heads=1), seed=0)
     ids = torch.arange(33).unsqueeze(0)
     budget = Budget(minutes=5.0, device=torch.device("cpu"), tokens_per_step=32, max_tokens=160)
-    optimizer = PairedOptimizer(model, matrix_lr=0.01, embedding_lr=0.01)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.01, embedding_lr=0.01)
     losses: list[float] = []
 
     def step_loss(progress: float) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path
         losses.append(loss.item())
         return loss
 
-    report = train(model, optimizer, step_loss, budget, tmp_path)
+    report = train(model, optimizer, step_loss, budget, lambda: save_checkpoint(model, tmp_path))
     assert (report.num_steps, report.num_tokens) == (5, 160)
     assert losses[-1] < losses[0]
     assert num_parameters(load_checkpoint(tmp_path)) == num_parameters(model)
