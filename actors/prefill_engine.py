@@ -125,9 +125,14 @@ class PrefillEngine:
 
     async def _parcel(self, blocks: Tensor, takes_direct: bool) -> PrefillBlocks:
         """What brings the blocks to the pair; neither copying nor registering them is for the event loop."""
-        if takes_direct and self._carrier is not None:
-            return await asyncio.to_thread(self._carrier.send, blocks)
-        return await asyncio.to_thread(lambda: blocks.cpu().numpy())
+        if not takes_direct or self._carrier is None:
+            return await asyncio.to_thread(lambda: blocks.cpu().numpy())
+        sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(lambda sent: self._release([sent.result()]))  # the reader has left meanwhile
+            raise
 
     def _release(self, sent: list[DirectBlocks]) -> None:
         for blocks in sent:
