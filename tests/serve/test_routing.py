@@ -25,6 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     write_pair(folder)
     changes = {
         "draft": {"kind": "none"},
+        "speculation": {"adaptive": False},
         "pair": {"num_replicas": 2},
         "router": {"index_timeout_ms": 10_000},  # a shared machine may be slow, and the claims here are others
     }
