@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine import packed_linear
+from engine import model_runner, packed_linear
+from engine.config import CacheConfig, ModelConfig
+from engine.model_loader import load_model
+from engine.model_runner import ModelRunner
 from engine.packed_linear import PackedLinear, can_fuse, can_pack, gated_of, linear_of, pack_linears
+from tests.engine.families import SERVED, write_family
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -82,6 +89,29 @@ def test_the_plain_weight_is_freed() -> None:
     weight = weakref.ref(model[0].weight)
     pack_linears(model)
     assert weight() is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_runner_holds_no_weight_beside_the_packed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, deterministic: bool
+) -> None:
+    monkeypatch.setattr(packed_linear, "_MIN_FUSED_ELEMENTS", 1)
+    write_family(tmp_path, SERVED[family]())
+    weights: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def load_and_watch(config: ModelConfig) -> PreTrainedModel:
+        model = load_model(config)
+        weights.update({name: weakref.ref(weight) for name, weight in model.named_parameters() if weight.dim() == 2})
+        return model
+
+    monkeypatch.setattr(model_runner, "load_model", load_and_watch)
+    model = ModelConfig(str(tmp_path), "bfloat16", "cpu", deterministic=deterministic)
+    runner = ModelRunner(model, CacheConfig(num_blocks=2))
+    gc.collect()
+    kept = {name for name, weight in weights.items() if weight() is not None}
+    assert runner.num_blocks == 2
+    assert kept == {name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
 
 
 def test_a_tied_embedding_keeps_its_weight() -> None:
