@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 
-.PHONY: help install serve test lint type protos demo-pair bench bench-peers bench-speculation profile clean
+.PHONY: help install serve test lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
 	@$(BIN)/python -m bench.profile
+
+bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten minutes; without a GPU it says so
+	@$(BIN)/python -m bench.gpu
 
 clean:  ## remove the environment and every cache
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

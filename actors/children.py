@@ -46,10 +46,11 @@ class PairActors:
             ServingError: what kept one of them from it.
         """
         settings, devices = self._settings, self._devices
-        target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.target))
+        target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.targets))
         self._actors = [target.remote(settings, self._folder, self._prefill)]
         if settings.draft_share is not None:
-            draft = ray.remote(DraftActor).options(**_options(settings.draft_share, _DRAFT_BUNDLE, devices.draft))
+            gpus = () if devices.draft is None else (devices.draft,)
+            draft = ray.remote(DraftActor).options(**_options(settings.draft_share, _DRAFT_BUNDLE, gpus))
             self._actors.append(draft.remote(settings, self._folder))
         await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
 
@@ -65,13 +66,13 @@ class PairActors:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _options(share: ProcessShare, bundle: int, device: int | None) -> dict[str, Any]:
-    """Options of a child: its bundle, and an environment in which it sees its device alone.
+def _options(share: ProcessShare, bundle: int, gpus: tuple[int, ...]) -> dict[str, Any]:
+    """Options of a child: its bundle, and an environment in which it sees its devices alone.
 
     Idle OpenMP threads sleep instead of spinning, since target and draft take turns on the same cores.
     """
     environment = {
-        "CUDA_VISIBLE_DEVICES": "" if device is None else str(device),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "OMP_NUM_THREADS": str(share.num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }

@@ -10,6 +10,7 @@ from actors.draft_messages import DRAFT_SOCKET
 from actors.draft_server import DraftServer
 from actors.frames import FrameListener
 from actors.settings import PairSettings
+from engine.pass_shapes import sized
 from engine.proposer.foreign import Drafter, load_drafter
 
 _PROMPT_SHARE = 4  # a draft reads as many times the target's tokens per step, and is still done sooner
@@ -41,7 +42,7 @@ def _drafter(settings: PairSettings) -> Drafter:
     assert draft.cache is not None, "and a draft model has a pool"
     limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
     return load_drafter(
-        draft.model,
+        replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),
         draft.cache,
         limits,
         engine.model.path,

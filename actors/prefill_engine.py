@@ -31,6 +31,7 @@ from engine.engine_core import EngineCore
 from engine.engine_stats import EngineStats
 from engine.fetch_failure import FetchFailure
 from engine.kv_transfer import KVLayout, RemoteLoad
+from engine.leading_runner import LeadingRunner
 from engine.model_runner import ModelRunner
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -151,6 +152,8 @@ class PrefillEngine:
         core = EngineCore.from_config(self._settings.engine)
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"
+        if isinstance(runner, LeadingRunner):
+            runner.watch(lambda reason: os._exit(1))  # Serve starts another replica
         self._layout: KVLayout = runner.kv_layout
         max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)
         self._exporter = BlockExporter(runner, max_blocks, self._say)

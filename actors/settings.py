@@ -46,9 +46,9 @@ class ProcessShare:
 
 @dataclass(frozen=True, slots=True)
 class PairDevices:
-    """Node-wide indices of the GPUs of target and draft; None where they compute on the CPU."""
+    """Node-wide indices of the GPUs of the target, rank by rank, and of the draft; none where they run on the CPU."""
 
-    target: int | None = None
+    targets: tuple[int, ...] = ()
     draft: int | None = None
 
 

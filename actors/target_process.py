@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +22,14 @@ from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
 from actors.shell_server import ShellServer
 from actors.status_reporter import StatusReporter
 from engine.engine_core import EngineCore
+from engine.leading_runner import LeadingRunner
 from engine.model_runner import ModelRunner
 from engine.proposer.methods import proposer_of
 from engine.sequence import Sequence
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.messages import GenerateRequest, ModelCard, VerifyMode
+
+logger = logging.getLogger(__name__)
 
 
 def serve_target(
@@ -42,6 +47,8 @@ def serve_target(
     journal = CacheJournal()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
     core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)
+    if isinstance(core.runner, LeadingRunner):
+        core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
     reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)
     loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
@@ -50,6 +57,12 @@ def serve_target(
     threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()
+
+
+def _end_process(reason: str) -> None:
+    """A rank is gone: the engine's thread may wait for it in a sum that cannot be interrupted. Ray starts all anew."""
+    logger.error("the target ends: %s", reason)
+    os._exit(1)
 
 
 def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:

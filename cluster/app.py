@@ -33,6 +33,8 @@ from cluster.topology import read_topology
 from engine.config import (
     DraftVocabulary,
     EngineConfig,
+    GraphConfig,
+    GraphKind,
     HeadConfig,
     HeadKind,
     ModelConfig,
@@ -67,7 +69,8 @@ def build(args: dict[str, Any]) -> Application:
     ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))
     open_index = partial(IndexClient, config=router)
     prefill = _prefill(config, settings.engine, placement)
-    return ingress.bind(pair.bind(settings, pin_devices, open_index, prefill), _ingress_config(config), prefill)
+    pin = partial(pin_devices, num_ranks=config.target.tensor_parallel_size, draft_gpu=config.draft.gpu)
+    return ingress.bind(pair.bind(settings, pin, open_index, prefill), _ingress_config(config), prefill)
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
@@ -80,6 +83,8 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         num_threads=threads,
         attention=config.target.attention,
         deterministic=config.target.deterministic,
+        tensor_parallel_size=config.target.tensor_parallel_size,
+        graphs=config.target.graphs(),
     )
     return PairSettings(
         engine=EngineConfig(
@@ -105,7 +110,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
     return PrefillSettings(
         engine=replace(
             engine,
-            model=replace(engine.model, num_threads=placement.prefill.num_threads),
+            model=replace(engine.model, num_threads=placement.prefill.num_threads, graphs=GraphConfig(GraphKind.OFF)),
             cache=prefill_cache_config(config),
             head=engine.head if keeps_head else None,
             scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
@@ -158,6 +163,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         quantization=draft.quantization,
         num_threads=placement.draft.num_threads,
         attention=draft.attention,
+        graphs=config.target.graphs(),
     )
     fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
     return DraftSettings(
@@ -174,6 +180,8 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
         draft_threads=config.draft.num_threads,
         num_prefills=config.prefill.max_replicas,
         prefill_threads=config.prefill.num_threads,
+        num_ranks=config.target.tensor_parallel_size,
+        draft_gpu=config.draft.gpu,
     )
 
 
@@ -232,7 +240,7 @@ def _prefill_options(config: DeployConfig, placement: PairPlacement, share: Proc
         **count,
         "ray_actor_options": {
             "num_cpus": share.num_cpus,
-            "num_gpus": min(1, placement.num_gpus),
+            "num_gpus": placement.num_prefill_gpus,
             "runtime_env": {"env_vars": environment},
         },
         "max_ongoing_requests": config.scheduler.max_num_sequences + _EXTRA_CALLS,

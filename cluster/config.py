@@ -7,12 +7,12 @@ honour with those it can. Nothing is ignored. The rest of the code sees frozen d
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.approximate.config import JudgeKind, StepConfig
-from engine.config import MAX_TREE_NODES, DraftVocabulary, HeadKind, TreeConfig, TreeKind
+from engine.config import MAX_TREE_NODES, DraftVocabulary, GraphConfig, GraphKind, HeadKind, TreeConfig, TreeKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
@@ -21,15 +21,6 @@ def _one_of(*available: str) -> AfterValidator:
     def check(value: str) -> str:
         if value not in available:
             raise ValueError(f"{value!r} is not available; this version offers {', '.join(available)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _only(available: Any, reason: str) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value != available:
-            raise ValueError(f"{value!r} is not available: {reason}; leave it at {available!r}")
         return value
 
     return AfterValidator(check)
@@ -49,6 +40,12 @@ class TargetSection(_Section):
     """The model whose law is served. `path` is a local folder or a Hub id; dtype auto follows the processor;
     quantization is of the linear layers' weights; attention auto is our Triton kernel on GPUs and torch elsewhere.
     deterministic: the same text has the same logits, bit for bit, with speculation on and off and in any batch.
+
+    `tensor_parallel_size` processes divide the model among them, each on a GPU of its own in one NVLink group (without
+    GPUs: all on the processor, which is for trying it out). num_threads is then of each process.
+
+    On GPUs passes of up to so many sequences as `cuda_graph_batches` has, with one row each or with their drafts, are
+    recorded at start and replayed; `cuda_graphs` off computes every pass anew.
     """
 
     path: str
@@ -56,8 +53,40 @@ class TargetSection(_Section):
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
     attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
     deterministic: bool = False
-    tensor_parallel_size: Annotated[int, _only(1, "the target runs on one device")] = 1
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    cuda_graphs: Annotated[str, _one_of("auto", "off")] = "auto"
+    cuda_graph_batches: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
+
+    @model_validator(mode="after")
+    def _batches_belong_to_graphs(self) -> TargetSection:
+        if self.cuda_graph_batches is not None and self.cuda_graphs == "off":
+            raise ValueError("cuda_graph_batches are what is recorded, and cuda_graphs is 'off'; remove one of the two")
+        return self
+
+    def graphs(self) -> GraphConfig:
+        """What the engine takes."""
+        if self.cuda_graph_batches is None:
+            return GraphConfig(GraphKind(self.cuda_graphs))
+        return GraphConfig(GraphKind(self.cuda_graphs), tuple(self.cuda_graph_batches))
+
+    @model_validator(mode="after")
+    def _sums_between_ranks_have_no_order(self) -> TargetSection:
+        if self.tensor_parallel_size > 1 and self.deterministic:
+            raise ValueError(
+                f"deterministic is for one device, and tensor_parallel_size is {self.tensor_parallel_size}; "
+                "set deterministic to false, or the size to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divided_weights_are_whole_numbers(self) -> TargetSection:
+        if self.tensor_parallel_size > 1 and self.quantization != "none":
+            raise ValueError(
+                f"quantization {self.quantization!r} is for one device, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; set one of them to 'none' or 1"
+            )
+        return self
 
 
 class DraftSection(_Section):
@@ -69,6 +98,9 @@ class DraftSection(_Section):
 
     `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
     tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
+
+    `gpu` is where a draft model runs on GPU nodes: `own` is a GPU beside the target's, a number that of this rank of
+    the target (0 where it has but one), auto an own one where every pair can have it, else the target's last.
     """
 
     kind: Annotated[str, _one_of("model", "medusa", "eagle3", "mtp", "ngram", "suffix", "none")] = "model"
@@ -78,6 +110,7 @@ class DraftSection(_Section):
     quantization: Annotated[str, _one_of("none", "int8", "int4")] = "none"
     attention: Annotated[str, _one_of("auto", "torch", "triton")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)
+    gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 
     @model_validator(mode="after")
     def _path_belongs_to_models(self) -> DraftSection:
@@ -366,6 +399,25 @@ class DeployConfig(_Section):
     prefill: PrefillSection = PrefillSection()
     router: RouterSection = RouterSection()
     ingress: IngressSection = IngressSection()
+
+    @model_validator(mode="after")
+    def _heads_have_their_target_whole(self) -> DeployConfig:
+        if self.draft.kind in _HEAD_KINDS and self.target.tensor_parallel_size > 1:
+            raise ValueError(
+                f"draft.kind {self.draft.kind!r} computes on one device, and target.tensor_parallel_size is "
+                f"{self.target.tensor_parallel_size}; set draft.kind to 'model', or the size to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_has_a_gpu(self) -> DeployConfig:
+        num_ranks, gpu = self.target.tensor_parallel_size, self.draft.gpu
+        if isinstance(gpu, int) and gpu >= num_ranks:
+            raise ValueError(
+                f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
+                f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _methods_can_be_had(self) -> DeployConfig:

@@ -31,7 +31,7 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What must be placed; thread counts are None where the user left them to us."""
+    """What must be placed; thread counts are None where the user left them to us. `draft_gpu` is as in deploy.yaml."""
 
     num_pairs: int
     num_ingresses: int
@@ -40,16 +40,22 @@ class PlacementRequest:
     draft_threads: int | None = None
     num_prefills: int = 0
     prefill_threads: int | None = None
+    num_ranks: int = 1
+    draft_gpu: str | int = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node, and a prefill replica's. Without a draft model there is no draft process."""
+    """One pair's share of a node, and a prefill replica's. Without a draft model there is no draft process.
+
+    The target's share has the threads of one of its ranks and the CPUs of all; so has a prefill replica's.
+    """
 
     target: ProcessShare
     draft: ProcessShare | None
     num_gpus: int
     prefill: ProcessShare | None = None
+    num_prefill_gpus: int = 0
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -61,8 +67,8 @@ class PairPlacement:
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
-    """Divide the cluster among its pairs and prefill replicas: on CPU nodes all cores, in equal parts, on GPU nodes one
-    or two devices for a pair and one for a prefill replica.
+    """Divide the cluster among its pairs and prefill replicas: on CPU nodes all cores, in equal parts, on GPU nodes a
+    device for each rank of a target, one for its draft or none, and a device for each rank of a prefill replica.
 
     Two processes that want the same cores stall each other at every barrier, so the threads of target and draft
     together never exceed the cores their pair owns unless the user says so (or there is but one core).
@@ -80,16 +86,21 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     num_cores = max(1, num_cpus // (pairs_per_node + prefills_per_node))
     # Twice the ingresses: during a redeploy the old ones and the new ones run side by side.
     unit = (num_cpus - 2 * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
-    placement = _claim(_threads(request, num_cores), unit - SHELL_CPUS, num_gpus, topology)
+    placement = _claim(_threads(request, num_cores), request.num_ranks, unit - SHELL_CPUS, num_gpus, topology)
     if not request.num_prefills:
         return placement
-    prefill_threads = request.prefill_threads or num_cores
-    return replace(placement, prefill=ProcessShare(prefill_threads, _hundredths(min(prefill_threads, unit))))
+    prefill_threads = request.prefill_threads or max(1, num_cores // request.num_ranks)
+    num_prefill_cpus = _hundredths(min(prefill_threads * request.num_ranks, unit))
+    return replace(
+        placement,
+        prefill=ProcessShare(prefill_threads, num_prefill_cpus),
+        num_prefill_gpus=request.num_ranks if num_gpus else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Threads:
-    target: int
+    target: int  # of each rank
     draft: int
 
 
@@ -97,13 +108,13 @@ def _threads(request: PlacementRequest, num_cores: int) -> _Threads:
     draft = 0
     if request.has_draft_model:
         draft = request.draft_threads or max(1, num_cores // 4)
-    return _Threads(request.target_threads or max(1, num_cores - draft), draft)
+    return _Threads(request.target_threads or max(1, (num_cores - draft) // request.num_ranks), draft)
 
 
-def _claim(threads: _Threads, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:
+def _claim(threads: _Threads, num_ranks: int, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:
     """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller."""
-    scale = min(1.0, share / (threads.target + threads.draft))
-    target_cpus, draft_cpus = (_hundredths(scale * each) for each in (threads.target, threads.draft))
+    scale = min(1.0, share / (threads.target * num_ranks + threads.draft))
+    target_cpus, draft_cpus = (_hundredths(scale * each) for each in (threads.target * num_ranks, threads.draft))
     if target_cpus < 0.01 or (threads.draft and draft_cpus < 0.01):
         raise ConfigError(
             f"a pair's share of its node is {share:.2f} CPUs, too little for a target and a draft; "
@@ -118,42 +129,73 @@ def _hundredths(num_cpus: float) -> float:
 
 
 def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
-    """Two devices for target and draft where all pairs can have two beside the prefill replicas, else one that they
-    share."""
-    num_gpus = sum(node.num_gpus for node in nodes)
+    """A device for each rank of the target, and one more for the draft if it shall or, left to us, can have it."""
+    num_gpus, num_ranks = sum(node.num_gpus for node in nodes), request.num_ranks
     if num_gpus == 0:
         return 0
-    for wanted in (2, 1) if request.has_draft_model else (1,):
+    _check_links(num_ranks, topology)
+    for wanted in _wanted_gpus(request):
         has_places = sum(node.num_gpus // wanted for node in nodes) >= request.num_pairs
-        if has_places and num_gpus - wanted * request.num_pairs >= request.num_prefills:
+        if has_places and num_gpus - wanted * request.num_pairs >= request.num_prefills * num_ranks:
             return wanted
     prefills = f" and {request.num_prefills} prefill replicas" if request.num_prefills else ""
+    least = min(_wanted_gpus(request))
+    each = "a GPU each" if least == 1 else f"{least} GPUs each, on one node"
+    remedy = "or add GPUs" if least == 1 else "target.tensor_parallel_size or draft.gpu, or add GPUs"
     raise ConfigError(
-        f"{request.num_pairs} pairs{prefills} need a GPU each and the cluster has {num_gpus}; "
-        f"lower pair.num_replicas (or autoscaling.max_replicas), or add GPUs (seen: {topology})"
+        f"{request.num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
+        f"lower pair.num_replicas (or autoscaling.max_replicas), {remedy} (seen: {topology})"
     )
 
 
-def choose_devices(assigned: tuple[int, ...], topology: NodeTopology) -> PairDevices:
-    """Divide the devices Ray gave a pair; two of them must be neighbours if the node has any.
+def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:
+    """Devices per pair, the best number first."""
+    num_ranks = request.num_ranks
+    if not request.has_draft_model or isinstance(request.draft_gpu, int):
+        return (num_ranks,)
+    return (num_ranks + 1,) if request.draft_gpu == "own" else (num_ranks + 1, num_ranks)
+
+
+def _check_links(num_ranks: int, topology: NodeTopology) -> None:
+    largest = max(map(len, topology.groups), default=0)
+    if topology.nvlinks and num_ranks > largest:
+        raise ConfigError(
+            f"target.tensor_parallel_size is {num_ranks}, and the largest NVLink group has {largest} GPUs; "
+            f"lower it to {largest} or less (seen: {topology})"
+        )
+
+
+def choose_devices(
+    assigned: tuple[int, ...], topology: NodeTopology, num_ranks: int = 1, draft_gpu: str | int = "auto"
+) -> PairDevices:
+    """Divide the devices Ray gave a pair; they must be neighbours if the node has any.
 
     Raises:
         ConfigError: the node has NVLink, and these devices lie in different groups.
     """
     if not assigned:
         return PairDevices()
-    target, draft = assigned[0], assigned[-1]
-    if topology.nvlinks and draft not in topology.group_of(target):
+    strangers = [index for index in assigned if index not in topology.group_of(assigned[0])]
+    if topology.nvlinks and strangers:
         raise ConfigError(
-            f"the pair was given GPUs {target} and {draft}, which no NVLink joins; free a whole group, "
+            f"the pair was given GPUs {_and(assigned)}, which no NVLink joins; free a whole group, "
             f"or start Ray with CUDA_VISIBLE_DEVICES set to complete groups (seen: {topology})"
         )
-    return PairDevices(target, draft)
+    targets = assigned[:num_ranks]
+    if isinstance(draft_gpu, int):
+        return PairDevices(targets, targets[draft_gpu])
+    return PairDevices(targets, assigned[-1])
 
 
-def pin_devices(assigned: tuple[int, ...]) -> PairDevices:
+def _and(indices: tuple[int, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(map(str, indices[:-1])), str(indices[-1]))))
+
+
+def pin_devices(assigned: tuple[int, ...], num_ranks: int = 1, draft_gpu: str | int = "auto") -> PairDevices:
     """`choose_devices` on the node this runs on."""
-    devices = choose_devices(assigned, topology := read_topology())
+    devices = choose_devices(assigned, topology := read_topology(), num_ranks, draft_gpu)
     if assigned:
-        logger.info("target on GPU %s, draft on GPU %s of %s", devices.target, devices.draft, topology)
+        logger.info("target on GPUs %s, draft on GPU %s of %s", devices.targets, devices.draft, topology)
+    if num_ranks > 1 and assigned and not topology.nvlinks:
+        logger.warning("no NVLink joins the target's %d GPUs: every layer waits for slower sums", num_ranks)
     return devices

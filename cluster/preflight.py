@@ -45,7 +45,9 @@ def check_memory(config: DeployConfig) -> None:
 
 
 def _pair_bytes(config: DeployConfig) -> int:
-    paths = [path for path in (config.target.path, config.draft.path) if path is not None]
+    # Every rank of a target reads all of its weights before it keeps its part.
+    targets = [config.target.path] * config.target.tensor_parallel_size
+    paths = [path for path in (*targets, config.draft.path) if path is not None]
     weights = sum(_weight_bytes(Path(resolve_model_path(path))) for path in paths)
     caches = cache_config(config.cache).memory_bytes or 0
     if config.draft.path is not None:
@@ -54,8 +56,8 @@ def _pair_bytes(config: DeployConfig) -> int:
 
 
 def _prefill_bytes(config: DeployConfig) -> int:
-    weights = _weight_bytes(Path(resolve_model_path(config.target.path)))
-    return weights + (prefill_cache_config(config).memory_bytes or 0) + _PROCESS_BYTES
+    rank = _weight_bytes(Path(resolve_model_path(config.target.path))) + _PROCESS_BYTES
+    return config.target.tensor_parallel_size * rank + (prefill_cache_config(config).memory_bytes or 0)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -21,6 +21,34 @@ class DraftVocabulary(StrEnum):
     TEXT = "text"  # the draft continues the text, which is encoded again
 
 
+class GraphKind(StrEnum):
+    """Whether small passes are recorded and replayed: AUTO where the device and the model allow it. EAGER pads them as
+    AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty computation.
+    """
+
+    AUTO = "auto"
+    OFF = "off"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConfig:
+    """The passes to be recorded (`engine.graphed_passes`): each of `batches` with each of `row_counts` per sequence.
+
+    `EngineCore.from_config` fills in what follows from its limits; without `row_counts` nothing is recorded.
+    """
+
+    kind: GraphKind = GraphKind.AUTO
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    row_counts: tuple[int, ...] = ()
+    max_rows: int = 2048
+    has_trees: bool = False
+
+    def __post_init__(self) -> None:
+        if any(batch < 1 for batch in self.batches):
+            raise ConfigError(f"target.cuda_graph_batches has {min(self.batches)}; a batch has at least 1 sequence")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Where a model is and how it is computed.
@@ -29,7 +57,8 @@ class ModelConfig:
     processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4 (`engine.quantized_linear`).
     `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch or
     triton (`engine.attention_backend`); auto means our own kernel on GPUs. `deterministic` makes the bits of a token's
-    logits depend on the text before it alone (`engine.determinism`).
+    logits depend on the text before it alone (`engine.determinism`). `tensor_parallel_size` processes divide the model
+    among them, each on a device of its own (`engine.leading_runner`).
     """
 
     path: str
@@ -39,6 +68,8 @@ class ModelConfig:
     num_threads: int | None = None
     attention: str = "auto"
     deterministic: bool = False
+    tensor_parallel_size: int = 1
+    graphs: GraphConfig = GraphConfig()
 
 
 @dataclass(frozen=True, slots=True)

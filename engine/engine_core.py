@@ -37,8 +37,9 @@ from engine.grammar_compiler import GrammarCompiler
 from engine.heads.passed_rows import passed_rows
 from engine.kv_move import KVMove, compaction
 from engine.kv_transfer import KVTransport
+from engine.leading_runner import load_runner
 from engine.model_loader import tokenizer_file
-from engine.model_runner import ModelRunner
+from engine.pass_shapes import sized
 from engine.prefill_source import NoPrefillSource, PrefillSource
 from engine.prompt_logprobs import score_prompts
 from engine.proposer import HeadProposer, Proposer
@@ -144,7 +145,8 @@ class EngineCore:
         Raises:
             ConfigError: the model, its head, the pool or the limits cannot be had.
         """
-        runner = ModelRunner(config.model, config.cache, config.scheduler.max_model_len, config.head)
+        model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
+        runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
         head = head_proposer(runner, config.speculation.tree)
         if head is not None and config.head is not None:
             assert proposer is None, "one of the two drafts"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention import AttentionPass, TorchAttention
 from engine.attention_backend import PlanAttention
-from engine.index import index_of, index_tensor
+from engine.index import index_of, index_tensor, slots_of
 from engine.kv_cache import KVCache
 from engine.span import Span
 
@@ -29,12 +29,12 @@ class FlatPass:
     @classmethod
     def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> FlatPass:
         """Lay out `spans` (at least one) in order."""
-        slots = list(chain.from_iterable(_slots(span, cache.block_size) for span in spans))
+        slots = list(chain.from_iterable(slots_of(span, cache.block_size) for span in spans))
         return cls(
             input_ids=index_tensor(chain.from_iterable(span.token_ids for span in spans), cache.device),
             position_ids=index_tensor(chain.from_iterable(span.positions for span in spans), cache.device),
             num_positions=max(span.num_positions for span in spans),
-            logit_rows=_logit_rows(spans, len(slots), cache.device),
+            logit_rows=logit_rows(spans, len(slots), cache.device),
             attention=plan_attention(spans, cache).whole(index_of(slots, cache.device)),
         )
 
@@ -49,19 +49,14 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
     num_positions = max(span.end for span in spans)
     plan = plan_attention(spans, cache)
     passes = []
-    for step, slots in enumerate(zip(*(_slots(span, cache.block_size) for span in spans), strict=True)):
+    for step, slots in enumerate(zip(*(slots_of(span, cache.block_size) for span in spans), strict=True)):
         attention = plan.step(step, index_of(slots, cache.device))
         passes.append(FlatPass(input_ids, starts + step, num_positions, None, attention))
     return passes
 
 
-def _slots(span: Span, block_size: int) -> list[int]:
-    """The slot of each of the span's rows."""
-    table = span.block_table
-    return [table[at // block_size] * block_size + at % block_size for at in range(span.start, span.end)]
-
-
-def _logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
+def logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
+    """The rows of a pass of `num_rows` whose logits are wanted, [R] int64; None where all are."""
     rows: list[int] = []
     end = 0
     for span in spans:

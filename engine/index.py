@@ -8,6 +8,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.span import Span
+
 Index = slice | Tensor
 
 
@@ -32,3 +34,17 @@ def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type == "cuda":
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def copy_into(buffer: Tensor, values: Seq[object]) -> None:
+    """Overwrite a tensor with (nested) numbers of its shape; a GPU's through pinned memory, and nobody waits for it."""
+    if buffer.device.type == "cuda":
+        buffer.copy_(torch.tensor(values, dtype=buffer.dtype, pin_memory=True), non_blocking=True)
+    else:
+        buffer.copy_(torch.tensor(values, dtype=buffer.dtype))
+
+
+def slots_of(span: Span, block_size: int) -> list[int]:
+    """The slot of each of the span's rows."""
+    table = span.block_table
+    return [table[at // block_size] * block_size + at % block_size for at in range(span.start, span.end)]

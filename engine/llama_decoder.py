@@ -22,10 +22,11 @@ from engine.flat_pass import FlatPass
 from engine.heads.tap import NO_TAP, Tap, joined
 from engine.packed_linear import Linear, LinearFactory, can_fuse, gated_of, linear_of
 from engine.position_limit import max_positions
+from engine.rank import ALONE, Rank
 from engine.rotary import RotaryTable, rotate
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class LlamaDecoder:
 
     Attributes:
         features: what `tap` asks for of the last pass, [T, F].
-        lm_head: from the states behind the final norm to logits.
+        lm_head: from the states behind the final norm to logits, those of this rank's tokens.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class LlamaDecoder:
         options: Seq[LayerOptions],
         make_linear: LinearFactory = linear_of,
         tap: Tap = NO_TAP,
+        rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """`options` are what each layer passes to its attention; `make_linear` packs the weights.
+        """`options` are what each layer passes to its attention; `make_linear` packs the weights, of which `rank` takes
+        its part.
 
         When deterministic, a row's logits do not depend on the rows beside it, provided that its attention does not.
         """
@@ -64,25 +67,30 @@ class LlamaDecoder:
         self._tap = tap
         config = model.config
         attention = model.model.layers[0].self_attn
+        self._rank = rank
+        self._vocab_size = model.lm_head.weight.shape[0]
         self._head_dim = attention.head_dim
-        self._num_heads = config.num_attention_heads
-        self._num_kv_heads = config.num_key_value_heads
+        self._num_heads = config.num_attention_heads // rank.size
+        self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
-        self._embedding = model.model.embed_tokens.weight
+        self._embedding = rank.place(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
-        self._rotary = RotaryTable(model.model.rotary_emb, self._embedding, max_positions(config), is_deterministic)
+        rotary = model.model.rotary_emb.to(self._embedding.device)
+        self._rotary = RotaryTable(rotary, self._embedding, max_positions(config), is_deterministic)
         self._make_linear = make_linear
         self._layers = []
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
-        self._final_norm = model.model.norm.weight
-        self.lm_head = self._linear(model.lm_head)
+        self._final_norm = rank.place(model.model.norm.weight)
+        head = model.lm_head
+        bias = None if head.bias is None else rank.tokens(head.bias)
+        self.lm_head = self._rowwise(make_linear(rank.tokens(head.weight), bias), head.in_features)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         config = model.config
-        return config.model_type in _FAMILIES and config.hidden_act == "silu"
+        return config.model_type in FAMILIES and config.hidden_act == "silu"
 
     def logits(self, flat_pass: FlatPass) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
@@ -102,7 +110,8 @@ class LlamaDecoder:
         self.features = joined(tapped)
         if flat_pass.logit_rows is not None:
             hidden = hidden.index_select(0, flat_pass.logit_rows)
-        return self.lm_head(hidden if self._tap.is_final else self._norm(hidden, self._final_norm))
+        states = hidden if self._tap.is_final else self._norm(hidden, self._final_norm)
+        return self._rank.join(self.lm_head(states), self._vocab_size)
 
     def _attend(
         self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: FlatPass
@@ -116,13 +125,13 @@ class LlamaDecoder:
         query_key = rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = flat_pass.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
-        return layer.output(attended.reshape(num_rows, -1))
+        return self._rank.sum(layer.output(attended.reshape(num_rows, -1)))
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
         normed = self._norm(hidden, layer.mlp_norm)
         if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
-            return layer.mlp(normed)
-        return torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)])
+            return self._rank.sum(layer.mlp(normed))
+        return self._rank.sum(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
@@ -131,36 +140,37 @@ class LlamaDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         hidden = attention.q_proj.in_features
         return _Layer(
-            input_norm=layer.input_layernorm.weight,
+            input_norm=self._rank.place(layer.input_layernorm.weight),
             qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
             head_norm=self._head_norm(attention),
-            output=self._linear(attention.o_proj),
-            mlp_norm=layer.post_attention_layernorm.weight,
+            output=self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features),
+            mlp_norm=self._rank.place(layer.post_attention_layernorm.weight),
             mlp=self._rowwise(self._mlp(mlp), hidden),
             options=options,
         )
 
+    def _summed(self, linear: nn.Linear) -> Linear:
+        """A product by this rank's inputs; the sum over all ranks is the layer's output."""
+        return self._make_linear(self._rank.inputs(linear.weight), self._rank.bias(linear.bias))
+
     def _head_norm(self, attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
-        query, key = attention.q_norm.weight, attention.k_norm.weight
+        query, key = self._rank.place(attention.q_norm.weight), self._rank.place(attention.k_norm.weight)
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
         """`function` of rows, row-exact if need be."""
         return row_exact(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
 
-    def _linear(self, linear: nn.Linear) -> Linear:
-        return self._rowwise(self._make_linear(linear.weight, linear.bias), linear.in_features)
-
     def _mlp(self, mlp: Any) -> Linear:
         gated = self._gated(mlp.gate_proj, mlp.up_proj)
-        down = self._make_linear(mlp.down_proj.weight, mlp.down_proj.bias)
+        down = self._summed(mlp.down_proj)
         return lambda x: down(gated(x))
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
         """`silu(gate(x)) * up(x)`."""
-        if self._make_linear is linear_of and can_fuse(gate.weight):
+        if self._rank.size == 1 and self._make_linear is linear_of and can_fuse(gate.weight):
             return gated_of(gate, up)
         joined = self._joined(gate, up)
 
@@ -172,6 +182,6 @@ class LlamaDecoder:
 
     def _joined(self, *linears: nn.Linear) -> Linear:
         """One product in place of several with the same input; outputs lie side by side."""
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        weights: list[Tensor] = [linear.weight for linear in linears]
+        biases: list[Tensor] = [self._rank.outputs(linear.bias) for linear in linears if linear.bias is not None]
+        weights: list[Tensor] = [self._rank.outputs(linear.weight) for linear in linears]
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)

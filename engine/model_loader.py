@@ -24,11 +24,15 @@ _NUM_SAMPLED_PAGES = 64
 _PAGE_BYTES = 4096
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load weights (safetensors only) onto the device; raises ConfigError for anything that is missing or unfit."""
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    model_config = _load_config(config.path)
+def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
+    """Load weights (safetensors only) onto `device`, the configured one if None.
+
+    Raises:
+        ConfigError: something is missing or unfit.
+    """
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    device = device or resolve_device(config.device)
+    model_config = load_config(config.path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -79,7 +83,8 @@ def _has_bfloat16_units() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _load_config(path: str) -> PreTrainedConfig:
+def load_config(path: str) -> PreTrainedConfig:
+    """The model's configuration, without its weights; raises ConfigError where there is none."""
     if _looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:

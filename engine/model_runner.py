@@ -5,28 +5,36 @@ It knows nothing of requests, scheduling or drafts. Prefill chunks, decodes and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention_backend import choose_attention
-from engine.config import CacheConfig, HeadConfig, ModelConfig
+from engine.attention import TorchAttention
+from engine.attention_backend import PlanAttention, choose_attention
+from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
 from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, plan_steps
+from engine.graphed_passes import GraphedPasses, RecordedStep, StaticLimits
 from engine.heads.loader import Head, load_head
 from engine.heads.tap import NO_TAP
 from engine.kv_cache import block_bytes, pool_size
+from engine.kv_heads import HeadParts
 from engine.kv_move import KVMove
 from engine.kv_transfer import KVLayout
 from engine.model_loader import load_model, model_version
 from engine.paged_model import PagedModel
+from engine.pass_graph import Passed
 from engine.position_limit import max_positions
 from engine.quantized_linear import Quantization, can_quantize
+from engine.rank import ALONE, Rank
 from engine.span import Span
 from engine.warm_up import warm_up
 from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -48,20 +56,28 @@ class ModelRunner:
         cache: CacheConfig,
         max_model_len: int | None = None,
         head: HeadConfig | None = None,
+        rank: Rank = ALONE,
     ) -> None:
-        """Load, check and pack; takes as long as reading the weights. Raises ConfigError for what cannot be served."""
+        """Load, check and pack; takes as long as reading the weights. Raises ConfigError for what cannot be served.
+
+        Where `rank` has others beside it, all construct theirs and call its methods together, in one order.
+        """
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
-        stock = load_model(model)
-        is_quantized = _is_cache_quantized(model, cache, stock.device)
-        attention = choose_attention(model.attention, stock.device)
+        self._rank = rank
+        stock = load_model(model, rank.load_device)
+        device = rank.device or stock.device
+        is_quantized = _is_cache_quantized(model, cache, device)
+        attention = choose_attention(model.attention, device)
         self._plan_attention = ExactAttention if model.deterministic else attention
         self.head: Head | None = None if head is None else load_head(head, stock)
+        rank.meet()
         self._model = PagedModel(
             stock,
-            _quantization(model, stock.device),
+            _quantization(model, device),
             self._plan_attention,
             NO_TAP if self.head is None else self.head.tap,
+            rank,
             is_deterministic=model.deterministic,
         )
         head_layers = [] if self.head is None else self.head.layer_shapes
@@ -71,7 +87,8 @@ class ModelRunner:
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, is_quantized=is_quantized)
-        self.num_blocks = pool_size(cache, self.bytes_per_block)
+        has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
+        self.num_blocks = pool_size(cache, self.bytes_per_block) - (has_graphs and cache.num_blocks is None)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = _eos_token_ids(stock)
@@ -82,26 +99,45 @@ class ModelRunner:
             tuple(layer_shapes),
             _rounding(model),
         )
-        self._cache = self._model.new_cache(self.num_blocks, cache.block_size, head_layers, is_quantized=is_quantized)
-        if stock.device.type == "cuda":
-            warm_up(self)
+        self._heads = HeadParts(layer_shapes, cache.block_size, stock.dtype.itemsize, rank.size, is_quantized)
+        # Passes that are recorded have one block more, for their padding, within the budget where there is one.
+        num_blocks = self.num_blocks + has_graphs
+        self._cache = self._model.new_cache(num_blocks, cache.block_size, head_layers, is_quantized=is_quantized)
+        self._features: Tensor | None = None
+        self._graphs: GraphedPasses | None = None
+        if device.type == "cuda":
+            warm_up(self._compute, self.block_size, self.max_model_len)
+        if has_graphs:
+            limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
+            self._graphs = GraphedPasses(self._pass, self._cache, self._plan_attention, model.graphs, limits)
 
     def forward(self, spans: Seq[Span]) -> Tensor:
         """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
 
         Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
-        of this very pass writes. Block tables must cover every position of their span.
+        of this very pass writes. Block tables must cover every position of their span. The logits may be overwritten by
+        the next pass.
         """
-        return self.run(self.lay_out(spans))
+        return self._compute(spans)
 
     @property
     def features(self) -> Tensor | None:
         """What the head reads of every row of the last `forward`, [T, F]; None without a head."""
-        return self._model.features
+        return self._features
 
     def lay_out(self, spans: Seq[Span]) -> FlatPass:
         """A pass over `spans`, for this model or its head; valid for one forward."""
         return FlatPass.of(spans, self._cache, self._plan_attention)
+
+    def _compute(self, spans: Seq[Span]) -> Tensor:
+        passed = None if self._graphs is None else self._graphs.forward(spans)
+        if passed is None:
+            passed = self._pass(self.lay_out(spans))
+        self._features = passed.features
+        return passed.logits
+
+    def _pass(self, flat_pass: FlatPass, out: Tensor | None = None) -> Passed:
+        return Passed(self._model.forward(flat_pass, out), self._model.features)
 
     def move(self, moves: Seq[KVMove]) -> None:
         """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
@@ -116,20 +152,36 @@ class ModelRunner:
         """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
 
         For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
-        Fill `input_ids` of each pass, in place, before `run`.
+        Fill `input_ids` of each pass, in place, before it is computed.
         """
         return plan_steps(spans, self._cache, self._plan_attention)
 
-    def run(self, flat_pass: FlatPass) -> Tensor:
+    def plan_own_steps(self, spans: Seq[Span]) -> Seq[FlatPass | RecordedStep]:
+        """`plan_steps` for passes of this very model, by `run`: recorded ones where they fit."""
+        recorded = None if self._graphs is None else self._graphs.plan_steps(spans)
+        return self.plan_steps(spans) if recorded is None else recorded
+
+    def run(self, step: FlatPass | RecordedStep) -> Tensor:
         """`forward` for a pass laid out beforehand."""
-        return self._model.forward(flat_pass)
+        if isinstance(step, RecordedStep):
+            assert self._graphs is not None, "it comes from there"
+            return self._graphs.run(step)
+        return self._model.forward(step)
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks (at least one), [n, bytes_per_block] uint8 on its device."""
-        return self._cache.export_blocks(block_ids)
+        """A copy of these blocks (at least one), [n, bytes_per_block] uint8: on its device, that of all ranks in main
+        memory.
+        """
+        part = self._cache.export_blocks(block_ids)
+        if self._rank.size == 1:
+            return part
+        parts = self._rank.collect(part.cpu())
+        return self._heads.join(parts) if parts else part
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with what another engine of the same `kv_layout` has exported."""
+        if self._rank.size > 1:
+            blocks = self._heads.of_rank(self._rank.share(blocks.cpu()), self._rank.index)
         self._cache.import_blocks(block_ids, blocks)
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
@@ -170,6 +222,20 @@ def _kv_version(target_version: str, head: HeadConfig | None) -> str:
     if head is None or head.path is None or not head.kind.keeps_kv:
         return target_version
     return f"{target_version} with head {model_version(head.path)}"
+
+
+def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, plan_attention: PlanAttention) -> bool:
+    """Whether small passes are recorded, and a line in the log where they could be and are not."""
+    if graphs.kind is GraphKind.OFF or not graphs.row_counts:
+        return False
+    if graphs.kind is GraphKind.EAGER:
+        return True
+    if device.type != "cuda":
+        return False
+    if not is_recordable or plan_attention in (TorchAttention, ExactAttention):
+        logger.info("passes are not recorded: CUDA graphs need a Llama-shaped model and the Triton attention kernel")
+        return False
+    return True
 
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:

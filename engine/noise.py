@@ -19,6 +19,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from engine.index import upload
+
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
@@ -49,7 +51,7 @@ def noise_keys(
     Seeds are any integers and count modulo 2**64. Positions are absolute: the prompt's first token is at position 0.
     """
     words = [[_as_int64(seed) for seed in seeds], list(sample_indices), list(positions)]
-    rows = torch.tensor(words, dtype=torch.int64).to(device)  # [3, R]
+    rows = upload(words, torch.int64, device or torch.device("cpu"))  # [3, R]
     keys = torch.zeros_like(rows[0])
     for word in (*rows, int(purpose)):
         keys = _mix_(keys + word + _GOLDEN_GAMMA)

@@ -8,6 +8,7 @@ positions, one sequence's tokens being hidden from another) cannot pass, so noth
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from engine.kv_cache import KVCache, LayerShape
 from engine.llama_decoder import LlamaDecoder
 from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
+from engine.rank import ALONE, Rank
 from engine.span import Span
 from engine.stock_decoder import StockDecoder
 from protos.errors import ConfigError
@@ -40,7 +42,7 @@ class PagedModel:
 
     Attributes:
         vocab_size: columns of the logits.
-        layer_shapes: the KV every layer keeps, first to last.
+        layer_shapes: the KV every layer keeps, first to last, on all ranks together.
     """
 
     def __init__(
@@ -49,13 +51,15 @@ class PagedModel:
         quantization: Quantization = Quantization.NONE,
         plan_attention: PlanAttention = TorchAttention,
         tap: Tap = NO_TAP,
+        rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
     ) -> None:
         """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
 
         `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for, an
-        exact one where `is_deterministic`; `tap` what they keep as `features`.
+        exact one where `is_deterministic`; `tap` what they keep as `features`. Where there are other ranks, all of them
+        construct theirs at the same time, and call `forward` together.
 
         Raises:
             ConfigError: the model's family cannot be served.
@@ -66,13 +70,16 @@ class PagedModel:
             raise _not_deterministic(model, reason)
         self.vocab_size = stock_logits.shape[-1]
         self.layer_shapes = [record.shape for record in records]
-        self._dtype, self._device = model.dtype, model.device
+        self._dtype, self._device = model.dtype, rank.device or model.device
+        self._num_ranks = rank.size
         self._decoder: LlamaDecoder | StockDecoder
         if LlamaDecoder.fits(model):
             options = [record.options for record in records]
             self._decoder = LlamaDecoder(
-                model, options, quantization.make_linear, tap, is_deterministic=is_deterministic
+                model, options, quantization.make_linear, tap, rank, is_deterministic=is_deterministic
             )
+        elif rank.size > 1:
+            raise refusal(model, f"it runs on one device, and target.tensor_parallel_size is {rank.size}")
         else:
             make_linear = quantization.make_linear
             pack_linears(model, exact_factory(make_linear) if is_deterministic else make_linear)
@@ -93,23 +100,26 @@ class PagedModel:
         """From the states behind the final norm to logits."""
         return self._decoder.lm_head
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a forward is the same kernels whatever its numbers are, so that a recording of it may be replayed."""
+        return isinstance(self._decoder, LlamaDecoder)
+
     def new_cache(
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), *, is_quantized: bool = False
     ) -> KVCache:
-        """A pool for the model's layers, and `more_layers` behind them."""
+        """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
+        whole = [*self.layer_shapes, *more_layers]
+        shapes = [replace(shape, num_kv_heads=shape.num_kv_heads // self._num_ranks) for shape in whole]
         return KVCache(
-            [*self.layer_shapes, *more_layers],
-            num_blocks,
-            block_size,
-            dtype=self._dtype,
-            device=self._device,
-            is_quantized=is_quantized,
+            shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, is_quantized=is_quantized
         )
 
     @torch.inference_mode()
-    def forward(self, flat_pass: FlatPass) -> Tensor:
-        """Logits of the pass's rows, [R, V] float32; their KV is in the pass's slots afterwards."""
-        return self._decoder.logits(flat_pass).float()
+    def forward(self, flat_pass: FlatPass, out: Tensor | None = None) -> Tensor:
+        """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
+        logits = self._decoder.logits(flat_pass)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _relative_error(self, stock_logits: Tensor, plan_attention: PlanAttention) -> float:
         """How far the probe's logits lie from `stock_logits`, against their spread.
@@ -123,7 +133,7 @@ class PagedModel:
         # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
         spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
         logits = self.forward(FlatPass.of(spans, cache, plan_attention))
-        expected = stock_logits[_PROBE_CHUNK:]
+        expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())
 

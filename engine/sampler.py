@@ -148,6 +148,8 @@ class Sampler:
 def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:
     """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
     keys = row_keys(rows, purpose, like.device)
+    if keys.is_cuda:  # which would wait for the number of distinct keys, and draws faster than it waits
+        return gumbel(keys, like.shape[1])
     distinct, index = keys.unique(return_inverse=True)
     return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
 

@@ -11,7 +11,7 @@ _MAX_PACKED_ROWS = 128
 _MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for the sums
 _STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
 _MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
-_PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def choose_split(num_keys: int, num_kv_heads: int, num_processors: int) -> int:
 
     A power of two, so that a growing context changes it, and with it the order of sums, seldom.
     """
-    share = num_keys * num_kv_heads // (_PROGRAMS_PER_PROCESSOR * num_processors)
+    share = num_keys * num_kv_heads // (PROGRAMS_PER_PROCESSOR * num_processors)
     return max(_MIN_SPLIT_TOKENS, power_of_two(share))
 
 

@@ -19,7 +19,7 @@ from engine.attention import LayerOptions
 from engine.attention_kernel import attend_tiles, merge_splits
 from engine.attention_tiles import TilePlan, split_tiles, whole_tiles
 from engine.index import Index, upload
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, LayerShape
 from engine.lineage import lineage
 from engine.span import Span
 from engine.tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
@@ -179,14 +179,19 @@ class TritonAttentionPass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        num_kv_heads = key.shape[1]
-        heads = Heads(num_kv_heads, query.shape[1] // num_kv_heads, key.shape[3], value.shape[3])
-        launch = self._launches.get((options.window, heads))
-        if launch is None:
-            launch = self._launches[options.window, heads] = self._lay_out(options.window, heads, query.itemsize)
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        launch = self.launch(options.window, shape, query.shape[1] // key.shape[1], query.itemsize)
         rows = query[0].transpose(0, 1)  # [T, H * G, D]
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         return paged_attention(rows, self._cache.keys[layer], self._cache.values[layer], launch, options)[None]
+
+    def launch(self, window: int | None, shape: LayerShape, group_size: int, itemsize: int) -> Launch:
+        """The work of every layer of this window and shape, for queries of `itemsize` bytes per number."""
+        heads = Heads(shape.num_kv_heads, group_size, shape.key_dim, shape.value_dim)
+        launch = self._launches.get((window, heads))
+        if launch is None:
+            launch = self._launches[window, heads] = self._lay_out(window, heads, itemsize)
+        return launch
 
     def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
         tiling = choose_tiling(max(len(span.token_ids) for span in self._spans), heads, itemsize)

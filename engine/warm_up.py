@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,23 +17,14 @@ _MOST_ROWS = 128  # no tile of the attention kernel is higher
 _CONTEXT_TOKENS = 600  # enough that one sequence is read in splits
 
 
-class Runner(Protocol):
-    """What is warmed up."""
-
-    block_size: int
-    max_model_len: int
-
-    def forward(self, spans: list[Span]) -> Tensor: ...
-
-
-def warm_up(runner: Runner) -> None:
+def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_len: int) -> None:
     """Run passes of 1, 2, 4 ... rows; call it before the pool holds anything, as they write to its first block."""
     began = time.monotonic()
     num_rows = 1
-    while num_rows <= min(_MOST_ROWS, runner.max_model_len):
-        start = min(_CONTEXT_TOKENS, runner.max_model_len - num_rows)
-        table = [0] * (-(-(start + num_rows) // runner.block_size))
-        logits = runner.forward([Span([0] * num_rows, start, table, 1)])
+    while num_rows <= min(_MOST_ROWS, max_model_len):
+        start = min(_CONTEXT_TOKENS, max_model_len - num_rows)
+        table = [0] * (-(-(start + num_rows) // block_size))
+        logits = forward([Span([0] * num_rows, start, table, 1)])
         num_rows *= 2
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)

@@ -82,7 +82,7 @@ class DraftModel:
         while chains := [chain for chain in chains if chain.num_left > 0]:
             num_steps = min(_MAX_STEPS_PER_PLAN, *(chain.num_left for chain in chains))
             token_ids = torch.tensor([chain.last_id for chain in chains])
-            for step in self.runner.plan_steps([chain.steps(num_steps) for chain in chains]):
+            for step in self.runner.plan_own_steps([chain.steps(num_steps) for chain in chains]):
                 if is_stopped():
                     return False
                 step.input_ids.copy_(self.translation.feed(token_ids))

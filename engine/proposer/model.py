@@ -147,7 +147,10 @@ class ModelProposer:
         wishes = {wish.mirror.sequence.request_id: wish for share in shares if (wish := self._begin(share))}
         read = self._model.read([Reading(wish.mirror) for wish in wishes.values()])
         ready = [wishes[reading.mirror.sequence.request_id] for reading in read.readings]
-        drafts = {**self._draft_chains(ready, read.logits), **self._draft_trees(ready, read.logits)}
+        branching = [row for row, wish in enumerate(ready) if wish.num_nodes > 0]
+        roots = read.logits[branching] if branching else read.logits[:0]  # a copy: the chains' passes overwrite them
+        drafts = self._draft_chains(ready, read.logits)
+        drafts |= self._draft_trees([ready[row] for row in branching], roots)
         return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
 
     def _draft_chains(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
@@ -161,13 +164,13 @@ class ModelProposer:
             ready[row].mirror.fed_ids = self._model.translation.read(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
 
-    def _draft_trees(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
-        """The drafts of the others. Their KV is not kept: the next round computes again what was accepted."""
-        rows = [row for row, wish in enumerate(ready) if wish.num_nodes > 0]
-        trees = [self._tree(ready[row]) for row in rows]
+    def _draft_trees(self, wishes: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+        """Trees from roots with these logits, `[B, V]`. Their KV is not kept: the next round computes again what was
+        accepted."""
+        trees = [self._tree(wish) for wish in wishes]
         if trees:
-            self._model.branch(trees, logits[rows])
-        return {ready[row].request_id: tree.draft() for row, tree in zip(rows, trees, strict=True)}
+            self._model.branch(trees, logits)
+        return {wish.request_id: tree.draft() for wish, tree in zip(wishes, trees, strict=True)}
 
     def _begin(self, share: ScheduledSequence) -> _Wish | None:
         """The share's sequence with slots for its committed tokens and all drafts that are fed back."""

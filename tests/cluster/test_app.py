@@ -82,6 +82,21 @@ def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
     assert prefill.engine.head == (settings.engine.head if is_in_prefill else None)
 
 
+def test_a_divided_target_and_what_is_recorded_reach_the_engine_and_the_devices(model: str):
+    target = {"path": model, "tensor_parallel_size": 2, "cuda_graph_batches": [1, 4]}
+    args = {"model_id": "m", "target": target, "draft": {"kind": "model", "path": model, "gpu": 1}}
+    _, pair = deployments({**args, "prefill": {"num_replicas": 1}})
+    settings = settings_of(pair)
+    assert settings.engine.model.tensor_parallel_size == 2
+    assert settings.engine.model.graphs.batches == (1, 4)
+    assert settings.draft.model is not None
+    assert (settings.draft.model.tensor_parallel_size, settings.draft.model.graphs.batches) == (1, (1, 4))
+    assert pair.init_args[1].keywords == {"num_ranks": 2, "draft_gpu": 1}
+    prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
+    assert prefill.engine.model.tensor_parallel_size == 2
+    assert prefill.engine.model.graphs.kind == "off"  # it decodes nothing
+
+
 def test_autoscaling_is_handed_to_serve(model: str):
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4}
     _, pair = deployments({"model_id": "m", "target": {"path": model}, "pair": {"autoscaling": scaling}})

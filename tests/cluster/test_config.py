@@ -75,7 +75,6 @@ def test_all_mistakes_are_reported_at_once():
         ({"draft": {"kind": "hydra"}}, "args.draft.kind"),
         ({"speculation": {"mode": "eager"}}, "args.speculation.mode"),
         ({"speculation": {"verify": "typical"}}, "args.speculation.verify"),
-        ({"target": {"path": "t", "tensor_parallel_size": 2}}, "args.target.tensor_parallel_size"),
         ({"router": {"policy": "nearest"}}, "args.router.policy"),
         ({"prefill": {"kv_transport": "nccl"}}, "args.prefill.kv_transport"),
     ],
@@ -84,6 +83,17 @@ def test_what_this_version_does_not_do_is_refused_and_not_ignored(changes: dict[
     message = error_of(**changes)
     assert f"{where}: " in message
     assert "is not available" in message
+
+
+def test_a_divided_target_keeps_its_weights_whole_numbers_and_says_which_rank_the_draft_may_join():
+    divided = {"path": "t", "tensor_parallel_size": 2}
+    config = parse_config({**MINIMAL, "target": divided, "draft": {"kind": "model", "path": "d", "gpu": 1}})
+    assert (config.target.tensor_parallel_size, config.draft.gpu) == (2, 1)
+    message = error_of(target=divided, draft={"kind": "model", "path": "d", "gpu": 2})
+    assert "draft.gpu is 2, and the target's ranks are 0 to 1" in message
+    assert "draft.kind 'mtp' computes on one device" in error_of(target=divided, draft={"kind": "mtp"})
+    assert "deterministic is for one device" in error_of(target={**divided, "deterministic": True})
+    assert "quantization 'int8' is for one device" in error_of(target={**divided, "quantization": "int8"})
 
 
 def test_async_drafting_needs_a_draft_in_a_process_of_its_own():

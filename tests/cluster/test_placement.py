@@ -78,7 +78,7 @@ def test_a_cluster_without_cpus_is_refused():
 
 
 def test_devices_of_a_bridged_pair_are_taken():
-    assert choose_devices((2, 3), recorded("bridged_pairs")) == PairDevices(target=2, draft=3)
+    assert choose_devices((2, 3), recorded("bridged_pairs")) == PairDevices((2,), 3)
 
 
 def test_devices_of_two_bridges_are_refused_with_the_topology():
@@ -87,16 +87,16 @@ def test_devices_of_two_bridges_are_refused_with_the_topology():
 
 
 def test_any_two_devices_behind_an_nvswitch_will_do():
-    assert choose_devices((1, 6), recorded("nvswitch_8")) == PairDevices(target=1, draft=6)
+    assert choose_devices((1, 6), recorded("nvswitch_8")) == PairDevices((1,), 6)
 
 
 def test_without_any_nvlink_neighbours_are_not_asked_for():
-    assert choose_devices((0, 3), recorded("pcie_only")) == PairDevices(target=0, draft=3)
+    assert choose_devices((0, 3), recorded("pcie_only")) == PairDevices((0,), 3)
 
 
 def test_one_gpu_is_shared_and_none_means_the_cpu():
-    assert choose_devices((5,), recorded("nvswitch_8")) == PairDevices(target=5, draft=5)
-    assert choose_devices((), NO_GPU) == PairDevices(target=None, draft=None)
+    assert choose_devices((5,), recorded("nvswitch_8")) == PairDevices((5,), 5)
+    assert choose_devices((), NO_GPU) == PairDevices((), None)
 
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 4, 16, 64])
@@ -121,3 +121,45 @@ def test_a_prefill_replica_takes_a_gpu_of_its_own():
     assert plan([node], recorded("bridged_pairs"), num_pairs=2, num_prefills=2).num_gpus == 1
     with pytest.raises(ConfigError, match="3 pairs and 2 prefill replicas need a GPU each and the cluster has 4"):
         plan([node], recorded("bridged_pairs"), num_pairs=3, num_prefills=2)
+
+
+def test_the_ranks_of_a_target_take_a_gpu_each_and_the_draft_one_more_where_it_can():
+    node = NodeResources(64, 8)
+    assert plan([node], recorded("nvswitch_8"), num_ranks=4).num_gpus == 5
+    assert plan([node], recorded("nvswitch_8"), num_pairs=2, num_ranks=4).num_gpus == 4
+    assert plan([node], recorded("nvswitch_8"), num_ranks=4, draft_gpu=1).num_gpus == 4
+    assert plan([node], recorded("nvswitch_8"), num_ranks=4, has_draft_model=False).num_gpus == 4
+
+
+def test_a_draft_that_must_have_its_own_gpu_is_refused_without_one():
+    with pytest.raises(ConfigError, match=r"2 pairs need 5 GPUs each, on one node and the cluster has 8.*draft\.gpu"):
+        plan([NodeResources(64, 8)], recorded("nvswitch_8"), num_pairs=2, num_ranks=4, draft_gpu="own")
+
+
+def test_more_ranks_than_any_nvlink_group_has_are_refused():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4, and the largest NVLink group has 2"):
+        plan([NodeResources(64, 4)], recorded("bridged_pairs"), num_ranks=4)
+
+
+def test_prefill_replicas_are_divided_as_the_targets_are():
+    node = NodeResources(64, 8)
+    placement = plan([node], recorded("nvswitch_8"), num_ranks=2, num_prefills=2)
+    assert (placement.num_gpus, placement.num_prefill_gpus) == (3, 2)
+    with pytest.raises(ConfigError, match="3 pairs and 2 prefill replicas need 2 GPUs each"):
+        plan([node], recorded("nvswitch_8"), num_pairs=3, num_ranks=2, num_prefills=2)
+
+
+def test_ranks_on_a_cpu_node_share_the_targets_cores():
+    placement = plan([NodeResources(16)], num_ranks=2)
+    assert placement.target.num_threads == 6
+    assert placement.target.num_cpus > 2 * 5
+    assert total_cpus(placement) + 0.2 <= 16
+
+
+def test_devices_of_ranks_and_draft():
+    switch = recorded("nvswitch_8")
+    assert choose_devices((0, 1, 2), switch, 2) == PairDevices((0, 1), 2)
+    assert choose_devices((4, 5), switch, 2) == PairDevices((4, 5), 5)
+    assert choose_devices((4, 5), switch, 2, draft_gpu=0) == PairDevices((4, 5), 4)
+    with pytest.raises(ConfigError, match="GPUs 0, 1 and 2, which no NVLink joins"):
+        choose_devices((0, 1, 2), recorded("bridged_pairs"), 2)

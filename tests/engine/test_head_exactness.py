@@ -13,6 +13,8 @@ from engine.batch import ScheduledSequence
 from engine.config import (
     CacheConfig,
     EngineConfig,
+    GraphConfig,
+    GraphKind,
     HeadConfig,
     HeadKind,
     ModelConfig,
@@ -76,6 +78,7 @@ class Setup:
     tree: TreeConfig | None = None
     adaptive: bool = False
     verify: VerifyMode = VerifyMode.COUPLED
+    graphs: GraphKind = GraphKind.AUTO
     methods: tuple[SpeculationMethod, ...] = ()  # of the requests in turn; () leaves all to the head
 
 
@@ -86,6 +89,7 @@ SETUPS = {
     "trees": Setup(tree=TREE, num_drafts=4, num_repeats=2),
     "trees, preempted": Setup(tree=replace(TREE, max_batch=3), num_blocks=16),
     "adaptive": Setup(adaptive=True),
+    "padded": Setup(graphs=GraphKind.EAGER),
     "methods": Setup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
 }
 
@@ -94,7 +98,7 @@ def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProces
     method = SpeculationMethod.NONE if kind is None else SpeculationMethod(kind)
     methods = (method, *setup.methods)
     config = EngineConfig(
-        ModelConfig(str(world.target), dtype="float32"),
+        ModelConfig(str(world.target), dtype="float32", graphs=GraphConfig(setup.graphs, batches=(2, 8))),
         CacheConfig(P, setup.num_blocks, memory_bytes=None),
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=120),
         SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree, setup.adaptive),

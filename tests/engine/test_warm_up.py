@@ -30,7 +30,7 @@ class FakeRunner:
 @pytest.mark.parametrize(("max_model_len", "most_rows"), [(4096, 128), (50, 32), (2, 2)])
 def test_passes_of_every_size_stay_within_the_positions(max_model_len: int, most_rows: int) -> None:
     runner = FakeRunner(max_model_len)
-    warm_up(runner)
+    warm_up(runner.forward, runner.block_size, runner.max_model_len)
     sizes = [len(span.token_ids) for span in runner.spans]
     assert sizes == [1 << index for index in range(len(sizes))]
     assert sizes[-1] == most_rows
@@ -44,5 +44,5 @@ def test_logits_after_it_are_those_before(tmp_path: Path) -> None:
     runner = ModelRunner(ModelConfig(str(tmp_path), dtype="float32", device="cpu"), CacheConfig(num_blocks=1))
     span = Span([5, 6, 7], 0, [0], 3)
     before = runner.forward([span])
-    warm_up(runner)
+    warm_up(runner.forward, runner.block_size, runner.max_model_len)
     assert torch.equal(runner.forward([span]), before)

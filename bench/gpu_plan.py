@@ -1,0 +1,27 @@
+"""What one run of the GPU bench measures, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from models.wide_fixture import WideShape
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Seconds are limits: of one line, of a section, and of the whole run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    target: WideShape
+    draft: WideShape
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    sections: tuple[str, ...]
+    num_warm_steps: int
+    num_steps: int
+    cell_s: float
+    section_s: float
+    total_s: float

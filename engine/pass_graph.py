@@ -1,0 +1,63 @@
+"""One recorded pass: computed once on the device's stream, then replayed without the host issuing it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_WARM_UP_PASSES = 2  # kernels are compiled and libraries have their workspaces before anything is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a pass has computed: `logits` [R, V] float32, and `features` [T, F] where a head reads them."""
+
+    logits: Tensor
+    features: Tensor | None = None
+
+    def head(self, num_logits: int, num_rows: int) -> Passed:
+        """The first rows of both, without copying."""
+        return Passed(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
+
+
+class PassGraph(Protocol):
+    """A pass over tensors that stay where they are."""
+
+    def replay(self) -> Passed:
+        """What it gives for what the tensors hold now; valid until the next replay of any graph."""
+
+
+class EagerGraph:
+    """No recording: every replay computes the pass call by call."""
+
+    def __init__(self, compute: Callable[[], Passed]) -> None:
+        self._compute = compute
+
+    def replay(self) -> Passed:
+        return self._compute()
+
+
+class CudaGraph:
+    """A CUDA graph of `compute`, which must neither wait for the device nor make tensors from the host's numbers."""
+
+    def __init__(self, compute: Callable[[], Passed], pool: Any) -> None:
+        """Record; `pool` is the memory that graphs share which are never replayed at the same time."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_PASSES):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are held to the rules of recording: others copy KV blocks meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._passed = compute()
+
+    def replay(self) -> Passed:
+        self._graph.replay()
+        return self._passed

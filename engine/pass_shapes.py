@@ -1,0 +1,85 @@
+"""Few shapes for many passes: small ones are padded to a bucket, so that a GPU can replay what it has recorded.
+
+      3 spans of a pass, 7 rows         bucket of 4 spans x 3 rows: 12 rows
+      A A A B C C C               ->    A A A B C C C | . . .  . .        the rest: spans on the scratch block
+
+Padding is whole spans that read and write one block which belongs to nobody. What a row of the pass computes does not
+depend on them, and no block that is anybody's is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from engine.config import GraphConfig, SchedulerConfig, SpeculationConfig
+from engine.span import Span
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PassShape:
+    """Passes of up to `num_spans` spans with up to `rows_per_span` rows each, padded to so many rows."""
+
+    num_spans: int
+    rows_per_span: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_spans * self.rows_per_span
+
+
+def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: SpeculationConfig) -> GraphConfig:
+    """`graphs` for the decodes and verifications of an engine with these limits: 1 row per sequence, and K + 1."""
+    most = scheduler.max_num_sequences
+    return replace(
+        graphs,
+        batches=tuple(sorted({min(batch, most) for batch in graphs.batches})),
+        row_counts=tuple(_row_counts(speculation)),
+        max_rows=scheduler.max_tokens_per_step,
+        has_trees=speculation.tree is not None,
+    )
+
+
+def pass_shapes(graphs: GraphConfig) -> list[PassShape]:
+    """The shapes to be recorded, smallest first."""
+    shapes = [PassShape(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
+    return sorted((s for s in shapes if s.num_rows <= graphs.max_rows), key=lambda shape: (shape.num_rows, shape))
+
+
+def _row_counts(speculation: SpeculationConfig) -> list[int]:
+    """Rows of a verification: K + 1, those of a tree, and steps between where every pass has its own K."""
+    counts = {1, speculation.num_tokens + 1}
+    if speculation.tree is not None:
+        counts.add(speculation.tree.num_nodes + 1)
+    if speculation.adaptive:
+        counts |= {1 << power for power in range(1, speculation.max_num_tokens.bit_length())}
+        counts.add(speculation.max_num_tokens + 1)
+    return sorted(counts)
+
+
+def fitting_shape(spans: Seq[Span], shapes: Seq[PassShape]) -> PassShape | None:
+    """The first of `shapes`, which are sorted, that has room; None where there is none."""
+    num_rows = max(len(span.token_ids) for span in spans)
+    fitting = (shape for shape in shapes if shape.num_spans >= len(spans) and shape.rows_per_span >= num_rows)
+    return next(fitting, None)
+
+
+def pad(spans: Seq[Span], shape: PassShape, scratch_block: int, block_size: int) -> list[Span]:
+    """`spans`, and spans on the scratch block that make the pass as long as `shape` says. Logits of all rows."""
+    padded = list(spans)
+    missing = shape.num_rows - sum(len(span.token_ids) for span in spans)
+    most = padding_rows(shape, block_size)
+    for first in range(0, missing, most):
+        num_rows = min(most, missing - first)
+        padded.append(Span([0] * num_rows, 0, [scratch_block], num_rows))
+    return padded
+
+
+def padding_rows(shape: PassShape, block_size: int) -> int:
+    """Rows of the longest span of padding: it lies within one block."""
+    return min(shape.rows_per_span, block_size)
+
+
+def most_spans(shape: PassShape, block_size: int) -> int:
+    """Spans that a padded pass has at most, those of the padding included."""
+    return shape.num_spans + -(-shape.num_rows // padding_rows(shape, block_size))
