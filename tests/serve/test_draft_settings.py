@@ -1,0 +1,62 @@
+"""Settings of the draft through HTTP, on one cluster: lengths that adapt, and a draft with another tokenizer.
+
+Which tokenizer the draft has is found out at start; every pass of every request chooses its own number of drafts.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.foreign_pair import write_foreign_pair
+from tests.serve.served_pair import ServedPair, Stream, eventually, serving
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+PROMPT = [9, 12, 5, 20, 31]
+NUM_TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+    folder = tmp_path_factory.mktemp("foreign")
+    write_foreign_pair(folder)
+    with serving(folder, speculation={"adaptive": True, "num_tokens": 3, "max_num_tokens": 6}) as served_pair:
+        eventually(lambda: served_pair.metric("outrider_draft_connected") == 1)
+        yield served_pair
+
+
+def say(served: ServedPair, temperature: float, **speculation: Any) -> Stream:
+    options = {"speculation": {"method": "model", **speculation}}
+    return served.stream(prompt=PROMPT, temperature=temperature, max_tokens=NUM_TOKENS, extra_body=options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_texts_are_those_of_the_target_alone(pair: ServedPair, temperature: float) -> None:
+    plain = say(pair, temperature, enabled=False)
+    assert plain.speculation["num_draft_tokens"] == 0
+    drafted = say(pair, temperature)
+    assert drafted.token_ids == plain.token_ids
+    assert len(plain.token_ids) == NUM_TOKENS
+    assert drafted.speculation["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_a_text_that_is_verified_by_ratios_is_whole(pair: ServedPair, verify: str) -> None:
+    """By now drafts may be switched off for sampled requests: so small a target gains nothing by them."""
+    assert len(say(pair, 1.0, verify=verify).token_ids) == NUM_TOKENS
+
+
+def test_lengths_adapt_and_the_speed_up_is_measured_by_class(pair: ServedPair) -> None:
+    num_passes = pair.metric("outrider_spec_decode_num_drafts")
+    num_drafts = pair.metric("outrider_spec_decode_num_draft_tokens")
+    assert 0 < num_drafts != 3 * num_passes  # not all passes had the length that requests begin with
+    assert pair.metric("outrider_spec_decode_num_accepted_tokens") > 0
+    assert pair.metric("outrider_spec_decode_speedup", **{"class": "model-greedy"}) > 0
+    assert pair.metric("outrider_spec_decode_speedup", **{"class": "model-sampled"}) > 0
+
+
+def test_the_share_of_untranslatable_drafts_is_in_the_metrics(pair: ServedPair) -> None:
+    lost, said = (pair.metric(f"outrider_draft_{name}_tokens") for name in ("untranslated", "foreign"))
+    assert 0 < lost < said
+    assert pair.metric("outrider_spec_decode_num_invalid_tokens") == 0
