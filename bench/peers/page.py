@@ -15,6 +15,7 @@ from bench.peers.rounds import Outcome
 from bench.peers.rows import Row
 from bench.peers.system import Limits, System
 
+NUM_PROCESSES = 6
 INTRODUCTION = """# Against its peers
 
 Written by `make bench-peers` (`bench/peers/`): do not edit, run it again. The same pair, the same prompts, one system
@@ -106,11 +107,15 @@ def _settings(systems: Seq[System]) -> str:
 
 
 def _memory(outcome: Outcome) -> str:
-    lines = []
+    """MB of each process, largest first; modes that one process serves share a line."""
+    lines: dict[tuple[str, str], list[str]] = {}
     for (name, mode), peaks in outcome.peaks.items():
-        largest = sorted(peaks.items(), key=lambda item: -item[1])[:8]
-        lines.append(f"- {name}, {mode}: " + ", ".join(f"{process} {size / 1e6:.0f}" for process, size in largest))
-    return "\n".join(lines) + "\n"
+        largest = sorted(peaks.items(), key=lambda item: -item[1])
+        parts = [f"{process} {size / 1e6:.0f}" for process, size in largest[:NUM_PROCESSES]]
+        rest = sum(size for _, size in largest[NUM_PROCESSES:])
+        parts += [f"{len(largest) - NUM_PROCESSES} others {rest / 1e6:.0f}"] if rest else []
+        lines.setdefault((name, ", ".join(parts)), []).append(mode)
+    return "".join(f"- {name}, {' and '.join(modes)}: {parts}\n" for (name, parts), modes in lines.items())
 
 
 def _processor() -> str:

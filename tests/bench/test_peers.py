@@ -130,6 +130,7 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
     assert "| counting bf16 | with draft | **8.0** (8.0-8.0) | 100 / 100 | 100 / 100 | 75% | 75% | 3 |" in text
     assert "- absent bf16: RuntimeError: it would not start" in text
     assert "nothing to set" in text
+    assert "- counting bf16, plain and with draft: counting 3\n" in text
 
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
