@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +97,15 @@ def save_head(student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tens
 
 def head_config(target: LlamaForCausalLM, draft_vocab_size: int) -> dict[str, object]:
     """config.json of the original format, which counts the outputs of layers."""
-    config = target.config
-    kept = ("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config: Any = target.config
+    kept: tuple[str, ...] = (
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     kept += ("rms_norm_eps", "max_position_embeddings", "vocab_size", "bos_token_id", "eos_token_id")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

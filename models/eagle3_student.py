@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 
@@ -36,9 +37,9 @@ def view_of(target: LlamaForCausalLM, ids: Tensor, taps: tuple[int, ...]) -> Tar
 
 
 class Eagle3Student(nn.Module):
-    """The head; its modules bear the names of the original checkpoint format."""
+    """The head, its modules named as in the original checkpoint format. `config` is its target's, a LlamaConfig."""
 
-    def __init__(self, config: LlamaConfig, num_taps: int, draft_vocab_size: int) -> None:
+    def __init__(self, config: Any, num_taps: int, draft_vocab_size: int) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(num_taps * width, width, bias=False)
@@ -54,8 +55,9 @@ class Eagle3Student(nn.Module):
         self.fc.weight[:, -self.fc.out_features :].fill_diagonal_(1.0)
         self.norm.weight.copy_(target.model.norm.weight)
         self.lm_head.weight.copy_(target.lm_head.weight[target_ids])
-        nn.init.zeros_(self.midlayer.self_attn["o_proj"].weight)
-        nn.init.zeros_(self.midlayer.mlp["down_proj"].weight)
+        for projection in (self.midlayer.self_attn["o_proj"], self.midlayer.mlp["down_proj"]):
+            for weight in projection.parameters():
+                nn.init.zeros_(weight)
 
     def steps(self, features: Tensor, embedded: Tensor, num_steps: int) -> Iterator[Tensor]:
         """What each draft of a round is told from, step by step: normed states [B, T - K, hidden], K = `num_steps`.
@@ -83,7 +85,7 @@ class _Norm(nn.RMSNorm):
 class _Midlayer(nn.Module):
     """One decoder layer whose attention reads embedding and state side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -16,6 +16,8 @@ The drafts behind the first have no state of the target: the head has learned to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -112,8 +114,9 @@ def load_eagle3(path: str, target: PreTrainedModel) -> Eagle3Head:
         ConfigError: there is none, it is incomplete, made for another target, or asks for lossy acceptance.
     """
     folder = head_folder(path)
-    embedding = target.get_input_embeddings().weight
-    target_config = target.config.get_text_config()
+    embeddings: Any = target.get_input_embeddings()
+    embedding: Tensor = embeddings.weight
+    target_config: Any = target.config.get_text_config()
     shape = TargetShape(target_config.vocab_size, embedding.shape[1], target_config.num_hidden_layers)
     config = Eagle3Config.of(read_config(folder), shape, path)
     weights = Weights(read_tensors(folder), f"the EAGLE-3 head in {path!r}")

@@ -41,7 +41,7 @@ class Eagle3Config:
     normed one if `norm_output` (EAGLE-3.1). `layer_prefix` is where the layer's tensors are.
     """
 
-    layer: LlamaConfig
+    layer: Any  # a LlamaConfig
     tap: Tap
     target_hidden_size: int
     vocab_size: int
@@ -122,7 +122,7 @@ def _config(
             )
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise ConfigError(f"{path!r} has a layer with a sliding window, which EAGLE-3 heads are not computed with")
-    layer_config = LlamaConfig(**{name: value for name, value in layer.items() if name != "model_type"})
+    layer_config: Any = LlamaConfig(**{name: value for name, value in layer.items() if name != "model_type"})
     if layer_config.rope_parameters["rope_type"] in _LONG_ROPES:
         raise ConfigError(
             f"{path!r} has rope_type {layer_config.rope_parameters['rope_type']!r}, by which a draft would depend on "
@@ -143,7 +143,7 @@ def _config(
     )
 
 
-def _check_sizes(config: Mapping[str, Any], layer: LlamaConfig, target: TargetShape, path: str) -> None:
+def _check_sizes(config: Mapping[str, Any], layer: Any, target: TargetShape, path: str) -> None:
     hidden_size = config.get("target_hidden_size") or layer.hidden_size
     if hidden_size != target.hidden_size:
         raise ConfigError(
