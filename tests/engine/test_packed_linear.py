@@ -100,8 +100,8 @@ def test_a_runner_holds_no_weight_beside_the_packed_ones(
     write_family(tmp_path, SERVED[family]())
     weights: dict[str, weakref.ref[torch.Tensor]] = {}
 
-    def load_and_watch(config: ModelConfig) -> PreTrainedModel:
-        model = load_model(config)
+    def load_and_watch(config: ModelConfig, device: torch.device | None) -> PreTrainedModel:
+        model = load_model(config, device)
         weights.update({name: weakref.ref(weight) for name, weight in model.named_parameters() if weight.dim() == 2})
         return model
 
