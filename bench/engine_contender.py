@@ -6,15 +6,19 @@ import time
 
 from bench.contender import Prompts, Run
 from engine.engine_core import EngineCore
-from protos.messages import GenerateRequest, SamplingParams
+from protos.messages import GenerateRequest, SamplingParams, SpeculationParams
 
 
 class EngineContender:
-    """An `EngineCore` stepped until all prompts are done."""
+    """An `EngineCore` stepped until all prompts are done; its requests ask for `num_drafts` per pass, if it is given.
 
-    def __init__(self, name: str, engine: EngineCore) -> None:
+    Several contenders may share an engine, which runs for one at a time.
+    """
+
+    def __init__(self, name: str, engine: EngineCore, num_drafts: int | None = None) -> None:
         self.name = name
         self.engine = engine
+        self._speculation = SpeculationParams(num_tokens=num_drafts)
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
@@ -26,7 +30,8 @@ class EngineContender:
         times_before = self.engine.stats().times
         began = time.perf_counter()
         for index, prompt in enumerate(prompts):
-            request = GenerateRequest(str(index), tuple(prompt), sampling, cache_salt=f"run {self._num_runs}")
+            salt = f"{self.name}, run {self._num_runs}"
+            request = GenerateRequest(str(index), tuple(prompt), sampling, self._speculation, cache_salt=salt)
             outputs[request.request_id] = []
             self.engine.add(request)
         while self.engine.has_work:

@@ -25,10 +25,13 @@ from engine.step_cost import DraftCost, RowCost
 from engine.survival import Floats, Ints, SurvivalTable
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
+_CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
+_CLOSE_GAIN = 1.1
 _PROBE_SHARE = 0.01  # of the time, for probes of sequences without drafts
 _MAX_SAVED = 10.0  # plain passes' time at most, for a probe
 _MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
 _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
+_MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
 _WAKE_GAIN = 1.02  # drafts begin where they promise this much; once begun they go on while they gain at all
 
 
@@ -59,12 +62,14 @@ class DraftBudget:
     def __init__(self, first_length: int, max_length: int) -> None:
         self._first_length = first_length
         self._max_length = max_length
+        self._positions = np.arange(max_length)
         self._survival = SurvivalTable(max_length)
         self._row_cost = RowCost()
         self._draft_cost = DraftCost()
         self._switches: dict[str, ClassSwitch] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
         self._is_speculating = False
+        self._expected_gain = 1.0  # tokens per second of the last plan, against none
         self._probe_credit_s = 0.0
         self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
         self._step = 0
@@ -82,6 +87,7 @@ class DraftBudget:
         if not passes:
             return
         self._step += 1
+        has_newcomer = any(each.num_asked > 0 and not self._survival.knows(each.sequence.request_id) for each in passes)
         self._survival.observe(
             [each.sequence.request_id for each in passes],
             [class_of(each.sequence) for each in passes],
@@ -92,7 +98,7 @@ class DraftBudget:
             if each.num_asked > 0:
                 self._last_drafted[each.sequence.request_id] = self._step
         if time is not None:
-            self._observe_time(passes, time)
+            self._observe_time(passes, time, has_newcomer)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
@@ -111,12 +117,14 @@ class DraftBudget:
             self._is_speculating = True
             return np.minimum(num_possible, self._first_length)
         self._num_steps_since_plain += 1
-        if self._num_steps_since_plain > _PLAIN_PERIOD or self._row_cost.max_rows <= num_rows:
+        period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
+        if self._num_steps_since_plain > period or self._row_cost.max_rows <= num_rows:
             return np.zeros_like(num_possible)
         survivals = self._survivals(sequences, num_possible)
         num_drafts = min(int(num_possible.sum()), self._row_cost.max_rows - num_rows)
-        row_seconds = self._row_cost.seconds(np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
+        row_seconds = self._row_cost.seconds(num_rows, num_rows + num_drafts, _OPTIMISM)
         best = allocate(survivals, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
+        self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
         needed = 1.0 if self._is_speculating else _WAKE_GAIN
         lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
         self._is_speculating = bool(lengths.any())
@@ -127,9 +135,10 @@ class DraftBudget:
         """`[B, K]`; 0 where a sequence may have no draft."""
         names = [class_of(sequence) for sequence in sequences]
         survivals = self._survival.of([sequence.request_id for sequence in sequences], names)
-        is_on = np.array([self._switch(name).is_on for name in names])
-        may_be = np.arange(self._max_length) < np.where(is_on, num_possible, 0)[:, None]
-        return np.where(may_be, survivals, 0.0)
+        lengths = [n if self._switch(name).is_on else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
+        if min(lengths) < self._max_length:
+            survivals[self._positions >= np.array(lengths)[:, None]] = 0.0
+        return survivals
 
     def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
         """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for."""
@@ -138,15 +147,16 @@ class DraftBudget:
         if len(idle) == 0:
             return
         num_rows = len(sequences) + int(lengths.sum())
-        before_s, after_s = self._row_cost.seconds(np.array([num_rows, num_rows + 1]))
+        row_s = self._row_cost.at(num_rows + 1) - self._row_cost.at(num_rows)
         step_s = 0.0 if lengths.any() else self._draft_cost.per_step_s
-        cost_s = float(after_s - before_s) + step_s + self._draft_cost.per_token_s
+        cost_s = row_s + step_s + self._draft_cost.per_token_s
         cost_s = max(cost_s, _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s)
         if self._probe_credit_s >= cost_s:
             lengths[min(idle.tolist(), key=lambda index: self._last_drafted[sequences[index].request_id])] = 1
             self._probe_credit_s -= cost_s
 
-    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime) -> None:
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, has_newcomer: bool) -> None:
+        """With a newcomer among the drafted, the draft may have read a prompt: that is no price of drafts."""
         num_asked = sum(each.num_asked for each in passes)
         num_proposed = sum(each.num_proposed for each in passes)
         self._row_cost.observe(len(passes) + num_proposed, time.target_s)
@@ -156,7 +166,8 @@ class DraftBudget:
             longest = max(each.num_asked for each in passes)
             if not self._is_speculating:  # a probe; a draft model may have had much to catch up with
                 self._probe_credit_s -= max(0.0, time.draft_s - self._draft_cost.seconds(longest, num_asked))
-            self._draft_cost.observe(longest, num_asked, time.draft_s)
+            if not has_newcomer:
+                self._draft_cost.observe(longest, num_asked, time.draft_s)
         members: dict[str, list[DraftedPass]] = {}
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
@@ -167,13 +178,17 @@ class DraftBudget:
         """What the step was to a class: its time without the class's drafts is by the ratio of the two sizes' costs."""
         asked = sum(each.num_asked for each in part)
         proposed = sum(each.num_proposed for each in part)
-        without_s, with_s = self._row_cost.seconds(np.array([num_rows - proposed, num_rows]))
-        others_s = time.draft_s * (1.0 - asked / num_asked) if num_asked else time.draft_s
+        target_s = min(time.target_s, _MAX_SURPRISE * self._row_cost.at(num_rows))
+        share = self._row_cost.at(num_rows - proposed) / self._row_cost.at(num_rows)
+        longest = max(each.num_asked for each in part)
+        expected_s = self._draft_cost.seconds(longest, num_asked)
+        draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
+        others_s = draft_s * (1.0 - asked / num_asked) if num_asked else draft_s
         return ClassStep(
             num_sequences=len(part),
             num_tokens=sum(each.num_accepted + 1 for each in part),
-            seconds=time.target_s + time.draft_s,
-            plain_seconds=time.target_s * float(without_s / with_s) + others_s,
+            seconds=target_s + draft_s,
+            plain_seconds=target_s * share + others_s,
         )
 
     def _num_possible(self, sequence: Sequence) -> int:

@@ -29,6 +29,8 @@ def allocate(survivals: Floats, row_seconds: Floats, step_s: float, token_s: flo
     each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C.
     """
     num_sequences, num_positions = survivals.shape
+    if num_sequences == 1:
+        return _allocate_to_one(survivals[0].tolist(), row_seconds.tolist(), step_s + token_s)
     plain = num_sequences / row_seconds[0]
     order = np.argsort(-survivals.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
     chances = survivals.T.ravel()[order]
@@ -48,3 +50,17 @@ def allocate(survivals: Floats, row_seconds: Floats, step_s: float, token_s: flo
     chosen = order[: best_last + 1][is_in[best_longest, : best_last + 1]]
     lengths = np.bincount(chosen % num_sequences, minlength=num_sequences)
     return Allocation(lengths, float(goodput[best_longest, best_last]), plain)
+
+
+def _allocate_to_one(survival: list[float], row_seconds: list[float], draft_s: float) -> Allocation:
+    """The same for one sequence, whose number of drafts says all: a short loop is the fastest there."""
+    plain = best = 1.0 / row_seconds[0]
+    best_length, tokens = 0, 1.0
+    for length, (chance, seconds) in enumerate(zip(survival, row_seconds[1:], strict=False), start=1):
+        if chance <= 0.0:
+            break
+        tokens += chance
+        goodput = tokens / (seconds + length * draft_s)
+        if goodput > best:
+            best, best_length = goodput, length
+    return Allocation(np.array([best_length]), best, plain)

@@ -1,118 +1,205 @@
-"""What a pass costs, learned from the passes themselves: the target by its rows, the draft by its steps and tokens."""
+"""What a pass costs, learned from the passes themselves: the target by its rows, the draft by its steps and tokens.
+
+Plain floats and short lists: this runs once per pass, where a numpy call costs more than it computes.
+"""
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from math import exp, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
-_CLIP = np.log(4.0)  # a pass that took four times the expected is taken to be a hiccup of at most that
-_DRIFT_RATE = 0.2  # of a surprise at a size that is known, so much is the machine's mood and moves all sizes
-_SHAPE_RATE = 0.05  # and at least so much of the rest is this size's own
+_NUM_RECENT = 9  # passes whose median is the machine's mood, which moves all sizes: up to four hiccups leave it alone
+_SHAPE_RATE = 0.05  # of what a pass surprises by beside the mood, at least so much is this size's own
+_CLIP = 3.0  # times the usual deviation: a pass that surprises by more was a hiccup
 _FADE = 0.999  # per pass: what was seen some thousand passes ago counts a third
-_FIRST_NOISE = 0.1  # relative, until it is measured
-_NOISE_RATE = 0.05
+_FIRST_NOISE = 0.1  # usual deviation, relative, until it is measured
+_LEAST_NOISE = 0.002
+_NOISE_STEP = 1.05  # the usual deviation is moved by so much until as many passes are within two thirds of it as not
 _REACH = 2.0  # sizes are known up to so many times the largest one seen
-_MAX_ROWS = 1 << 16
-
-
-def _knots() -> Ints:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... rows: near enough to each other for a straight line between two."""
-    powers = 2 ** np.arange(1, 17)
-    return np.unique(np.concatenate(([1], powers, powers * 3 // 2)))
+# 1, 2, 3, 4, 6, 8, 12, 16 ... rows: near enough to each other for a straight line between two.
+_KNOTS = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+_HARDLY = 0.01  # of a pass: what a pass counts for that cannot be what its size costs
+_FAMILIAR = 0.5  # a size with a pass or more
+_KNOT_ARRAY = np.array(_KNOTS, dtype=np.float64)
 
 
 class RowCost:
     """Seconds of a pass without prefill by its number of rows: a curve through knots, learned online.
 
     A machine that is slower for a while is slower at every size, and the choice between two sizes hangs on their ratio.
-    So a common drift follows the last few passes, while the knots, which hold the shape, move slowly. Between knots the
-    curve is straight, and it never falls. A knot that was never seen is taken to cost what the next smaller one does,
-    the least it can: whoever chooses by this curve will try it once and know.
+    So a common mood follows the last few passes, while the knots, which hold the shape, move slowly. Some passes take
+    several times what they should, for reasons that are not ours: the mood is a median, and a knot believes no surprise
+    beyond a few usual ones. Between knots the curve is straight; it never falls. A knot
+    that was never seen is taken to cost what the next smaller one does, the least it can: whoever chooses by this curve
+    will try it once and know.
     """
 
     def __init__(self) -> None:
-        self._knots = _knots()
-        self._log_s = np.zeros(len(self._knots))
-        self._num_seen = np.zeros(len(self._knots))  # passes, old ones fading
-        self._drift = 0.0
-        self._noise = _FIRST_NOISE**2  # mean square of what a known size surprises by
+        self._log_s = [0.0] * len(_KNOTS)
+        self._num_seen = [0.0] * len(_KNOTS)  # passes, old ones fading
+        self._num_known = 0  # knots up to the largest that was seen
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # log of seconds over the shape's
+        self._mood = 0.0
+        self._noise = _FIRST_NOISE  # the usual deviation of known sizes: half of all passes are within 0.67 of it
+        self._expected: list[float] = []  # the curve as it is now, empty until somebody asks
 
     @property
     def max_rows(self) -> int:
         """The largest pass that may be reckoned with: twice the largest that was seen, 0 before any was."""
-        seen = self._knots[self._num_seen > 0]
-        return int(_REACH * seen[-1]) if len(seen) else 0
+        return int(_REACH * _KNOTS[self._num_known - 1]) if self._num_known else 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Take in one pass."""
-        num_rows = min(max(num_rows, 1), _MAX_ROWS)
-        near, shares = self._neighbours(num_rows)
-        if not self._num_seen.any():
-            self._log_s[near] = np.log(seconds)
-            self._num_seen[near] = 1.0
+        near = _neighbours(num_rows)
+        if not self._num_known:
+            for knot, _ in near:
+                self._log_s[knot], self._num_seen[knot] = log(seconds), 1.0
+            self._num_known = near[-1][0] + 1
             return
-        expected_s = float(self.seconds(np.array([num_rows]))[0])
-        surprise = float(np.clip(np.log(seconds / expected_s), -_CLIP, _CLIP))
-        self._num_seen *= _FADE
-        is_fresh = self._num_seen[near] == 0
-        self._log_s[near[is_fresh]] = np.log(expected_s) - self._drift
-        familiarity = float(shares @ (self._num_seen[near] / (self._num_seen[near] + 1.0)))
-        drift = _DRIFT_RATE * familiarity * surprise
-        self._drift += drift
-        self._noise += _NOISE_RATE * familiarity * ((surprise - drift) ** 2 - self._noise)
-        rates = np.maximum(_SHAPE_RATE, 1.0 / (self._num_seen[near] + 1.0))
-        self._log_s[near] += rates * shares / (shares @ shares) * (surprise - drift)
-        self._num_seen[near] += shares
+        expected = log(self.at(num_rows)) - self._mood
+        for knot, _ in near:
+            if self._num_seen[knot] == 0.0:
+                self._log_s[knot] = expected
+        self._num_seen = [_FADE * number for number in self._num_seen]
+        familiarity = sum(share * self._num_seen[knot] / (self._num_seen[knot] + 1.0) for knot, share in near)
+        surprise = log(seconds) - expected
+        self._learn_mood(surprise, familiarity)
+        rest = surprise - self._mood
+        limit = self._largest_surprise(near, familiarity)
+        if familiarity >= _FAMILIAR:
+            self._learn_noise(min(abs(rest), limit))
+        counts_for = _HARDLY if rest > limit and familiarity < _FAMILIAR else 1.0
+        rest = min(rest, limit)
+        weight = sum(share * share for _, share in near)
+        for knot, share in near:
+            rate = max(_SHAPE_RATE, 1.0 / (self._num_seen[knot] + 1.0))
+            self._log_s[knot] += rate * share / weight * rest
+            self._num_seen[knot] += counts_for * share
+        self._num_known = max(self._num_known, near[-1][0] + 1)
+        self._expected = []
 
-    def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
-        """Expected seconds of passes of these sizes, `[n]`; needs one observed pass.
+    def _learn_mood(self, surprise: float, familiarity: float) -> None:
+        """Only sizes that are known tell the mood from the shape."""
+        if familiarity >= _FAMILIAR:
+            self._recent.append(surprise)
+            self._mood = sorted(self._recent)[(len(self._recent) - 1) // 2]
 
-        `optimism` lowers each knot by so many standard errors of what is known of it, so that a size that one slow pass
-        has put in a bad light, or that was not seen for long, is tried again.
+    def _learn_noise(self, deviation: float) -> None:
+        factor = _NOISE_STEP if deviation > 0.67 * self._noise else 1.0 / _NOISE_STEP
+        self._noise = max(_LEAST_NOISE, factor * self._noise)
+
+    def _largest_surprise(self, near: list[tuple[int, float]], familiarity: float) -> float:
+        """What to believe of a pass. None is too fast by accident; one of a known size that is much too slow is a
+        hiccup, and so is one of a new size that costs more than its rows would."""
+        limit = _CLIP * self._noise
+        if familiarity < _FAMILIAR:
+            smaller = next((knot for knot in range(near[-1][0] - 1, -1, -1) if self._num_seen[knot] > _HARDLY), 0)
+            limit += log(_KNOTS[near[-1][0]] / _KNOTS[smaller])
+        return limit
+
+    def at(self, num_rows: int) -> float:
+        """Expected seconds of a pass of this size; needs one observed pass."""
+        if not self._expected:
+            self._expected = self._curve(0.0)
+        return sum(share * self._expected[min(knot, self._num_known - 1)] for knot, share in _neighbours(num_rows))
+
+    def seconds(self, first: int, last: int, optimism: float = 0.0) -> Floats:
+        """Expected seconds of passes of `first` to `last` rows, `[last - first + 1]`; needs one observed pass.
+
+        `optimism` lowers each knot by so many standard errors of what is known of it, and takes one whose only pass was
+        a hiccup as never seen, so that a size that a slow pass has put in a bad light, or that was not seen for long,
+        is tried again.
         """
-        is_seen = self._num_seen > 0
-        doubt = np.sqrt(self._noise / np.where(is_seen, self._num_seen, 1.0))
-        values = np.where(is_seen, np.exp(self._log_s + self._drift - optimism * doubt), 0.0)
-        values = np.maximum.accumulate(values)
-        return np.interp(num_rows, self._knots, np.where(values > 0, values, values[is_seen.argmax()]))
+        knots = _KNOT_ARRAY[: self._num_known]
+        return np.interp(np.arange(first, last + 1), knots, self._curve(optimism))
 
-    def _neighbours(self, num_rows: int) -> tuple[Ints, Floats]:
-        """The knots on both sides of a size and its share of each; one knot where it falls on it."""
-        right = int(np.searchsorted(self._knots, num_rows))
-        if self._knots[right] == num_rows:
-            return np.array([right]), np.array([1.0])
-        low, high = self._knots[right - 1], self._knots[right]
-        share = (num_rows - low) / (high - low)
-        return np.array([right - 1, right]), np.array([1.0 - share, share])
+    def _curve(self, optimism: float) -> list[float]:
+        """Seconds at each knot up to the largest that was seen.
+
+        Where they would fall, neighbours are averaged, weighted with their passes (pool adjacent violators).
+        """
+        doubt, enough = optimism * self._noise, _HARDLY if optimism > 0.0 else 0.0
+        levels: list[_Level] = []
+        num_knots = 0  # unseen before the first
+        for log_s, number in zip(self._log_s[: self._num_known], self._num_seen, strict=False):
+            num_knots += 1
+            if number <= enough and (levels or number == 0.0):
+                if levels:
+                    levels[-1].num_knots += 1
+                    num_knots = 0
+                continue
+            level = _Level(exp(log_s + self._mood - doubt / sqrt(number)), number, num_knots)
+            while levels and levels[-1].seconds > level.seconds:
+                level.absorb(levels.pop())
+            levels.append(level)
+            num_knots = 0
+        return [level.seconds for level in levels for _ in range(level.num_knots)]
+
+
+@dataclass(slots=True)
+class _Level:
+    """Neighbouring knots that cost the same: their seconds, and the passes that say so."""
+
+    seconds: float
+    num_seen: float
+    num_knots: int
+
+    def absorb(self, other: _Level) -> None:
+        num_seen = self.num_seen + other.num_seen
+        self.seconds = (self.num_seen * self.seconds + other.num_seen * other.seconds) / num_seen
+        self.num_seen = num_seen
+        self.num_knots += other.num_knots
+
+
+def _neighbours(num_rows: int) -> list[tuple[int, float]]:
+    """The knots on both sides of a size and its share of each; one knot where it falls on it."""
+    num_rows = min(max(num_rows, 1), _KNOTS[-1])
+    right = bisect_left(_KNOTS, num_rows)
+    if _KNOTS[right] == num_rows:
+        return [(right, 1.0)]
+    low, high = _KNOTS[right - 1], _KNOTS[right]
+    share = (num_rows - low) / (high - low)
+    return [(right - 1, 1.0 - share), (right, share)]
 
 
 class DraftCost:
     """Seconds the target waits for drafts: so much per step of the longest one, and so much per token of all.
 
-    Fitted by least squares over recent passes. Where steps and tokens have been the same (one stream), the time is
+    How the two compare is fitted by least squares over recent passes, what both cost by the median pass: one that took
+    several times what it should moves nothing. Where steps and tokens have been the same (one stream), the time is
     taken to go with the steps: a draft model computes all sequences of a step at once.
     """
 
+    _NUM_RECENT = 15
     _FADE = 0.95
     _TOKEN_DOUBT = 0.01
+    _STEP_DOUBT = 1e-6
 
     def __init__(self) -> None:
-        self._moments = np.zeros((2, 2))
-        self._products = np.zeros(2)
+        self._steps_2 = self._steps_tokens = self._tokens_2 = 0.0  # decayed sums of products
+        self._steps_s = self._tokens_s = 0.0
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=self._NUM_RECENT)  # steps, tokens, seconds
         self.per_step_s = 0.0
         self.per_token_s = 0.0
 
     def observe(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Take in one pass that asked for `num_tokens` drafts, the longest of `num_steps`."""
+        self._recent.append((num_steps, num_tokens, seconds))
         expected_s = self.seconds(num_steps, num_tokens)
         if expected_s > 0:
-            seconds = min(seconds, 4.0 * expected_s)
-        size = np.array([num_steps, num_tokens], dtype=np.float64)
-        self._moments = self._FADE * self._moments + np.outer(size, size)
-        self._products = self._FADE * self._products + size * seconds
+            seconds = min(seconds, 2.0 * expected_s)
+        self._steps_2 = self._FADE * self._steps_2 + num_steps * num_steps
+        self._steps_tokens = self._FADE * self._steps_tokens + num_steps * num_tokens
+        self._tokens_2 = self._FADE * self._tokens_2 + num_tokens * num_tokens
+        self._steps_s = self._FADE * self._steps_s + num_steps * seconds
+        self._tokens_s = self._FADE * self._tokens_s + num_tokens * seconds
         self._fit()
 
     def seconds(self, num_steps: int, num_tokens: int) -> float:
@@ -120,10 +207,17 @@ class DraftCost:
         return self.per_step_s * num_steps + self.per_token_s * num_tokens
 
     def _fit(self) -> None:
-        doubt = np.diag([1e-6, self._TOKEN_DOUBT]) * np.diag(self._moments)
-        per_step_s, per_token_s = np.linalg.solve(self._moments + doubt, self._products)
+        """Solve the two normal equations; a price below zero is none. Then scale both to the median pass."""
+        steps_2 = (1.0 + self._STEP_DOUBT) * self._steps_2
+        tokens_2 = (1.0 + self._TOKEN_DOUBT) * self._tokens_2
+        determinant = steps_2 * tokens_2 - self._steps_tokens**2
+        per_step_s = (tokens_2 * self._steps_s - self._steps_tokens * self._tokens_s) / determinant
+        per_token_s = (steps_2 * self._tokens_s - self._steps_tokens * self._steps_s) / determinant
         if per_token_s < 0:
-            per_step_s, per_token_s = self._products[0] / self._moments[0, 0], 0.0
+            per_step_s, per_token_s = self._steps_s / self._steps_2, 0.0
         elif per_step_s < 0:
-            per_step_s, per_token_s = 0.0, self._products[1] / self._moments[1, 1]
-        self.per_step_s, self.per_token_s = float(per_step_s), float(per_token_s)
+            per_step_s, per_token_s = 0.0, self._tokens_s / self._tokens_2
+        fitted = [(steps * per_step_s + tokens * per_token_s, seconds) for steps, tokens, seconds in self._recent]
+        ratios = sorted(seconds / expected_s for expected_s, seconds in fitted if expected_s > 0.0)
+        scale = ratios[(len(ratios) - 1) // 2] if ratios else 1.0
+        self.per_step_s, self.per_token_s = scale * per_step_s, scale * per_token_s

@@ -27,57 +27,93 @@ class SurvivalTable:
 
     def __init__(self, num_positions: int) -> None:
         self._positions = np.arange(num_positions)  # [K]
-        self._requests: dict[str, _Counts] = {}
-        self._classes: dict[str, _Counts] = {}
+        self._rows: dict[str, int] = {}  # of each request in the two tables below
+        self._free_rows: list[int] = []
+        self._tried = np.zeros((0, num_positions))  # [rows, K] passes that tried a position, old ones fading
+        self._accepted = np.zeros((0, num_positions))  # [rows, K] those that kept it
+        self._classes: dict[str, _ClassCounts] = {}
 
     def observe(self, request_ids: Seq[str], classes: Seq[str], num_proposed: Ints, num_accepted: Ints) -> None:
         """Take in one pass: per sequence its id, its class, and how many drafts it had and kept, `[B]` each."""
-        is_tried = self._positions < np.minimum(num_proposed, num_accepted + 1)[:, None]  # [B, K]
-        is_accepted = self._positions < num_accepted[:, None]
-        for index in np.flatnonzero(num_proposed).tolist():
-            request = self._of(self._requests, request_ids[index])
-            request.add(is_tried[index], is_accepted[index], _REQUEST_WINDOW)
-            self._of(self._classes, classes[index]).add(is_tried[index], is_accepted[index], _CLASS_WINDOW)
+        drafted = np.flatnonzero(num_proposed)
+        if len(drafted) == 0:
+            return
+        num_tried = np.minimum(num_proposed, num_accepted + 1)[drafted]
+        is_tried = self._positions < num_tried[:, None]  # [D, K]
+        is_accepted = self._positions < num_accepted[drafted, None]
+        rows = [self._row(request_ids[index]) for index in drafted.tolist()]
+        fade = 1.0 - is_tried / _REQUEST_WINDOW
+        self._tried[rows] = fade * self._tried[rows] + is_tried
+        self._accepted[rows] = fade * self._accepted[rows] + is_accepted
+        members: dict[str, list[int]] = {}
+        for place, index in enumerate(drafted.tolist()):
+            members.setdefault(classes[index], []).append(place)
+        for name, places in members.items():
+            self._class(name).add(is_tried[places].sum(axis=0), is_accepted[places].sum(axis=0))
 
     def keep_only(self, request_ids: Seq[str]) -> None:
         """Forget all other requests; what they taught stays with their class."""
-        if len(self._requests) > len(request_ids):
-            known = {each: self._requests[each] for each in request_ids if each in self._requests}
-            self._requests = known
+        if len(self._rows) > len(request_ids):
+            known = set(request_ids)
+            for each in [each for each in self._rows if each not in known]:
+                self._free_rows.append(self._rows.pop(each))
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request has had drafts."""
+        return request_id in self._rows
 
     def of(self, request_ids: Seq[str], classes: Seq[str]) -> Floats:
         """The chance that each draft stands, all before it included: `[B, K]`, falling along K."""
-        priors = {name: self._class_rates(name) for name in set(classes)}
+        priors = {name: self._class(name).rates() for name in set(classes)}
         prior = np.array([priors[name] for name in classes])  # [B, K]
-        nothing = _Counts(len(self._positions))
-        counts = [self._requests.get(each, nothing) for each in request_ids]
-        accepted = np.array([each.accepted for each in counts])
-        tried = np.array([each.tried for each in counts])
+        rows = [self._rows.get(each, -1) for each in request_ids]
+        if max(rows) < 0:
+            return prior.cumprod(axis=1)
+        is_known = np.array(rows)[:, None] >= 0
+        accepted, tried = self._accepted[rows] * is_known, self._tried[rows] * is_known
         rates: Floats = (accepted + _REQUEST_TRUST * prior) / (tried + _REQUEST_TRUST)
         return rates.cumprod(axis=1)
 
-    def _class_rates(self, name: str) -> list[float]:
-        counts = self._of(self._classes, name)
-        rates, rate = [], _FIRST_GUESS
-        for accepted, tried in zip(counts.accepted.tolist(), counts.tried.tolist(), strict=True):
-            rate = (accepted + _CLASS_TRUST * rate) / (tried + _CLASS_TRUST)
-            rates.append(rate)
-        return rates
+    def _row(self, request_id: str) -> int:
+        if request_id not in self._rows:
+            if not self._free_rows:
+                self._grow()
+            self._rows[request_id] = row = self._free_rows.pop()
+            self._tried[row] = self._accepted[row] = 0.0
+        return self._rows[request_id]
 
-    def _of(self, counts: dict[str, _Counts], key: str) -> _Counts:
-        if key not in counts:
-            counts[key] = _Counts(len(self._positions))
-        return counts[key]
+    def _grow(self) -> None:
+        size = len(self._tried)
+        more = np.zeros((max(8, size), len(self._positions)))
+        self._tried, self._accepted = np.concatenate((self._tried, more)), np.concatenate((self._accepted, more))
+        self._free_rows += range(size, len(self._tried))
+
+    def _class(self, name: str) -> _ClassCounts:
+        if name not in self._classes:
+            self._classes[name] = _ClassCounts(len(self._positions))
+        return self._classes[name]
 
 
-class _Counts:
-    """Passes that tried each position, and those that kept it, `[K]`; old ones fade."""
+class _ClassCounts:
+    """Passes of a class's requests that tried each position, and those that kept it, `[K]`; old ones fade."""
 
     def __init__(self, num_positions: int) -> None:
-        self.tried = np.zeros(num_positions)
-        self.accepted = np.zeros(num_positions)
+        self._tried = np.zeros(num_positions)
+        self._accepted = np.zeros(num_positions)
+        self._rates: list[float] | None = None
 
-    def add(self, is_tried: NDArray[np.bool_], is_accepted: NDArray[np.bool_], window: float) -> None:
-        fade = np.where(is_tried, 1.0 - 1.0 / window, 1.0)
-        self.tried = fade * self.tried + is_tried
-        self.accepted = fade * self.accepted + is_accepted
+    def add(self, num_tried: Ints, num_accepted: Ints) -> None:
+        """Count one step, which tried position i for `num_tried[i]` of the class's sequences."""
+        fade = (1.0 - 1.0 / _CLASS_WINDOW) ** num_tried
+        self._tried = fade * self._tried + num_tried
+        self._accepted = fade * self._accepted + num_accepted
+        self._rates = None
+
+    def rates(self) -> list[float]:
+        """By position; one that was seldom tried is taken to be like the one before."""
+        if self._rates is None:
+            self._rates, rate = [], _FIRST_GUESS
+            for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
+                rate = (accepted + _CLASS_TRUST * rate) / (tried + _CLASS_TRUST)
+                self._rates.append(rate)
+        return self._rates

@@ -41,6 +41,15 @@ def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, 
     assert pair.run(num_streams, 350, budget) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
 
 
+def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
+    budget = new_budget()
+    for index in range(30):  # every request has two passes, the first of which waits for the draft to read
+        sequence = new_sequence(index)
+        for draft_s in (0.500, 0.004):
+            budget.observe([DraftedPass(sequence, 4, 4, 3)], PassTime(draft_s, 0.010))
+    assert budget._draft_cost.seconds(4, 4) == pytest.approx(0.004, rel=0.05)
+
+
 def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
     pair = SimulatedPair(lambda index, step: 0.2, HEAVY_DRAFT)
     pair.run(8, 400, new_budget())

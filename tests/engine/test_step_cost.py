@@ -21,7 +21,7 @@ def learned(sizes: list[int], num_passes: int, noise: float = 0.1, slow_from: in
 
 
 def seconds(cost: RowCost, size: int) -> float:
-    return float(cost.seconds(np.array([size]))[0])
+    return cost.at(size)
 
 
 def test_the_curve_comes_out_of_the_noise() -> None:
@@ -45,6 +45,29 @@ def test_a_hiccup_moves_little() -> None:
     assert seconds(cost, 128) / seconds(cost, 8) < 1.2 * ratio
 
 
+def test_hiccups_move_neither_the_curve_nor_what_is_expected_of_a_draft() -> None:
+    """One pass in eight takes two to six times what it should, as on a machine that others use."""
+    rows, draft, rng = RowCost(), DraftCost(), np.random.default_rng(3)
+    for step in range(400):
+        size = (4, 16, 32, 64, 128)[step % 5]
+        hiccups = np.where(rng.random(2) < 0.125, rng.uniform(2.0, 6.0, 2), 1.0) * rng.lognormal(0.0, 0.05, 2)
+        rows.observe(size, true_s(size) * hiccups[0])
+        draft.observe(4, 4, 0.004 * hiccups[1])
+    for size in (16, 32, 64, 128):
+        assert seconds(rows, size) / seconds(rows, 4) == pytest.approx(true_s(size) / true_s(4), rel=0.12)
+    assert draft.seconds(4, 4) == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_size_whose_only_pass_was_a_hiccup_is_tried_again() -> None:
+    cost = learned([2, 4], 100, noise=0.0)
+    cost.observe(16, 6 * true_s(16))
+    assert seconds(cost, 16) > 1.3 * true_s(16)
+    assert cost.seconds(16, 16, 1.0)[0] <= 1.01 * true_s(4)
+    for _ in range(3):
+        cost.observe(16, true_s(16))
+    assert seconds(cost, 16) == pytest.approx(true_s(16), rel=0.1)
+
+
 def test_a_size_never_seen_costs_what_the_next_smaller_does_until_it_is_seen() -> None:
     cost = learned([4, 256], 50, noise=0.0)
     assert seconds(cost, 64) == pytest.approx(true_s(4), rel=0.01)
@@ -55,13 +78,13 @@ def test_a_size_never_seen_costs_what_the_next_smaller_does_until_it_is_seen() -
 
 def test_optimism_is_for_what_is_little_known() -> None:
     cost = learned([4] * 50 + [64], 102)
-    often, seldom = (float(cost.seconds(np.array([size]), 1.0)[0]) / seconds(cost, size) for size in (4, 64))
+    often, seldom = (float(cost.seconds(size, size, 1.0)[0]) / seconds(cost, size) for size in (4, 64))
     assert seldom < often < 1.0
 
 
 def test_no_cost_falls_with_size() -> None:
     cost = learned([4, 6, 8, 12, 16, 24, 32], 60, noise=0.5)
-    assert (np.diff(cost.seconds(np.arange(1, 100))) >= 0).all()
+    assert (np.diff(cost.seconds(1, 99)) >= 0).all()
 
 
 def test_draft_time_is_split_into_steps_and_tokens() -> None:
