@@ -56,15 +56,15 @@ def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
 def test_a_lesson_is_learned() -> None:
     target, heads = tiny_target(), MedusaHeads(16, num_heads=2, num_blocks=1)
     lesson, ids = MedusaLesson(heads, target), torch.randint(0, 48, (2, 12))
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(60):
         loss = lesson(ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10]), "each is of other rows"
 
 
 def test_a_round_ends_at_the_first_draft_that_is_not_the_targets() -> None:
