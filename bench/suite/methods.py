@@ -155,4 +155,5 @@ MAKERS: dict[str, Callable[[Suite], Method]] = {
     "draft, adaptive": Suite.adaptive,
     "hybrid": Suite.hybrid,
     "medusa": partial(Suite.head, kind=HeadKind.MEDUSA),
+    "eagle3": partial(Suite.head, kind=HeadKind.EAGLE3),
 }
