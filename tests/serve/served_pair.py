@@ -20,7 +20,6 @@ from cluster.local_cluster import LocalCluster
 from cluster.ports import free_port as free_port  # for the tests beside this
 
 MODEL = "tiny"
-STEPS = {"judge": "likelihood", "think": None, "step_end": ".", "max_step_tokens": 12}  # for requests that ask
 BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
 
 
@@ -132,7 +131,7 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
         "model_id": MODEL,
         "target": {"path": str(folder / "target"), "dtype": "float32", "num_threads": 1},
         "draft": {"kind": "model", "path": str(folder / "draft"), "dtype": "float32", "num_threads": 1},
-        "speculation": {"adaptive": False, "steps": STEPS},  # so small a target gains nothing by its draft
+        "speculation": {"adaptive": False},  # so small a target gains nothing by its draft
         "cache": {"num_blocks": 512},
         "ingress": {"limits": {"migration_deadline_s": 170.0, "max_migrations": 1000}},
         **changes,
