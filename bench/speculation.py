@@ -102,7 +102,7 @@ def _race(methods: Seq[Method], workload: Workload, args: argparse.Namespace, te
         part = Workload(workload.name, workload.streams[:num_streams])
         runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
         for method in methods:
-            _measure(method, part, 1, temperature)  # reads the prompts
+            _measure(method, part, 4, temperature)  # reads the prompts, and meets every kind of pass
         for _ in range(args.rounds):
             for method in methods:
                 runs[method.name].append(_measure(method, part, args.tokens, temperature))

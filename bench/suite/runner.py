@@ -77,7 +77,7 @@ class Run:
         max_tokens = self._num_tokens
         if turn.answer is not None:
             self._answers[request_id] = turn.answer
-            max_tokens = len(turn.answer)
+            max_tokens = min(len(turn.answer), self._num_tokens)
         # The same salt for all runs: prompts are read once, and what is timed is decoding.
         sampling = SamplingParams(temperature=self._temperature, max_tokens=max_tokens, seed=index)
         self._engine.add(GenerateRequest(request_id, turn.prompt, sampling))
