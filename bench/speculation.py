@@ -68,6 +68,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--agents", type=Path, help="agent calls with their texts: input, output, session_id, timestamp"
     )
+    parser.add_argument("--skip-demo", action="store_true", help="only the texts that are given")
     parser.add_argument("--methods", nargs="+", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="sequences at once")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
@@ -85,7 +86,7 @@ def _parse_args() -> argparse.Namespace:
 def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, float]]:
     """Workloads and temperatures; a recording is greedy. Each number of streams takes a part of the same workload."""
     model, num_streams = DEMO / "target", max(args.streams)
-    workloads = [demo_text(model, num_streams)]
+    workloads = [] if args.skip_demo else [demo_text(model, num_streams)]
     if args.questions is not None:
         workloads.append(questions(model, args.questions, num_streams, MAX_QUESTION_TOKENS))
     if args.agents is not None:
