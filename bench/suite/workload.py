@@ -59,20 +59,26 @@ def agent_sessions(
     A session ends with its first call above `max_prompt_tokens`; those with most calls below it come first. Answers are
     cut after `num_tokens`.
     """
-    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     sessions: dict[str, list[Turn]] = {}
     ended: set[str] = set()
-    for call in sorted(read_lines(path), key=lambda call: int(call["timestamp"])):
-        name = call["session_id"]
-        prompt = _encode(tokenizer, call["input"])
-        ended |= {name} if len(prompt) > max_prompt_tokens else set()
-        if name not in ended:
-            turn = Turn(prompt, _encode(tokenizer, call["output"])[:num_tokens])
-            sessions.setdefault(name, []).append(turn)
+    for name, turn in recorded_turns(model_path, path):
+        ended |= {name} if len(turn.prompt) > max_prompt_tokens else set()
+        if name not in ended and turn.answer:
+            sessions.setdefault(name, []).append(Turn(turn.prompt, turn.answer[:num_tokens]))
     longest = sorted(sessions.values(), key=len, reverse=True)[:num_streams]
     if len(longest) < num_streams:
         raise ValueError(f"{path}: {len(longest)} sessions begin within {max_prompt_tokens} tokens, not {num_streams}")
     return Workload("agent sessions", [session[:num_turns] for session in longest])
+
+
+def recorded_turns(model_path: Path, path: Path) -> list[tuple[str, Turn]]:
+    """The calls of a trace in order of time, each with the name of its session."""
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    calls = sorted(read_lines(path), key=lambda call: int(call["timestamp"]))
+    return [
+        (call["session_id"], Turn(_encode(tokenizer, call["input"]), _encode(tokenizer, call["output"])))
+        for call in calls
+    ]
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.suffix_replay import replay
 from bench.suite.methods import PLAIN, Suite
 from bench.suite.runner import Run
 from bench.suite.workload import Turn, Workload
 from engine.config import CacheConfig
+from engine.proposer.suffix import SuffixProposer
 from models.architecture import llama_config, new_model
 from models.checkpoint import save_checkpoint
 
@@ -73,3 +75,11 @@ def test_answers_that_were_not_recorded_come_from_the_target(demo: Path) -> None
         workload = Workload("free", [[Turn((1, 2, 3))], [Turn((3, 2, 1))]])
         measured = Run(engine, verifier, workload, 5, 0.0).measure(lambda: None)
     assert (measured.num_tokens, measured.num_passes) == (10, 10)
+
+
+def test_a_replay_of_suffixes_counts_passes_rows_and_tokens() -> None:
+    count = replay([Turn((1, 2, 3), PERIODIC), Turn((9, 1, 2, 3), PERIODIC)], 8, SuffixProposer())
+    assert count.num_tokens == 48
+    assert count.num_passes < 24, "the second answer was said before"
+    assert count.num_rows > count.num_passes
+    assert replay([Turn((1, 2, 3), (5, 6, 7))], 0, SuffixProposer()).num_passes == 3

@@ -1,0 +1,70 @@
+"""How far suffixes reach into recorded agent sessions: `python -m bench.suffix_replay agent_text.jsonl.gz`.
+
+No model: each recorded answer is walked as a verifier would walk it, guess by guess, over whole sessions, with what
+finished calls have left in the tenant's index. `bench.speculation` has the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.pair import DEMO
+from bench.suite.workload import Turn, recorded_turns
+from engine.proposer.suffix import SuffixProposer
+from engine.sequence import Sequence
+from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+
+
+@dataclass(slots=True)
+class Count:
+    """What a replay needed: target passes, the rows they verified, and the tokens they committed."""
+
+    num_tokens: int = 0
+    num_passes: int = 0
+    num_rows: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="jsonl of agent calls: input, output, session_id, timestamp")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="K")
+    parser.add_argument("--alpha", type=float, nargs="+", default=[1.0, 2.0], help="draft tokens per matched token")
+    args = parser.parse_args()
+    turns = [turn for _, turn in recorded_turns(DEMO / "target", args.trace)]
+    print(f"{'K':>3}{'alpha':>7}{'tokens/pass':>13}{'rows/pass':>11}   {len(turns)} calls")
+    for num_drafts in args.num_draft_tokens:
+        for alpha in args.alpha:
+            count = replay(turns, num_drafts, SuffixProposer(alpha))
+            per_pass = count.num_tokens / count.num_passes, count.num_rows / count.num_passes
+            print(f"{num_drafts:3d}{alpha:7.1f}{per_pass[0]:13.2f}{per_pass[1]:11.1f}", flush=True)
+
+
+def replay(turns: list[Turn], num_drafts: int, proposer: SuffixProposer) -> Count:
+    """Walk all answers, one after the other, as one tenant's."""
+    count = Count()
+    for index, turn in enumerate(turns):
+        request = GenerateRequest(str(index), turn.prompt, SamplingParams(temperature=0.0))
+        sequence = Sequence(request, num_draft_tokens=num_drafts, verify=VerifyMode.COUPLED, arrival_s=0.0)
+        proposer.open(sequence)
+        answer = turn.answer or ()
+        place = 0
+        while place < len(answer):
+            guess = proposer.guess(sequence, min(num_drafts, len(answer) - place - 1))
+            drafts = () if guess is None else guess.token_ids
+            num_accepted = 0
+            while num_accepted < len(drafts) and drafts[num_accepted] == answer[place + num_accepted]:
+                num_accepted += 1
+            sequence.token_ids.extend(answer[place : place + num_accepted + 1])
+            place += num_accepted + 1
+            proposer.commit([sequence])
+            count.num_passes += 1
+            count.num_rows += 1 + len(drafts)
+        count.num_tokens += len(answer)
+        proposer.close(request.request_id)
+    return count
+
+
+if __name__ == "__main__":
+    main()
