@@ -83,6 +83,7 @@ def _runner(core: EngineCore) -> ModelRunner:
 def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
     runner = _runner(core)
     speculation = settings.engine.speculation
+    logger.info("requests that do not say are sampled by %s", runner.sampling_defaults)
     return ModelCard(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
@@ -93,6 +94,7 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
         speculation_methods=speculation.methods,
         verify=speculation.verify,
         has_approximate_steps=speculation.steps is not None,
+        sampling_defaults=runner.sampling_defaults,
         probe_key=_probe_key(core),
     )
 

@@ -17,7 +17,7 @@ from actors.pair import Pair
 from actors.prefill import Prefill
 from actors.settings import DraftKind, DraftSettings, PairSettings, PrefillSettings, ProcessShare
 from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
-from cluster.config import SERVES_OWN_POLICY, DeployConfig, parse_config
+from cluster.config import DeployConfig, parse_config
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
     INGRESS_CPUS,
@@ -28,6 +28,7 @@ from cluster.placement import (
     pin_devices,
     plan_pair,
 )
+from cluster.sections.faces import SERVES_OWN_POLICY
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import (
@@ -84,6 +85,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         attention=config.target.attention,
         deterministic=config.target.deterministic,
         tensor_parallel_size=config.target.tensor_parallel_size,
+        generation_config=config.target.generation_config,
         graphs=config.target.graphs(),
     )
     return PairSettings(
@@ -163,6 +165,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         quantization=draft.quantization,
         num_threads=placement.draft.num_threads,
         attention=draft.attention,
+        generation_config="none",
         graphs=config.target.graphs(),
     )
     fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config import CacheSection, DeployConfig
+from cluster.config import DeployConfig
+from cluster.sections.replicas import CacheSection
 from engine.config import CacheConfig
 
 _GIB = 1 << 30

@@ -58,7 +58,8 @@ class ModelConfig:
     `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch or
     triton (`engine.attention_backend`); auto means our own kernel on GPUs. `deterministic` makes the bits of a token's
     logits depend on the text before it alone (`engine.determinism`). `tensor_parallel_size` processes divide the model
-    among them, each on a device of its own (`engine.leading_runner`).
+    among them, each on a device of its own (`engine.leading_runner`). `generation_config` auto: requests that do not
+    say otherwise are sampled as the checkpoint advises; none: as OpenAI's API does (`engine.generation_defaults`).
     """
 
     path: str
@@ -69,6 +70,7 @@ class ModelConfig:
     attention: str = "auto"
     deterministic: bool = False
     tensor_parallel_size: int = 1
+    generation_config: str = "auto"
     graphs: GraphConfig = GraphConfig()
 
 

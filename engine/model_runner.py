@@ -17,6 +17,7 @@ from engine.attention_backend import PlanAttention, choose_attention
 from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
 from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, plan_steps
+from engine.generation_defaults import eos_token_ids, sampling_defaults
 from engine.graphed_passes import GraphedPasses, RecordedStep, StaticLimits
 from engine.heads.loader import Head, load_head
 from engine.heads.tap import NO_TAP
@@ -47,6 +48,7 @@ class ModelRunner:
         kv_layout: what a block of the pool is, for engines that exchange them.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
+        sampling_defaults: how requests that do not say are sampled.
         head: what drafts from the model's hidden states, its KV in the same pool; None where there is none.
     """
 
@@ -91,7 +93,8 @@ class ModelRunner:
         self.num_blocks = pool_size(cache, self.bytes_per_block) - (has_graphs and cache.num_blocks is None)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
-        self.eos_token_ids = _eos_token_ids(stock)
+        self.eos_token_ids = eos_token_ids(stock)
+        self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         self.kv_layout = KVLayout(
             _kv_version(self.model_version, head),
             f"{stock.dtype} as int8" if is_quantized else str(stock.dtype),
@@ -243,11 +246,3 @@ def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int
     if configured is not None and configured > positions:
         raise ConfigError(f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it")
     return positions if configured is None else configured
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    config = model.generation_config
-    ids = config.eos_token_id if config is not None else model.config.eos_token_id
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.rollout import choose, generate
+from models.rollout import choose, generate, penalise
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,20 @@ class Acceptance:
 
 
 @torch.no_grad()
-def agreement(draft: LlamaForCausalLM, ids: Tensor, num_prompt_tokens: int, temperature: float, seed: int) -> Tensor:
+def agreement(
+    draft: LlamaForCausalLM,
+    ids: Tensor,
+    num_prompt_tokens: int,
+    temperature: float,
+    seed: int,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
     """Whether the draft chooses the target's token, [B, generated], along ids [B, S + generated]."""
-    logits = draft(ids[:, :-1], use_cache=False).logits[:, num_prompt_tokens - 1 :].float()  # [B, generated, V]
-    chosen = [choose(logits[:, step], temperature, seed, num_prompt_tokens + step) for step in range(logits.shape[1])]
+    logits = draft(ids[:, :-1], use_cache=False).logits.float()  # [B, S + generated - 1, V]
+    chosen = []
+    for position in range(num_prompt_tokens, ids.shape[1]):
+        penalised = penalise(logits[:, position - 1], ids[:, :position], repetition_penalty)
+        chosen.append(choose(penalised, temperature, seed, position))
     return torch.stack(chosen, dim=1) == ids[:, num_prompt_tokens:]
 
 
@@ -86,9 +96,10 @@ def measure_acceptance(
     num_tokens: int = 128,
     num_draft_tokens: int = 5,
     seed: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> Acceptance:
     """Acceptance over continuations of prompts [B, S] by `num_tokens` tokens each, with K = `num_draft_tokens`."""
-    ids = generate(target, prompts, num_tokens, temperature, seed)
-    agrees = agreement(draft, ids, prompts.shape[1], temperature, seed)
+    ids = generate(target, prompts, num_tokens, temperature, seed, repetition_penalty)
+    agrees = agreement(draft, ids, prompts.shape[1], temperature, seed, repetition_penalty)
     accepted = [run for row in agrees.tolist() for run in count_rounds(row, num_draft_tokens)]
     return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models.tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 
 ROPE_THETA = 50_000.0
+REPETITION_PENALTY = 1.2  # what generation_config.json advises: small models that read their own text fall into loops
 END_OF_TEXT_ID = 0
 END_OF_TURN_ID = 4
 

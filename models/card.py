@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from models.architecture import REPETITION_PENALTY
+
 DEMO_FOLDER = Path(__file__).parent / "demo"
 
 TEMPLATE = Path(__file__).parent / "card.template.md"
@@ -16,8 +18,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:
-    """One row per temperature: the chance at each position, tokens per pass, plain agreement."""
-    num_positions = len(acceptance["0"]["by_position"])
+    """One row per way to sample: the chance at each position, tokens per pass, plain agreement."""
+    num_positions = len(next(iter(acceptance.values()))["by_position"])
     columns = [
         "temperature",
         *(str(position + 1) for position in range(num_positions)),
@@ -27,10 +29,10 @@ def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:
         "rounds",
     ]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for temperature, measured in acceptance.items():
+    for sampling, measured in acceptance.items():
         chances = " | ".join(f"{chance:.3f}" for chance in measured["by_position"])
         quality = f"{measured['tokens_per_pass']:.2f} | {measured['per_token']:.3f} | {measured['repetition']:.2f}"
-        lines.append(f"| {temperature} | {chances} | {quality} | {measured['num_rounds']} |")
+        lines.append(f"| {sampling} | {chances} | {quality} | {measured['num_rounds']} |")
     return "\n".join(lines)
 
 
@@ -84,6 +86,7 @@ def render_card(folder: Path) -> str:
         num_prompts=measured["num_prompts"],
         text_agreement=measured["text_agreement"],
         acceptance=acceptance_table(measured["acceptance"]),
+        penalty=REPETITION_PENALTY,
         contexts=context_table(measured["loss_by_context"]),
         num_training=measured["num_training_files"],
         num_held_out=measured["num_held_out_files"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from models.architecture import END_OF_TEXT_ID, END_OF_TURN_ID
+from models.architecture import END_OF_TEXT_ID, END_OF_TURN_ID, REPETITION_PENALTY
 
 
 def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
@@ -17,9 +17,17 @@ def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=[END_OF_TEXT_ID, END_OF_TURN_ID],
         pad_token_id=END_OF_TEXT_ID,
+        repetition_penalty=REPETITION_PENALTY,
     )
     folder.mkdir(parents=True, exist_ok=True)
     rounded.save_pretrained(folder)
+
+
+def plain_generation_config(model: LlamaForCausalLM) -> GenerationConfig:
+    """The model's generation config without its advice on sampling: benches of a fixture say what they ask for."""
+    config = copy.deepcopy(model.generation_config)
+    config.repetition_penalty = None
+    return config
 
 
 def load_checkpoint(

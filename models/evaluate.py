@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.acceptance import Acceptance, measure_acceptance, text_agreement
-from models.architecture import num_parameters
+from models.architecture import REPETITION_PENALTY, num_parameters
 from models.checkpoint import load_checkpoint
 from models.corpus import Corpus, Document, collect
 from models.rollout import generate
@@ -102,9 +102,9 @@ def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 
 
 
 def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample:
-    """The target's greedy continuation of a text, up to the end of text or of turn."""
+    """The target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
     ids = torch.tensor([tokenizer.encode(prompt).ids])
-    written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0)[0, ids.shape[1] :].tolist()
+    written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0, REPETITION_PENALTY)[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(written, skip_special_tokens=False)
     return Sample(prompt, text.split("<|end")[0])
 
@@ -127,7 +127,12 @@ def measure(folder: Path, corpus: Corpus) -> Measurements:
             "draft, tests": mean_loss(draft, tests),
         },
         loss_by_context=loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
-        acceptance={name: measure_acceptance(target, draft, prompts, t) for name, t in (("0", 0.0), ("1", 1.0))},
+        acceptance={
+            f"{temperature:g}, penalty {penalty:g}": measure_acceptance(
+                target, draft, prompts, temperature, repetition_penalty=penalty
+            )
+            for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
+        },
         text_agreement=text_agreement(target, draft, measuring_windows(library, LOSS_WINDOW_TOKENS)),
         samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
         num_held_out_files=len(corpus.held_out),

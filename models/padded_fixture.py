@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.checkpoint import load_checkpoint
+from models.checkpoint import load_checkpoint, plain_generation_config
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def pad_model(trained: LlamaForCausalLM, num_layers: int, mlp_size: int, seed: i
     for place, index in enumerate(spread(config.num_hidden_layers, num_layers)):
         if index is not None:
             _copy_layer(trained.model.layers[index], padded.model.layers[place])
-    padded.generation_config = copy.deepcopy(trained.generation_config)
+    padded.generation_config = plain_generation_config(trained)
     return padded.eval()
 
 

@@ -22,13 +22,26 @@ def choose(logits: Tensor, temperature: float, seed: int, position: int) -> Tens
     return (logits / temperature + noise).argmax(-1)
 
 
+def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """Logits [B, V] with those of the tokens in `ids` [B, S] divided by the penalty, or multiplied where negative."""
+    seen = logits.gather(1, ids)
+    return logits.scatter(1, ids, torch.where(seen > 0, seen / penalty, seen * penalty))
+
+
 @torch.no_grad()
-def generate(model: LlamaForCausalLM, prompts: Tensor, num_tokens: int, temperature: float, seed: int) -> Tensor:
+def generate(
+    model: LlamaForCausalLM,
+    prompts: Tensor,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
     """Prompts [B, S] with the model's continuations [B, S + num_tokens]; an end of text does not stop it."""
     cache, ids, inputs = DynamicCache(config=model.config), prompts, prompts
     for position in range(prompts.shape[1], prompts.shape[1] + num_tokens):
         logits = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()  # [B, V]
-        inputs = choose(logits, temperature, seed, position).unsqueeze(1)  # [B, 1]
+        inputs = choose(penalise(logits, ids, repetition_penalty), temperature, seed, position).unsqueeze(1)  # [B, 1]
         ids = torch.cat([ids, inputs], dim=1)
     return ids
 

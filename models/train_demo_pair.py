@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from models.architecture import REPETITION_PENALTY
 from models.card import DEMO_FOLDER, read_json, write_card
 from models.checkpoint import load_checkpoint
 from models.corpus import Corpus, collect
@@ -87,12 +88,12 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
 def write_rollouts(
     target: LlamaForCausalLM, stream: WindowStream, arguments: argparse.Namespace, draft_budget: Budget
 ) -> RolloutPool:
-    """Continuations of training prompts: half greedy, half at temperature 1, as they are served."""
+    """Continuations of training prompts: half greedy, half at temperature 1, under the penalty they are served with."""
     num_new = draft_budget.short_window_tokens + 1 - ROLLOUT_PROMPT_TOKENS
     written = []
     for temperature in (0.0, 1.0):
         prompts = stream.windows(arguments.rollouts // 2, ROLLOUT_PROMPT_TOKENS)[:, 1:].to(draft_budget.device)
-        written.append(generate(target, prompts, num_new, temperature, arguments.seed))
+        written.append(generate(target, prompts, num_new, temperature, arguments.seed, REPETITION_PENALTY))
     return RolloutPool(torch.cat(written).cpu(), arguments.seed)
 
 

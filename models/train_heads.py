@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from models.acceptance import Acceptance
+from models.architecture import REPETITION_PENALTY
 from models.card import DEMO_FOLDER, acceptance_table, read_json
 from models.checkpoint import load_checkpoint
 from models.corpus import collect
@@ -60,7 +61,7 @@ class Batches:
         for temperature in (0.0, 1.0):
             prompts = self._stream.windows(arguments.rollouts // 2, ROLLOUT_PROMPT_TOKENS)[:, 1:]
             num_new = WINDOW_TOKENS + 1 - ROLLOUT_PROMPT_TOKENS
-            written.append(generate(target, prompts, num_new, temperature, arguments.seed))
+            written.append(generate(target, prompts, num_new, temperature, arguments.seed, REPETITION_PENALTY))
         rollouts = RolloutPool(torch.cat(written), arguments.seed)
         self._sources = itertools.cycle([self._stream] * (ROLLOUT_EVERY_BATCHES - 1) + [rollouts])
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.checkpoint import load_checkpoint
+from models.checkpoint import load_checkpoint, plain_generation_config
 from models.padded_fixture import spread
 
 _CONSTANT = 2.0**-8  # its square is nothing beside the trained numbers'
@@ -75,7 +75,7 @@ def widen_model(trained: LlamaForCausalLM, shape: WideShape, dtype: torch.dtype,
     for place, index in enumerate(spread(trained.config.num_hidden_layers, shape.num_layers)):
         if index is not None:
             widening.copy_layer(trained.model.layers[index], layers[place])
-    wide.generation_config = copy.deepcopy(trained.generation_config)
+    wide.generation_config = plain_generation_config(trained)
     return wide.eval()
 
 

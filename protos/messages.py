@@ -111,6 +111,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What `SamplingParams` take where a request does not say: OpenAI's defaults, or those of the checkpoint."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationParams:
     """One request's wishes about speculation; None leaves the deployment's setting.
 
@@ -235,3 +246,4 @@ class ModelCard:
     speculation_methods: tuple[SpeculationMethod, ...] = ()  # what a request may ask for, the default first
     verify: VerifyMode = VerifyMode.COUPLED  # of a request that does not say
     has_approximate_steps: bool = False  # a request may ask for `SpeculationParams.is_approximate`
+    sampling_defaults: SamplingDefaults = SamplingDefaults()

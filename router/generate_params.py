@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import (
@@ -21,6 +22,8 @@ from router.approximate import check_approximate
 from router.config import IngressLimits
 from router.generation_fields import GenerationFields, SpeculationFields
 from router.tokenizer import Tokenizer
+
+Number = TypeVar("Number", int, float)
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
@@ -103,7 +106,7 @@ def _request(
 def _sampling(
     params: GenerateParams, prompt: Prompt, seed: int, card: ModelCard, tokenizer: Tokenizer
 ) -> SamplingParams:
-    fields = params.fields
+    fields, defaults = params.fields, card.sampling_defaults
     check_token_ids(prompt.token_ids, card, "prompt")
     max_tokens = _max_tokens(params, len(prompt.token_ids), card)
     min_tokens = fields.min_tokens or 0
@@ -113,11 +116,11 @@ def _sampling(
         )
     return SamplingParams(
         seed=seed,
-        temperature=_default(fields.temperature, 1.0),
-        top_k=max(fields.top_k or 0, 0),
-        top_p=_default(fields.top_p, 1.0),
-        min_p=_default(fields.min_p, 0.0),
-        repetition_penalty=_default(fields.repetition_penalty, 1.0),
+        temperature=_default(fields.temperature, defaults.temperature),
+        top_k=max(_default(fields.top_k, defaults.top_k), 0),
+        top_p=_default(fields.top_p, defaults.top_p),
+        min_p=_default(fields.min_p, defaults.min_p),
+        repetition_penalty=_default(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_default(fields.presence_penalty, 0.0),
         frequency_penalty=_default(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias or {}, card),
@@ -131,7 +134,7 @@ def _sampling(
     )
 
 
-def _default(value: float | None, default: float) -> float:
+def _default(value: Number | None, default: Number) -> Number:
     return default if value is None else value
 
 
@@ -231,7 +234,7 @@ def check_prediction(params: GenerateParams, card: ModelCard) -> None:
             f"prediction is a draft, and {where} drafts nothing (speculation); leave one of them out.",
             param="prediction",
         )
-    is_sampled = _default(fields.temperature, 1.0) > 0
+    is_sampled = _default(fields.temperature, card.sampling_defaults.temperature) > 0
     verify = wishes.verify or card.verify
     if fields.seed is not None and is_sampled and verify is not VerifyMode.COUPLED:
         raise RequestError(

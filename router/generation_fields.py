@@ -80,7 +80,9 @@ def _as_list(value: object) -> object:
 
 
 class GenerationFields(Constraints):
-    """What both endpoints accept. A field that is null or left out takes the default of OpenAI's API."""
+    """What both endpoints accept. A field that is null or left out takes the checkpoint's default
+    (`ModelCard.sampling_defaults`), else that of OpenAI's API.
+    """
 
     model: str
     n: Annotated[int, Field(ge=1, le=_INT32)] | None = None

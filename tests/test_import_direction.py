@@ -27,7 +27,7 @@ HOMES = {
     "torch": ("engine/", "actors/"),
     "transformers": ("engine/", "actors/"),
     "fastapi": ("router/",),
-    "pydantic": ("router/", "cluster/config.py", "cluster/deploy_file.py"),
+    "pydantic": ("router/", "cluster/config.py", "cluster/sections/", "cluster/deploy_file.py"),
     "grpc": ("router/", "protos/outrider_pb2_grpc.py"),
 }
 FILES = sorted(file for package in OURS for file in (ROOT / package).rglob("*.py"))

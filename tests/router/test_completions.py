@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 from openai.types import Completion
 
 from protos.errors import EngineError, OverloadedError, UnavailableError
-from protos.messages import SpeculationMethod, VerifyMode
+from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
 from tests.router.fake_backend import FakeBackend, say
 
 
@@ -222,6 +224,19 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
     assert (request.cache_salt, request.priority) == ("tenant", -3)
     assert request.session_id == "conversation 7"
     assert 29 < request.timeout_s <= 30
+
+
+async def test_what_a_request_leaves_out_is_as_the_checkpoint_advises(
+    client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.card = replace(backend.card, sampling_defaults=SamplingDefaults(0.6, 20, 0.9, 0.1, 1.2))
+    await client.completions.create(model="fake", prompt="a")
+    await client.completions.create(model="fake", prompt="a", temperature=0, extra_body={"top_k": 0, "min_p": 0})
+    sampled = [request.sampling for request in backend.requests]
+    assert [(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty) for s in sampled] == [
+        (0.6, 20, 0.9, 0.1, 1.2),
+        (0.0, 0, 0.9, 0.0, 1.2),
+    ]
 
 
 async def test_end_tokens_can_be_ignored(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:

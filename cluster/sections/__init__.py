@@ -1,0 +1,1 @@
+"""The sections of deploy.yaml's `args`, one file for what belongs together; `cluster.config` joins and checks them."""
