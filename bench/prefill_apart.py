@@ -1,6 +1,6 @@
 """What long prompts do to a stream that runs beside them, with and without a prefill replica.
 
-    python -m bench.prefill_apart --prompt-tokens 4096 --period 4 --seconds 20 --json prefill_apart.json
+    python -m bench.prefill_apart --prompt-tokens 4096 --period 4 --seconds 20 --json gaps.json --plot gaps.png
 
 One stream decodes all the time. First it is alone; then a prompt of `--prompt-tokens` tokens, new to every cache,
 arrives each `--period` seconds. The time between two chunks of the stream is what a reader of it feels. Both
@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.gap_plot import plot_gaps
 from bench.prompts import held_out_prompts
 from bench.served import ServedApplication
 
@@ -45,11 +46,13 @@ class Gaps:
     p50_ms: float
     p99_ms: float
     max_ms: float
+    all_ms: list[float]
 
     @classmethod
     def of(cls, times_s: list[float]) -> Gaps:
-        gaps = 1000 * np.diff(times_s)
-        return cls(len(gaps), *(round(float(each), 1) for each in (*np.percentile(gaps, (50, 99)), gaps.max())))
+        gaps = [round(float(gap), 2) for gap in 1000 * np.diff(times_s)]
+        p50, p99 = (round(float(each), 1) for each in np.percentile(gaps, (50, 99)))
+        return cls(len(gaps), p50, p99, round(max(gaps), 1), gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--model", default="models/demo/target")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     rows = []
@@ -213,7 +217,19 @@ def main() -> None:
                 application.close()
             print(describe(rows[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        options.json.write_text(json.dumps([asdict(row) for row in rows]) + "\n")
+    if options.plot:
+        plot_gaps(gaps_by_label(rows), f"a stream beside prompts of {options.prompt_tokens} tokens", options.plot)
+
+
+def gaps_by_label(rows: list[Row]) -> dict[str, list[float]]:
+    """All rounds of a deployment together, with prompts arriving; and of the first one, without."""
+    gaps: dict[str, list[float]] = {"no prompts arrive": []}
+    for row in rows:
+        if row.num_prefills == rows[0].num_prefills:
+            gaps["no prompts arrive"] += row.quiet.all_ms
+        gaps.setdefault(f"{row.num_prefills} prefill replicas", []).extend(row.loaded.all_ms)
+    return gaps
 
 
 def describe(row: Row) -> str:
