@@ -28,7 +28,7 @@ serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRP
 	@$(BIN)/python -m cluster.cli serve deploy.yaml
 
 test: lint type  ## lint, type-check and run every test
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .

@@ -13,26 +13,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch import ScheduledSequence
 from engine.config import TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.heads.passed_rows import PassedRows
 from engine.heads.recurrent import RecurrentHead
 from engine.model_runner import ModelRunner
-from engine.proposer.chain import Chain, ChainSampler
-from engine.proposer.newest_states import NewestStates
+from engine.proposer.chain import Chain
+from engine.proposer.state_proposer import StateProposer
 from engine.proposer.tree import Tree
-from engine.proposer.tree_sampler import TreeSampler
-from engine.proposer.tree_shape import shape_of
-from engine.sampler import Sampler
-from engine.sequence import Sequence
 from engine.span import Span
 
 _MAX_STEPS_PER_PLAN = 16
 
 
-class RecurrentProposer:
-    """Implements `HeadProposer`. It has a draft for every sequence that has decoded since it was opened.
+class RecurrentProposer(StateProposer):
+    """Grows a draft by a step of the head for each token, or for each level of a tree.
 
     Every row that the target computes is learned, whoever drafts for its sequence, so that whatever block a sequence
     adopts has the head's KV too. Where a cached prefix ends, the pair of its last position may be that of another
@@ -40,21 +34,8 @@ class RecurrentProposer:
     """
 
     def __init__(self, runner: ModelRunner, head: RecurrentHead, tree: TreeConfig | None) -> None:
-        self._runner = runner
+        super().__init__(runner, tree)
         self._head = head
-        self._tree_config = tree
-        self._states = NewestStates()
-        self._chain_sampler = ChainSampler(Sampler())
-        self._tree_sampler = TreeSampler(Sampler())
-
-    def open(self, sequence: Sequence) -> None:
-        self._states.open(sequence)
-
-    def commit(self, sequences: Seq[Sequence]) -> None:
-        """Nothing to do: `learn` has brought all that a draft needs."""
-
-    def close(self, request_id: str) -> None:
-        self._states.close(request_id)
 
     @torch.inference_mode()
     def learn(self, passed: Seq[PassedRows]) -> None:
@@ -67,25 +48,8 @@ class RecurrentProposer:
         states = self._head.forward(self._runner.lay_out(spans), self._head.enter(features))
         self._states.keep([each for each in passed if each.is_newest], states)
 
-    @torch.inference_mode()
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        ready = self._states.of(shares)
-        if ready is None:
-            return [NO_DRAFT] * len(shares)
-        is_tree = [self._tree_config is not None and share.max_tree_nodes > 0 for share in ready.shares]
-        chains = [_chain(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if not has_tree]
-        trees = [self._tree(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if has_tree]
-        has_tree = torch.tensor(is_tree, device=ready.states.device)
-        self._grow(chains, ready.states[~has_tree])
-        self._branch(trees, ready.states[has_tree])
-        grown: list[Chain | Tree] = [*chains, *trees]
-        drafts = {each.sequence.request_id: each.draft() for each in grown}
-        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
-
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
-        """Lengthen every chain until it is long enough; `states` are [B, S]."""
-        if chains:
-            token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+        token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
                 chains, states, token_ids = [chains[row] for row in growing], states[growing], token_ids[growing]
@@ -111,16 +75,6 @@ class RecurrentProposer:
             if trees:
                 spans = [replace(span, start=span.start - 1) for span in (tree.span() for tree in trees)]
                 states = self._head.forward(self._runner.lay_out(spans), states[parents])
-
-    def _tree(self, share: ScheduledSequence) -> Tree:
-        assert self._tree_config is not None, "without one there are chains"
-        shape = shape_of(self._tree_config, share.sequence, share.max_tree_nodes, share.max_draft_tokens)
-        return Tree(share.sequence, shape, share.max_tree_nodes, share.max_draft_tokens)
-
-
-def _chain(share: ScheduledSequence) -> Chain:
-    sequence = share.sequence
-    return Chain(sequence, sequence.token_ids, sequence.block_table, share.max_draft_tokens)
 
 
 def _steps(chain: Chain, num_steps: int) -> Span:

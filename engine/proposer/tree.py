@@ -70,7 +70,7 @@ class Tree:
         self.spoken = sequence if spoken is None else spoken
         self._shape = shape
         self._max_nodes = max_nodes
-        self._max_depth = max_depth
+        self.max_depth = max_depth
         self._nodes: list[Node] = []
         self._computed: list[int] = []
 
@@ -135,7 +135,7 @@ class Tree:
         return by_merit[: self._max_nodes]
 
     def _is_worth_growing(self, node: Node) -> bool:
-        return node.depth < self._max_depth and self._shape.num_wanted(node) > 0
+        return node.depth < self.max_depth and self._shape.num_wanted(node) > 0
 
     def _node(self, node: int) -> Node | None:
         return None if node == ROOT else self._nodes[node]
