@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.architecture import compile_layers, draft_config, hidden_states, new_model
-from models.checkpoint import save_checkpoint
+from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import distillation_loss
 from models.optimizer import PairedOptimizer
 from models.rollout import RolloutPool
@@ -49,10 +49,22 @@ class DraftLesson:
 
 
 def distil_draft(
-    target: LlamaForCausalLM, stream: WindowStream, rollouts: RolloutPool, budget: Budget, folder: Path, seed: int
+    target: LlamaForCausalLM,
+    stream: WindowStream,
+    rollouts: RolloutPool,
+    budget: Budget,
+    folder: Path,
+    seed: int,
+    is_resumed: bool,
 ) -> TrainingReport:
-    """Distils a fresh draft into `folder`; the target's layers are compiled, its weights stay as they are."""
-    model = new_model(draft_config(), seed, budget.device)
+    """Distils a draft into `folder`: a fresh one, or the one that is there already once more.
+
+    The target's layers are compiled, its weights stay as they are.
+    """
+    model = (
+        load_checkpoint(folder, device=budget.device) if is_resumed else new_model(draft_config(), seed, budget.device)
+    )
+    model.train()
     compile_layers(model)
     compile_layers(target)
     optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.02, embedding_lr=0.004)

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="end each training after so many tokens, if its minutes allow")
     parser.add_argument("--rollouts", type=int, default=512, help="windows that the target writes for its draft")
     parser.add_argument(
-        "--resume", action="store_true", help="train the target in the folder further, on the same schedule"
+        "--resume", action="store_true", help="train what is in the folder further, on the same schedule"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("tokenizer", "target", "draft", "card"), help="one stage of the four")
@@ -81,8 +81,10 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
     stream = window_stream(arguments, corpus, arguments.seed + 1)
     target = load_checkpoint(arguments.out / "target", torch.bfloat16, draft_budget.device)
     rollouts = write_rollouts(target, stream, arguments, draft_budget)
-    report = distil_draft(target, stream, rollouts, draft_budget, arguments.out / "draft", arguments.seed + 1)
-    save_report(report, draft_budget, arguments.out / "draft")
+    folder = arguments.out / "draft"
+    earlier = read_json(folder / "training.json") if arguments.resume else None
+    report = distil_draft(target, stream, rollouts, draft_budget, folder, arguments.seed + 1, arguments.resume)
+    save_report(report, draft_budget, folder, earlier)
 
 
 def write_rollouts(
