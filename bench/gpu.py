@@ -25,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_floor import DeviceSpeed, ModelCost
+from bench.gpu_floor import DeviceSpeed
 from bench.gpu_plan import Plan
 from bench.gpu_table import NOT_MEASURED, Missing, Results
+from engine.kv_kind import KVKind
 from models.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
@@ -59,6 +60,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny pair and few steps: proves that it runs")
     parser.add_argument("--out", type=Path, default=Path(".cache/bench-gpu"), help="folder of the results")
     parser.add_argument("--work", type=Path, help="folder of the built models (20 GB); that of the results if absent")
+    parser.add_argument("--kv-dtype", type=KVKind, choices=(KVKind.AUTO, KVKind.FP8), default=KVKind.AUTO)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
@@ -66,6 +68,8 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cpu" and not args.smoke:
         parser.error("--device cpu is for --smoke: an 8 B model takes hours there")
+    if args.device == "cpu" and args.kv_dtype is KVKind.FP8:
+        parser.error("--kv-dtype fp8 is for GPUs: the processor's attention reads no float8")
     return args
 
 
@@ -75,10 +79,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.smoke:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         shapes = SMOKE_SHAPE, SMOKE_DRAFT
-        return Plan(device, dtype, *shapes, (1, 2), (32,), sections, 4, 6, 30.0, 120.0, args.total_s)
+        return Plan(device, dtype, args.kv_dtype, *shapes, (1, 2), (32,), sections, 4, 6, 30.0, 120.0, args.total_s)
     batches, contexts = tuple(args.batches), tuple(args.contexts)
     shapes = LLAMA_3_8B, LLAMA_3_1B
-    return Plan(device, torch.bfloat16, *shapes, batches, contexts, sections, 16, 48, 6.0, 100.0, args.total_s)
+    dtype = torch.bfloat16
+    return Plan(device, dtype, args.kv_dtype, *shapes, batches, contexts, sections, 16, 48, 6.0, 100.0, args.total_s)
 
 
 @contextmanager
@@ -100,7 +105,7 @@ def _bounded(seconds: float, results: Results) -> Iterator[None]:
 
 
 def _measure(plan: Plan, results: Results, work: Path) -> None:
-    speed, cost = _speed(plan), ModelCost(plan.target, plan.dtype.itemsize)
+    speed, cost = _speed(plan), plan.target_cost
     name = torch.cuda.get_device_name() if plan.device.type == "cuda" else "processor, smoke"
     results.note(
         device=name,
@@ -108,6 +113,7 @@ def _measure(plan: Plan, results: Results, work: Path) -> None:
         bandwidth=f"{speed.bytes_per_s / 1e9:,.0f} GB/s measured",
         products=f"{speed.flops_per_s / 1e12:,.1f} TFLOP/s measured, bfloat16" if plan.device.type == "cuda" else "-",
         target=f"{cost.num_weights / 1e9:.2f} B weights in products, {plan.dtype}",
+        target_kv=plan.kv_kind.name_of(plan.dtype),
     )
     if "kernel" in plan.sections and plan.device.type == "cuda":
         results.attempt("kernel", "the rest", partial(_measure_kernel, plan, results, speed))

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from bench.gpu_engine import Bench, Cell, Limits, Mode, drafting, source_text
-from bench.gpu_floor import DeviceSpeed, ModelCost, most_tokens
+from bench.gpu_floor import DeviceSpeed, most_tokens
 from bench.gpu_plan import Plan
 from bench.gpu_table import Missing, Results
-from engine.config import ModelConfig, TreeConfig, TreeKind
+from engine.config import CacheConfig, ModelConfig, TreeConfig, TreeKind
 
 OTHER_BYTES = 10e9  # of two processes' kernels, recordings and logits
 BLOCK_SIZE = 16
@@ -33,8 +33,9 @@ def measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: 
     dtype = str(plan.dtype).removeprefix("torch.")
     target, draft = (ModelConfig(str(folder), dtype, plan.device.type) for folder in folders)
     num_blocks = _num_blocks(plan)
-    bench = Bench(target, num_blocks, modes, plan.batches, source_text(folders[0], max(plan.contexts)))
-    cost, limits = ModelCost(plan.target, plan.dtype.itemsize), Limits(plan.num_warm_steps, plan.num_steps, plan.cell_s)
+    cache = CacheConfig(num_blocks=num_blocks, dtype=plan.kv_kind)
+    bench = Bench(target, cache, modes, plan.batches, source_text(folders[0], max(plan.contexts)))
+    cost, limits = plan.target_cost, Limits(plan.num_warm_steps, plan.num_steps, plan.cell_s)
 
     def measure(mode: Mode) -> None:
         deadline_s = time.monotonic() + plan.section_s
@@ -61,6 +62,6 @@ def _num_blocks(plan: Plan) -> int:
     """Blocks that the pools of both models can have."""
     wanted = max(plan.batches) * (max(plan.contexts) + 1024) + max(plan.contexts)
     if plan.device.type == "cuda":
-        cost, draft = (ModelCost(shape, plan.dtype.itemsize) for shape in (plan.target, plan.draft))
-        wanted = min(wanted, most_tokens(torch.cuda.mem_get_info()[0], cost, draft, OTHER_BYTES))
+        free_bytes = torch.cuda.mem_get_info()[0]
+        wanted = min(wanted, most_tokens(free_bytes, plan.target_cost, plan.draft_cost, OTHER_BYTES))
     return wanted // BLOCK_SIZE + 1

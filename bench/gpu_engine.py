@@ -89,12 +89,12 @@ class Bench:
     """One target on one device, its pool holding the KV of a long text from which every prompt is a beginning."""
 
     def __init__(
-        self, target: ModelConfig, num_blocks: int, modes: Seq[Mode], batches: Seq[int], text: Seq[int]
+        self, target: ModelConfig, cache: CacheConfig, modes: Seq[Mode], batches: Seq[int], text: Seq[int]
     ) -> None:
         """Load, record passes for all modes and batches, and read `text`."""
         self._limits = SchedulerConfig(max(batches), max(_PREFILL_TOKENS, 32 * max(batches)))
         self._text = list(text)
-        self.runner = _load(target, num_blocks, modes, batches, self._limits)
+        self.runner = _load(target, cache, modes, batches, self._limits)
         num_text_blocks = -(-len(text) // self.runner.block_size)
         # The text's blocks are at the end of the pool, and no engine knows of them.
         self._num_blocks = self.runner.num_blocks - num_text_blocks
@@ -226,12 +226,12 @@ def _serve(settings: PairSettings, folder: Path) -> None:
 
 
 def _load(
-    target: ModelConfig, num_blocks: int, modes: Seq[Mode], batches: Seq[int], limits: SchedulerConfig
+    target: ModelConfig, cache: CacheConfig, modes: Seq[Mode], batches: Seq[int], limits: SchedulerConfig
 ) -> ModelRunner:
     graphs = sized(GraphConfig(target.graphs.kind, tuple(batches)), limits, SpeculationConfig(0))
     rows = tuple(sorted({mode.rows for mode in modes} | {1}))
     graphs = replace(graphs, row_counts=rows, has_trees=any(mode.tree for mode in modes))
-    return ModelRunner(replace(target, graphs=graphs), CacheConfig(num_blocks=num_blocks))
+    return ModelRunner(replace(target, graphs=graphs), cache)
 
 
 def _max_tokens(mode: Mode, limits: Limits) -> int:

@@ -17,10 +17,11 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A Llama of this shape with numbers of `itemsize` bytes."""
+    """A Llama of this shape with numbers of `itemsize` bytes, those of its keys and values of `kv_itemsize`."""
 
     shape: WideShape
     itemsize: int
+    kv_itemsize: int
 
     @property
     def num_weights(self) -> int:
@@ -37,7 +38,7 @@ class ModelCost:
     @property
     def kv_bytes_per_token(self) -> int:
         shape = self.shape
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.itemsize
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.kv_itemsize
 
     def step_bytes(self, num_sequences: int, num_rows: int, context: int) -> int:
         """Read by a step of `num_rows` per sequence behind `context` tokens: the weights once, and the KV in sight."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.gpu_floor import ModelCost
+from engine.kv_kind import KVKind
 from models.wide_fixture import WideShape
 
 
@@ -15,6 +17,7 @@ class Plan:
 
     device: torch.device
     dtype: torch.dtype
+    kv_kind: KVKind  # of the target's pool
     target: WideShape
     draft: WideShape
     batches: tuple[int, ...]
@@ -25,3 +28,11 @@ class Plan:
     cell_s: float
     section_s: float
     total_s: float
+
+    @property
+    def target_cost(self) -> ModelCost:
+        return ModelCost(self.target, self.dtype.itemsize, self.kv_kind.head_bytes(1, self.dtype))
+
+    @property
+    def draft_cost(self) -> ModelCost:
+        return ModelCost(self.draft, self.dtype.itemsize, self.dtype.itemsize)

@@ -13,14 +13,17 @@ from typing import Protocol
 import torch
 
 from engine.attention import AttentionPass, TorchAttention
+from engine.exact_attention import ExactAttention
 from engine.index import Index
 from engine.kv_cache import KVCache
+from engine.kv_kind import KVKind
 from engine.span import Span
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
+_MIN_FLOAT8_CAPABILITY = (8, 9)
 
 
 class AttentionKind(StrEnum):
@@ -62,6 +65,33 @@ def choose_attention(name: str, device: torch.device) -> PlanAttention:
     from engine.triton_attention import TritonAttention
 
     return TritonAttention
+
+
+def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.device) -> None:
+    """Whether `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    is_torch = plan_attention in (TorchAttention, ExactAttention)
+    here = f"the model runs on {device} with {'torch' if is_torch else 'Triton'} attention"
+    if kind is KVKind.INT8 and not (is_torch and device.type == "cpu"):
+        raise ConfigError(
+            f"cache.dtype is 'int8', which torch's attention on processors reads, and {here}; set it to auto, or to "
+            "fp8 where the Triton kernel runs on a GPU of compute capability 8.9 or later"
+        )
+    if kind is KVKind.FP8 and is_torch:
+        remedy = "int8" if device.type == "cpu" else "auto, or target.attention to auto"
+        raise ConfigError(
+            f"cache.dtype is 'fp8', which the Triton kernel on GPUs reads, and {here}; set it to {remedy}"
+        )
+    if kind is KVKind.FP8 and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f"cache.dtype is 'fp8', which needs compute capability 8.9, and {torch.cuda.get_device_name(device)} "
+                f"has {capability[0]}.{capability[1]}; set it to auto"
+            )
 
 
 def _kind_of(name: str) -> AttentionKind:

@@ -78,7 +78,8 @@ class ModelConfig:
 class CacheConfig:
     """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
 
-    `dtype` is auto, as the model computes, or int8, about half of bfloat16's bytes (`engine.int8_heads`).
+    `dtype` is auto, as the model computes; int8 on processors or fp8 on GPUs, about half of bfloat16's bytes
+    (`engine.kv_kind`).
     """
 
     block_size: int = 16
@@ -88,8 +89,8 @@ class CacheConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "int8"):
-            raise ConfigError(f"cache.dtype is {self.dtype!r}; it must be auto or int8")
+        if self.dtype not in ("auto", "int8", "fp8"):
+            raise ConfigError(f"cache.dtype is {self.dtype!r}; it must be auto, int8 (processors) or fp8 (GPUs)")
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:

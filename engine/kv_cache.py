@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from engine.config import CacheConfig
 from engine.index import Index, index_of, index_tensor
-from engine.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
+from engine.kv_kind import KVKind
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -40,7 +41,8 @@ class LayerShape:
 class KVCache:
     """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
 
-    `dtype` is that of keys and values as they are written and read; a quantised pool keeps them as `engine.int8_heads`.
+    `dtype` is that of keys and values as they are written and read, `kind` says what is kept of them. `keys` and
+    `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D].
 
     `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
     """
@@ -53,29 +55,28 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        is_quantized: bool = False,
+        kind: KVKind = KVKind.AUTO,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
         self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
-        self._is_quantized = is_quantized
-        self._stored_dtype = torch.int8 if is_quantized else dtype
-        self.keys: list[Tensor] = []  # L x [N, P, H, D], or [N, P, H, D + UNIT_BYTES] int8
-        self.values: list[Tensor] = []  # L x [N, P, H, D], D of the values
+        self._kind = kind
+        self._memory_dtype = kind.memory_dtype(dtype)
+        self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
         for shape in shapes:
-            head_shape = (num_blocks, block_size, shape.num_kv_heads)
-            for pools, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                width = dim + UNIT_BYTES * is_quantized
-                pools.append(torch.zeros(*head_shape, width, dtype=self._stored_dtype, device=device))
+            widths = [kind.head_width(dim) for dim in (shape.key_dim, shape.value_dim)]
+            sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
+            self._pools.append([torch.zeros(size, dtype=self._memory_dtype, device=device) for size in sizes])
         # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
-        self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in zip(self.keys, self.values, strict=True)]
+        self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
+        self.keys, self.values = ([kind.kernel_view(layer[at]) for layer in self._pools] for at in (0, 1))
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
-            new = to_int8_heads(new) if self._is_quantized else new
+            new = self._kind.stored(new)
             if isinstance(slots, slice):
                 by_slot[slots] = new
             else:
@@ -83,21 +84,19 @@ class KVCache:
 
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
-        keys, values = (self._loaded(by_slot.index_select(0, slots)) for by_slot in self._slots[layer])
+        by_slots = self._slots[layer]
+        keys, values = (self._kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
         return keys, values
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
-        """The keys and the values of some blocks, each [n, P, H, D]: in place where they are a run that is not
-        quantised, a copy elsewhere.
+        """The keys and the values of some blocks, each [n, P, H, D]: in place where they are a run of a pool that keeps
+        them as they are, a copy elsewhere.
         """
-        keys, values = (
-            self._loaded(pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks))
-            for pool in (self.keys[layer], self.values[layer])
+        stored = (
+            pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
         )
+        keys, values = (self._kind.loaded(heads, self.dtype) for heads in stored)
         return keys, values
-
-    def _loaded(self, stored: Tensor) -> Tensor:
-        return from_int8_heads(stored, self.dtype) if self._is_quantized else stored
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
         """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
@@ -112,32 +111,30 @@ class KVCache:
         No pass may write to these blocks while they are copied.
         """
         index = index_of(block_ids, self.device)
-        parts = [pool[index].flatten(1) for layer in zip(self.keys, self.values, strict=True) for pool in layer]
+        parts = [pool[index].flatten(1) for pool in chain.from_iterable(self._pools)]
         return torch.cat(parts, dim=1).view(torch.uint8)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""
         index = index_of(block_ids, self.device)
-        rows = blocks.to(self.device).view(self._stored_dtype)  # [n, elements of a block]
+        rows = blocks.to(self.device).view(self._memory_dtype)  # [n, elements of a block]
         start = 0
-        for layer in zip(self.keys, self.values, strict=True):
-            for pool in layer:
-                end = start + pool[0].numel()
-                pool[index] = rows[:, start:end].view(-1, *pool.shape[1:])
-                start = end
+        for pool in chain.from_iterable(self._pools):
+            end = start + pool[0].numel()
+            pool[index] = rows[:, start:end].view(-1, *pool.shape[1:])
+            start = end
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
         """Give each of `block_ids` the contents of its source, in every layer; no block is on both sides."""
         sources, blocks = index_tensor(source_ids, self.device), index_tensor(block_ids, self.device)
-        for pool in (*self.keys, *self.values):
+        for pool in chain.from_iterable(self._pools):
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
-def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, *, is_quantized: bool = False) -> int:
-    """Bytes one block takes in all layers together."""
-    if is_quantized:
-        return sum(shape.num_elements + 2 * shape.num_kv_heads * UNIT_BYTES for shape in shapes) * block_size
-    return sum(shape.num_elements for shape in shapes) * block_size * dtype.itemsize
+def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVKind = KVKind.AUTO) -> int:
+    """Bytes one block takes in all layers together, where the model computes in `dtype`."""
+    heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+    return sum(num_heads * kind.head_bytes(dim, dtype) for num_heads, dim in heads) * block_size
 
 
 def pool_size(config: CacheConfig, bytes_per_block: int) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.int8_heads import UNIT_BYTES
 from engine.kv_cache import LayerShape
+from engine.kv_kind import KVKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class HeadParts:
 
     shapes: Seq[LayerShape]
     block_size: int
-    itemsize: int
+    dtype: torch.dtype  # that the model computes in
     num_ranks: int
-    is_quantized: bool = False
+    kind: KVKind
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
         """Whole blocks `[n, bytes]` uint8 of every rank's, `[n, bytes / num_ranks]` each."""
@@ -53,4 +53,4 @@ class HeadParts:
         """Bytes of one head and number of heads of each pool, in the order of export."""
         for shape in self.shapes:
             for dim in (shape.key_dim, shape.value_dim):
-                yield dim + UNIT_BYTES if self.is_quantized else dim * self.itemsize, shape.num_kv_heads
+                yield self.kind.head_bytes(dim, self.dtype), shape.num_kv_heads

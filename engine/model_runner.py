@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention import TorchAttention
-from engine.attention_backend import PlanAttention, choose_attention
+from engine.attention_backend import PlanAttention, check_kv_kind, choose_attention
 from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
 from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, plan_steps
@@ -23,6 +23,7 @@ from engine.heads.loader import Head, load_head
 from engine.heads.tap import NO_TAP
 from engine.kv_cache import block_bytes, pool_size
 from engine.kv_heads import HeadParts
+from engine.kv_kind import KVKind
 from engine.kv_move import KVMove
 from engine.kv_transfer import KVLayout
 from engine.model_loader import load_model, model_version
@@ -69,9 +70,10 @@ class ModelRunner:
         self._rank = rank
         stock = load_model(model, rank.load_device)
         device = rank.device or stock.device
-        is_quantized = _is_cache_quantized(model, cache, device)
         attention = choose_attention(model.attention, device)
         self._plan_attention = ExactAttention if model.deterministic else attention
+        kind = KVKind(cache.dtype)
+        check_kv_kind(kind, self._plan_attention, device)
         self.head: Head | None = None if head is None else load_head(head, stock)
         rank.meet()
         self._model = PagedModel(
@@ -88,7 +90,7 @@ class ModelRunner:
         layer_shapes = [*self._model.layer_shapes, *head_layers]
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
-        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, is_quantized=is_quantized)
+        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, kind)
         has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
         self.num_blocks = pool_size(cache, self.bytes_per_block) - (has_graphs and cache.num_blocks is None)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
@@ -97,15 +99,15 @@ class ModelRunner:
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         self.kv_layout = KVLayout(
             _kv_version(self.model_version, head),
-            f"{stock.dtype} as int8" if is_quantized else str(stock.dtype),
+            kind.name_of(stock.dtype),
             cache.block_size,
             tuple(layer_shapes),
             _rounding(model),
         )
-        self._heads = HeadParts(layer_shapes, cache.block_size, stock.dtype.itemsize, rank.size, is_quantized)
+        self._heads = HeadParts(layer_shapes, cache.block_size, stock.dtype, rank.size, kind)
         # Passes that are recorded have one block more, for their padding, within the budget where there is one.
         num_blocks = self.num_blocks + has_graphs
-        self._cache = self._model.new_cache(num_blocks, cache.block_size, head_layers, is_quantized=is_quantized)
+        self._cache = self._model.new_cache(num_blocks, cache.block_size, head_layers, kind)
         self._features: Tensor | None = None
         self._graphs: GraphedPasses | None = None
         if device.type == "cuda":
@@ -200,17 +202,6 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
             f"(AVX512-VNNI or AMX), and the model runs on {device}; set it to 'none'"
         )
     return quantization
-
-
-def _is_cache_quantized(model: ModelConfig, cache: CacheConfig, device: torch.device) -> bool:
-    if cache.dtype == "auto":
-        return False
-    if device.type != "cpu" or model.attention == "triton":
-        raise ConfigError(
-            f"cache.dtype is {cache.dtype!r}, which attention by torch on a processor reads, and the model runs on "
-            f"{device} with attention {model.attention!r}; set cache.dtype to auto"
-        )
-    return True
 
 
 def _rounding(model: ModelConfig) -> str:

@@ -22,6 +22,7 @@ from engine.exact_rows import exact_factory
 from engine.flat_pass import FlatPass
 from engine.heads.tap import NO_TAP, Tap
 from engine.kv_cache import KVCache, LayerShape
+from engine.kv_kind import KVKind
 from engine.llama_decoder import LlamaDecoder
 from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
@@ -106,14 +107,12 @@ class PagedModel:
         return isinstance(self._decoder, LlamaDecoder)
 
     def new_cache(
-        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), *, is_quantized: bool = False
+        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVKind = KVKind.AUTO
     ) -> KVCache:
         """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
         whole = [*self.layer_shapes, *more_layers]
         shapes = [replace(shape, num_kv_heads=shape.num_kv_heads // self._num_ranks) for shape in whole]
-        return KVCache(
-            shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, is_quantized=is_quantized
-        )
+        return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
 
     @torch.inference_mode()
     def forward(self, flat_pass: FlatPass, out: Tensor | None = None) -> Tensor:

@@ -10,14 +10,15 @@ from cluster.sections.section import Section, one_of
 
 
 class CacheSection(Section):
-    """The KV pool of the target: a budget, or a number of blocks. dtype int8 holds about twice the tokens of bfloat16
-    in the same memory, and changes the law a little (docs/performance.md).
+    """The KV pool of the target: a budget, or a number of blocks. dtype int8 (processors) or fp8 (GPUs of compute
+    capability 8.9 or later) holds about twice the tokens of bfloat16 in the same memory, and changes the law a little
+    (docs/performance.md).
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
-    dtype: Annotated[str, one_of("auto", "int8")] = "auto"
+    dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
 
     @model_validator(mode="after")
     def _one_size(self) -> CacheSection:

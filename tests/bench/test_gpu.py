@@ -11,7 +11,7 @@ from bench.gpu_floor import DeviceSpeed, ModelCost, most_tokens
 from bench.gpu_table import EngineLine, KernelLine, Missing, Results
 from models.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
 
-COST = ModelCost(LLAMA_3_8B, itemsize=2)
+COST = ModelCost(LLAMA_3_8B, itemsize=2, kv_itemsize=2)
 H100 = DeviceSpeed(bytes_per_s=3.0e12, flops_per_s=7.0e14)
 
 
@@ -27,10 +27,12 @@ def test_the_floor_of_a_plain_step_is_its_bytes_and_of_a_large_one_its_products(
 
 
 def test_pools_are_sized_by_what_both_models_leave() -> None:
-    draft = ModelCost(LLAMA_3_1B, itemsize=2)
+    draft = ModelCost(LLAMA_3_1B, itemsize=2, kv_itemsize=2)
     free = COST.weight_bytes + draft.weight_bytes + 1e9
     assert most_tokens(free, COST, draft, 0.0) == int(1e9 // ((128 + 32) << 10))
     assert most_tokens(free, COST, draft, 2e9) == 0
+    float8 = ModelCost(LLAMA_3_8B, itemsize=2, kv_itemsize=1)
+    assert most_tokens(free, float8, draft, 0.0) == int(1e9 // ((64 + 32) << 10))
 
 
 def test_every_line_is_on_disk_at_once_and_gaps_are_named(tmp_path: Path) -> None:
@@ -58,6 +60,11 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path, capsys: pytest.Ca
 def test_an_8b_model_on_the_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--out", str(tmp_path)])
+
+
+def test_a_float8_pool_on_the_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--smoke", "--kv-dtype", "fp8", "--out", str(tmp_path)])
 
 
 def test_the_whole_bench_runs_on_a_tiny_pair(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from actors.settings import DraftKind
+from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
 from cluster.config import parse_config
 from engine.approximate.config import StepConfig
 from engine.config import TreeConfig, TreeKind
@@ -168,6 +169,14 @@ def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
 
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_the_pools_of_target_and_prefill_are_of_one_kind_and_the_drafts_is_not_quantised(dtype: str):
+    config = parse_config(MINIMAL | {"cache": {"dtype": dtype}, "prefill": {"memory_gib": 2}})
+    assert cache_config(config.cache).dtype == prefill_cache_config(config).dtype == dtype
+    assert draft_cache_config(config.cache).dtype == "auto"
+    assert "'fp4' is not available; this version offers auto, int8, fp8" in error_of(cache={"dtype": "fp4"})
 
 
 def test_prefill_has_a_number_or_a_scale_and_none_by_default():

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention import LayerOptions
 from engine.index import index_tensor
 from engine.kv_cache import KVCache, LayerShape
+from engine.kv_kind import KVKind
 from engine.span import Span
 from engine.tiling import Heads
 
@@ -37,13 +38,14 @@ class AttentionWorld:
         *,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        kind: KVKind = KVKind.AUTO,
         seed: int = 0,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.heads = heads
         sizes = [-(-(extent.start + extent.num_rows) // block_size) for extent in extents]
         shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
-        self.cache = KVCache([shape], sum(sizes) + 2, block_size, dtype=dtype, device=DEVICE)
+        self.cache = KVCache([shape], sum(sizes) + 2, block_size, dtype=dtype, device=DEVICE, kind=kind)
         self.cache.keys[0].fill_(float("nan"))
         self.cache.values[0].fill_(float("nan"))
         order = torch.randperm(sum(sizes) + 2, generator=self._generator).tolist()

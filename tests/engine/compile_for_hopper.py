@@ -78,5 +78,6 @@ def compile_merge() -> None:
 
 if __name__ == "__main__":
     compile_attention(1, "*bf16", OPTIONAL)
+    compile_attention(8, "*fp8e4nv", OPTIONAL)
     compile_attention(2048, "*fp8e4nv", {"WINDOW": 4096, "SOFTCAP": 30.0})
     compile_merge()

@@ -11,11 +11,13 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationCon
 from engine.engine_core import EngineCore
 from engine.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
 from engine.kv_cache import KVCache, LayerShape, block_bytes
+from engine.kv_kind import KVKind
 from engine.model_runner import ModelRunner
 from engine.proposer.ngram import NgramProposer
 from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
+from tests.engine.attention_world import DEVICE
 from tests.engine.checkpoints import write_checkpoint
 
 SHAPES = [LayerShape(num_kv_heads=2, key_dim=64, value_dim=32)]
@@ -45,12 +47,12 @@ def test_what_is_stored_depends_on_the_token_alone() -> None:
 def test_a_quantised_pool_takes_the_bytes_that_are_counted() -> None:
     cache = new_cache()
     num_bytes = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
-    assert num_bytes == 6 * block_bytes(SHAPES, 4, torch.bfloat16, is_quantized=True)
+    assert num_bytes == 6 * block_bytes(SHAPES, 4, torch.bfloat16, KVKind.INT8)
     assert num_bytes < 0.53 * 6 * block_bytes(SHAPES, 4, torch.bfloat16)
 
 
 def new_cache() -> KVCache:
-    return KVCache(SHAPES, 6, 4, dtype=torch.float32, device=CPU, is_quantized=True)
+    return KVCache(SHAPES, 6, 4, dtype=torch.float32, device=CPU, kind=KVKind.INT8)
 
 
 def test_blocks_keep_their_numbers_when_they_are_moved_copied_and_sent() -> None:
@@ -121,8 +123,9 @@ def test_engines_with_different_pools_exchange_no_blocks(folder: Path) -> None:
 
 
 def test_the_triton_kernel_refuses_it(folder: Path) -> None:
-    model = ModelConfig(str(folder), "float32", "cpu", attention="triton")
-    with pytest.raises(ConfigError, match=r"cache.dtype is 'int8'.*attention 'triton'; set cache.dtype to auto"):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    model = ModelConfig(str(folder), "float32", DEVICE.type, attention="triton")
+    with pytest.raises(ConfigError, match=r"cache.dtype is 'int8'.*with Triton attention; set it to auto, or to fp8"):
         ModelRunner(model, CacheConfig(num_blocks=4, dtype="int8"))
-    with pytest.raises(ConfigError, match="it must be auto or int8"):
+    with pytest.raises(ConfigError, match=r"it must be auto, int8 .*or fp8"):
         CacheConfig(dtype="fp4")

@@ -17,6 +17,7 @@ from engine.attention import LayerOptions, TorchAttention
 from engine.attention_tiles import split_tiles, whole_tiles
 from engine.config import CacheConfig, ModelConfig
 from engine.index import upload
+from engine.kv_kind import KVKind
 from engine.model_runner import ModelRunner
 from engine.span import Span
 from engine.tiling import Heads, Tiling
@@ -135,6 +136,12 @@ def test_float8_keys_and_values_are_read_with_the_scales_of_their_heads(dtype: t
     out = attend(world, PLAIN, scales=scales)
     world.cache.keys[0], world.cache.values[0] = wide
     torch.testing.assert_close(out.double(), world.expected(PLAIN), rtol=0, atol=atol)
+
+
+def test_a_float8_pool_is_read_as_it_was_written() -> None:
+    world = AttentionWorld([DECODE, TREES[2]], Heads(2, 2, 24, 8), kind=KVKind.FP8)
+    assert world.cache.keys[0].dtype is torch.float8_e4m3fn
+    check(world)
 
 
 EXTENTS = st.lists(
