@@ -6,18 +6,21 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from models.architecture import END_OF_TEXT_ID, END_OF_TURN_ID, REPETITION_PENALTY
+from models.architecture import END_OF_TEXT_ID, END_OF_TURN_ID
 
 
-def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes a bfloat16 copy of the model into `folder`; the model itself keeps its dtype."""
+def save_checkpoint(model: LlamaForCausalLM, folder: Path, repetition_penalty: float | None = None) -> None:
+    """Writes a bfloat16 copy of the model into `folder`, with this advice to those who sample from it.
+
+    The model itself keeps its dtype.
+    """
     rounded = LlamaForCausalLM(copy.deepcopy(model.config)).bfloat16()
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=[END_OF_TEXT_ID, END_OF_TURN_ID],
         pad_token_id=END_OF_TEXT_ID,
-        repetition_penalty=REPETITION_PENALTY,
+        repetition_penalty=repetition_penalty,
     )
     folder.mkdir(parents=True, exist_ok=True)
     rounded.save_pretrained(folder)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.architecture import compile_layers, hidden_states, new_model, target_config
+from models.architecture import REPETITION_PENALTY, compile_layers, hidden_states, new_model, target_config
 from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import next_token_loss
 from models.optimizer import PairedOptimizer
@@ -46,6 +46,5 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
     model.train()
     compile_layers(model)
     optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.012, embedding_lr=0.002)
-    return train(
-        model, optimizer, TargetLesson(model, stream, budget, seed), budget, lambda: save_checkpoint(model, folder)
-    )
+    lesson = TargetLesson(model, stream, budget, seed)
+    return train(model, optimizer, lesson, budget, lambda: save_checkpoint(model, folder, REPETITION_PENALTY))

@@ -37,7 +37,7 @@ def reference_of(target: Path, num_prompts: int, num_tokens: int) -> Reference:
     model.generation_config.eos_token_id = None
     generate: Any = model.generate
     mask = torch.ones_like(input_ids)
-    rows = generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens)
+    rows = generate(input_ids, attention_mask=mask, do_sample=False, repetition_penalty=1.0, max_new_tokens=num_tokens)
     outputs = rows[:, input_ids.shape[1] :].tolist()
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     kept = [
