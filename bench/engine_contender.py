@@ -15,16 +15,19 @@ class EngineContender:
     Several contenders may share an engine, which runs for one at a time.
     """
 
-    def __init__(self, name: str, engine: EngineCore, num_drafts: int | None = None) -> None:
+    def __init__(
+        self, name: str, engine: EngineCore, num_drafts: int | None = None, repetition_penalty: float = 1.0
+    ) -> None:
         self.name = name
         self.engine = engine
         self._speculation = SpeculationParams(num_tokens=num_drafts)
+        self._repetition_penalty = repetition_penalty
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         self._num_runs += 1
         # Greedy; a salt per run keeps the prefix cache of the run before out of the comparison.
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        sampling = SamplingParams(temperature=0.0, repetition_penalty=self._repetition_penalty, max_tokens=num_tokens)
         outputs: dict[str, list[int]] = {}
         num_passes = 0
         times_before = self.engine.stats().times

@@ -23,12 +23,13 @@ class Answer:
 class HttpContender:
     """Streams from a running application; `is_speculating` False switches speculation off per request."""
 
-    def __init__(self, base_url: str, model: str, *, is_speculating: bool) -> None:
+    def __init__(self, base_url: str, model: str, *, is_speculating: bool, repetition_penalty: float = 1.0) -> None:
         self.name = f"outrider HTTP, {'draft' if is_speculating else 'plain'}"
         self._base_url = base_url
         self._root_url = base_url.removesuffix("/v1")
         self._model = model
         self._is_speculating = is_speculating
+        self._repetition_penalty = repetition_penalty
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
@@ -58,6 +59,7 @@ class HttpContender:
             stream=True,
             extra_body={
                 "ignore_eos": True,
+                "repetition_penalty": self._repetition_penalty,
                 "return_token_ids": True,
                 "cache_salt": f"{self.name} {self._num_runs}",
                 "speculation": {"enabled": self._is_speculating},

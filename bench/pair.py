@@ -3,8 +3,9 @@
     python -m bench.pair --streams 1 8 --tokens 64 --rounds 3
 
 All contenders run the padded fixture (`models.padded_fixture`: the demo target's logits at the cost of a 0.5 B model)
-in bfloat16 on the same prompts. Rounds are interleaved, so that a machine that slows down slows down for everyone; the
-table quotes medians.
+in bfloat16 on the same prompts, greedy under the repetition penalty that the demo target advises: without it the texts
+are loops, which any draft foresees. Rounds are interleaved, so that a machine that slows down slows down for everyone;
+the table quotes medians.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.model_loader import model_version
 from engine.proposer.model import ModelProposer
+from models.architecture import REPETITION_PENALTY
 from models.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
 
 DEMO = Path("models/demo")
@@ -59,6 +61,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the table quotes medians")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of every contender")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all requests; 1: texts fall into loops"
+    )
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft")
     parser.add_argument("--skip-http", action="store_true", help="leave out the served application")
@@ -77,17 +82,18 @@ def padded_target() -> Path:
 
 def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> list[Contender]:
     contenders: list[Contender] = []
+    penalty = args.repetition_penalty
     if not args.skip_transformers:
         stock_target, stock_draft = load(target), load(args.draft)
-        contenders.append(TransformersContender(stock_target))
-        contenders.append(TransformersContender(stock_target, stock_draft, args.num_draft_tokens))
+        contenders.append(TransformersContender(stock_target, repetition_penalty=penalty))
+        contenders.append(TransformersContender(stock_target, stock_draft, args.num_draft_tokens, penalty))
     contenders.append(_engine("outrider engine, plain", args, target, with_draft=False))
     contenders.append(_engine("outrider engine, draft", args, target, with_draft=True))
     if not args.skip_http:
         served = ServedPair(target, args.draft, num_threads=args.threads, num_draft_tokens=args.num_draft_tokens)
         base_url = served_on(CACHE, served, stack)
-        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=False))
-        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=True))
+        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=False, repetition_penalty=penalty))
+        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=True, repetition_penalty=penalty))
     for contender in contenders:
         stack.enter_context(closing(contender))
     return contenders
@@ -101,7 +107,8 @@ def _engine(name: str, args: argparse.Namespace, target: Path, *, with_draft: bo
     if with_draft:
         draft = ModelConfig(str(args.draft), dtype="bfloat16")
         proposer = ModelProposer.from_config(draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig())
-    return EngineContender(name, EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer))
+    engine = EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer)
+    return EngineContender(name, engine, repetition_penalty=args.repetition_penalty)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,16 @@ class TransformersContender:
     """`model.generate` over a batch of equally long prompts; assisted generation serves one prompt at a time."""
 
     def __init__(
-        self, target: PreTrainedModel, draft: PreTrainedModel | None = None, num_draft_tokens: int = 4
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        num_draft_tokens: int = 4,
+        repetition_penalty: float = 1.0,
     ) -> None:
         self.name = "transformers generate" if draft is None else "transformers assisted"
         self._target = target
         self._draft = draft
+        self._repetition_penalty = repetition_penalty
         if draft is not None:
             draft.generation_config.num_assistant_tokens = num_draft_tokens
             draft.generation_config.num_assistant_tokens_schedule = "constant"
@@ -66,6 +71,7 @@ class TransformersContender:
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=False,
+            repetition_penalty=self._repetition_penalty,
             min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
             assistant_model=self._draft,
