@@ -48,11 +48,11 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
     model = (
         load_checkpoint(folder, device=budget.device) if is_resumed else new_model(target_config(), seed, budget.device)
     )
+    earlier = copy.deepcopy(model) if is_resumed else None
     model.train()
     compile_layers(model)
     optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.012, embedding_lr=0.002)
     lesson = TargetLesson(model, stream, budget, seed)
-    earlier = copy.deepcopy(model) if is_resumed else None
     report = train(model, optimizer, lesson, budget, lambda: save_checkpoint(model, folder, REPETITION_PENALTY))
     if earlier is not None:
         average(model, earlier)

@@ -9,6 +9,8 @@ from models.architecture import llama_config, new_model, num_parameters
 from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import distillation_loss
 from models.optimizer import PairedOptimizer
+from models.rollout import penalise
+from models.target import average
 from models.train import Budget, train
 
 
@@ -36,3 +38,18 @@ def test_a_draft_that_equals_its_target_has_no_loss() -> None:
     target_logits = F.linear(hidden, head)
     assert distillation_loss(hidden, head, target_logits, 1.0).item() < 1e-5
     assert distillation_loss(hidden, head, target_logits.flip(-1), 1.0).item() > 0.1
+
+
+def test_the_mean_of_two_trainings_lies_in_the_middle_of_every_weight() -> None:
+    config = llama_config(num_layers=1, hidden_size=64, mlp_size=64, num_heads=1, num_kv_heads=1)
+    first, second = new_model(config, seed=0), new_model(config, seed=1)
+    wanted = {name: (weight + second.state_dict()[name]) / 2 for name, weight in first.state_dict().items()}
+    average(second, first)
+    for name, weight in second.state_dict().items():
+        torch.testing.assert_close(weight, wanted[name])
+
+
+def test_a_penalty_makes_what_was_said_less_likely_and_nothing_else() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
+    penalised = penalise(logits, torch.tensor([[0, 1, 0]]), 2.0)
+    assert penalised.tolist() == [[1.0, -4.0, 1.0, -1.0]]
