@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 
-.PHONY: help install serve test lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
+.PHONY: help install serve test test-served test-parts lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,13 @@ serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRP
 	@$(BIN)/python -m cluster.cli serve deploy.yaml
 
 test: lint type  ## lint, type-check and run every test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	@OMP_NUM_THREADS=1 $(MAKE) --jobs=2 --output-sync=target --no-print-directory test-served test-parts
+
+test-served: install  ## the tests that start Ray clusters, one after the other; they mostly wait
+	@$(BIN)/python -m pytest tests/serve
+
+test-parts: install  ## all others
+	@$(BIN)/python -m pytest --ignore=tests/serve
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .
