@@ -39,10 +39,10 @@ def agreement(
     repetition_penalty: float = 1.0,
 ) -> Tensor:
     """Whether the draft chooses the target's token, [B, generated], along ids [B, S + generated]."""
-    logits = draft(ids[:, :-1], use_cache=False).logits.float()  # [B, S + generated - 1, V]
+    logits = draft(ids[:, :-1], use_cache=False).logits[:, num_prompt_tokens - 1 :].float()  # [B, generated, V]
     chosen = []
-    for position in range(num_prompt_tokens, ids.shape[1]):
-        penalised = penalise(logits[:, position - 1], ids[:, :position], repetition_penalty)
+    for step, position in enumerate(range(num_prompt_tokens, ids.shape[1])):
+        penalised = penalise(logits[:, step], ids[:, :position], repetition_penalty)
         chosen.append(choose(penalised, temperature, seed, position))
     return torch.stack(chosen, dim=1) == ids[:, num_prompt_tokens:]
 

@@ -55,13 +55,12 @@ class StateProposer(ABC):
         if ready is None:
             return [NO_DRAFT] * len(shares)
         is_tree = [self._tree_config is not None and share.max_tree_nodes > 0 for share in ready.shares]
-        chains = [self._chain(share) for share, branches in zip(ready.shares, is_tree, strict=True) if not branches]
-        trees = [self._tree(share) for share, branches in zip(ready.shares, is_tree, strict=True) if branches]
-        branches = torch.tensor(is_tree, device=ready.states.device)
+        chains = [self._chain(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if not has_tree]
+        trees = [self._tree(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if has_tree]
         if chains:
-            self._grow(chains, ready.states[~branches])
+            self._grow(chains, _rows_of(ready.states, is_tree, False))
         if trees:
-            self._branch(trees, ready.states[branches])
+            self._branch(trees, _rows_of(ready.states, is_tree, True))
         grown: list[Chain | Tree] = [*chains, *trees]
         drafts = {each.sequence.request_id: each.draft() for each in grown}
         return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
@@ -86,3 +85,9 @@ class StateProposer(ABC):
 
     def _depth(self, share: ScheduledSequence) -> int:
         return share.max_draft_tokens if self._max_depth is None else min(share.max_draft_tokens, self._max_depth)
+
+
+def _rows_of(states: Tensor, flags: Seq[bool], flag: bool) -> Tensor:
+    """The rows whose flag is `flag`; `states` themselves where that is all of them."""
+    rows = [row for row, each in enumerate(flags) if each is flag]
+    return states if len(rows) == len(flags) else states[rows]
