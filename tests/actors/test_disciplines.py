@@ -20,7 +20,7 @@ from actors.draft_server import DraftServer
 from actors.frames import FrameListener
 from actors.offer_table import OfferTable
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
-from engine.draft import Draft
+from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.lookahead import Lookahead
@@ -240,7 +240,9 @@ def test_the_draft_of_a_wrong_outcome_changes_no_token_but_is_hardly_ever_right(
 ) -> None:
     def draft_of_another(table: OfferTable) -> Draft | None:
         true = tuple(table._token_ids[table._base_len :])
-        return next((draft for after, draft in table._drafts.items() if true and after != true), None)
+        if not true:
+            return NO_DRAFT  # an answer, which only the true outcome has: it is dropped, and not waited for any longer
+        return next((draft for after, draft in table._drafts.items() if after != true), None)
 
     warm = all_sampled(WARM)
     expected = generate(new_engine(folders, None), warm)
@@ -251,7 +253,9 @@ def test_the_draft_of_a_wrong_outcome_changes_no_token_but_is_hardly_ever_right(
         slow_down(engine, channel, [server], monkeypatch)
         monkeypatch.setattr(OfferTable, "draft", property(draft_of_another))
         assert generate(engine, warm, channel) == expected
-        assert engine.stats().drafts.acceptance_length < 1.3
+        drafts = engine.stats().drafts
+        assert drafts.num_drafts > 30
+        assert drafts.acceptance_length < 1.3
         channel.disconnect()
 
 
@@ -276,9 +280,9 @@ def test_a_draft_that_dies_and_comes_back_costs_no_token(
             if step == 7:
                 servers.append(stack.enter_context(serving(folders, path, FAN_OUT)))
                 await_connection(channel)
+            channel.flush()
             for chunk in engine.step():
                 texts[chunk.request_id] += chunk.token_ids
-            channel.flush()
         assert texts == reference
         assert channel.stats.num_connections == 2
         channel.disconnect()
@@ -299,6 +303,7 @@ def test_requests_come_and_go_while_others_run(
             if pending:
                 texts[pending[0].request_id] = ()
                 engine.add(pending.pop(0))
+            channel.flush()
             for chunk in engine.step():
                 if chunk.request_id in texts:
                     texts[chunk.request_id] += chunk.token_ids
