@@ -69,8 +69,9 @@ class PairActors:
 def _options(share: ProcessShare, bundle: int, gpus: tuple[int, ...]) -> dict[str, Any]:
     """Options of a child: its bundle, and an environment in which it sees its devices alone.
 
-    OpenMP's own waiting suits both: threads spin for some milliseconds, which bridges the gaps between the products of a
-    pass, and then sleep, which leaves the core to the other of the two. Threads that slept at once cost a pass a fifth.
+    OpenMP's own waiting suits both: threads spin for some milliseconds, which bridges the gaps between the products of
+    a pass, and then sleep, which leaves the core to the other of the two. Had they slept at once, a fifth of the cores
+    would idle during a pass.
     """
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(share.num_threads)}
     group = ray.util.get_current_placement_group()

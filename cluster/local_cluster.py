@@ -90,14 +90,18 @@ class LocalCluster:
             on_wait(status)
             time.sleep(_POLL_S)
 
+    def undeploy(self) -> None:
+        """Let running requests finish, then remove the application; the cluster takes the next one."""
+        for name in serve.status().applications:
+            serve.delete(name)
+
     def stop(self) -> None:
         """Let running requests finish, then stop everything.
 
         The application goes first: Serve's own shutdown stops the proxy at once, and every stream with it.
         """
         if ray.is_initialized():
-            for name in serve.status().applications:
-                serve.delete(name)
+            self.undeploy()
             serve.shutdown()
             ray.shutdown()
 

@@ -1,18 +1,29 @@
-"""One cluster with one tiny pair for all tests of the served application."""
+"""One cluster for all tests of served applications, and the tiny pair that most of them ask."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.served_pair import ServedPair, serving
+from cluster.local_cluster import LocalCluster
+from tests.serve.served_pair import ServedPair, SharedCluster, free_port
 from tests.serve.tiny_models import write_pair
 
 STEPS = {"judge": "likelihood", "think": None, "step_end": ".", "max_step_tokens": 12}  # for requests that ask
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SharedCluster]:
+    local = LocalCluster()
+    try:
+        local.start(num_cpus=3)
+        yield SharedCluster(local, (free_port(), free_port()))
+    finally:
+        local.stop()
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+def served(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
-    with serving(folder, speculation={"adaptive": False, "steps": STEPS}) as served_pair:
+    with cluster.serving(folder, speculation={"adaptive": False, "steps": STEPS}) as served_pair:
         yield served_pair

@@ -107,18 +107,32 @@ def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
         time.sleep(0.1)
 
 
-@contextmanager
-def serving(folder: Path, num_cpus: int = 2, **changes: Any) -> Iterator[ServedPair]:
-    """A cluster of its own that serves the pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
-    file = write_deploy_file(folder, (free_port(), free_port()), **changes)
-    cluster = LocalCluster()
-    try:
-        cluster.start(num_cpus=num_cpus)
-        cluster.deploy(file)
-        cluster.wait_running(lambda status: None)
-        yield ServedPair(cluster, file)
-    finally:
-        cluster.stop()
+@dataclass(frozen=True, slots=True)
+class SharedCluster:
+    """One for the applications of all tests, one after the other: to start another costs half a minute."""
+
+    local: LocalCluster
+    ports: tuple[int, int]  # HTTP, gRPC: Serve keeps those of its first application
+
+    @contextmanager
+    def serving(self, folder: Path, **changes: Any) -> Iterator[ServedPair]:
+        """The pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
+        file = write_deploy_file(folder, self.ports, **changes)
+        try:
+            self.local.deploy(file)
+            self.local.wait_running(lambda status: None)
+            yield ServedPair(self.local, file)
+        finally:
+            if ray.is_initialized():  # a test may have stopped all
+                self.local.undeploy()
+                _kill_index()
+
+
+def _kill_index() -> None:
+    """It would outlive its application by half a minute, and know the pairs that were."""
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        if each["name"].startswith("outrider-index"):
+            ray.kill(ray.get_actor(**each))
 
 
 def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> DeployFile:

@@ -23,13 +23,13 @@ from protos.messages import SamplingParams
 from tests.engine.checkpoints import write_checkpoint
 from tests.serve.plain_law import law_of_first_tokens
 from tests.serve.sequential_test import SequentialTest
-from tests.serve.served_pair import MODEL, ServedPair, serving
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster
 
 VOCAB_SIZE = 16
 PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
 NUM_CHOICES = 10  # times 28 classes: what one pair takes at a time
-NUM_REQUESTS = 100  # per class: 1,000 samples
+NUM_REQUESTS = 60  # per class: 600 samples
 ALPHA = 1e-6
 
 LAWS: dict[str, dict[str, Any]] = {
@@ -56,11 +56,11 @@ class Application:
 
 
 @pytest.fixture(scope="module")
-def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+def application(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     folder = tmp_path_factory.mktemp("vocabulary-16")
     write_checkpoint(folder / "target", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
     write_checkpoint(folder / "draft", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25, noise=0.2)
-    with serving(folder) as served_pair:
+    with cluster.serving(folder) as served_pair:
         yield Application(served_pair, folder / "target")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.foreign_pair import write_foreign_pair
-from tests.serve.served_pair import ServedPair, Stream, eventually, serving
+from tests.serve.served_pair import ServedPair, SharedCluster, Stream, eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -18,17 +18,17 @@ NUM_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     folder = tmp_path_factory.mktemp("foreign")
     write_foreign_pair(folder)
-    with serving(folder, speculation={"adaptive": True, "num_tokens": 3, "max_num_tokens": 6}) as served_pair:
+    with cluster.serving(folder, speculation={"adaptive": True, "num_tokens": 3, "max_num_tokens": 6}) as served_pair:
         eventually(lambda: served_pair.metric("outrider_draft_connected") == 1)
         yield served_pair
 
 
-def say(served: ServedPair, temperature: float, **speculation: Any) -> Stream:
+def say(served: ServedPair, temperature: float, seed: int = 4, **speculation: Any) -> Stream:
     options = {"speculation": {"method": "model", **speculation}}
-    return served.stream(prompt=PROMPT, temperature=temperature, max_tokens=NUM_TOKENS, extra_body=options)
+    return served.stream(prompt=PROMPT, temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, extra_body=options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -57,6 +57,13 @@ def test_lengths_adapt_and_the_speed_up_is_measured_by_class(pair: ServedPair) -
 
 
 def test_the_share_of_untranslatable_drafts_is_in_the_metrics(pair: ServedPair) -> None:
-    lost, said = (pair.metric(f"outrider_draft_{name}_tokens") for name in ("untranslated", "foreign"))
-    assert 0 < lost < said
+    """How often the draft is asked follows from what it gains, which a busy machine changes: enough texts are said."""
+    seeds = iter(range(1000))
+
+    def has_lost_some() -> bool:
+        say(pair, 1.0, seed=next(seeds))
+        return pair.metric("outrider_draft_untranslated_tokens") > 0
+
+    eventually(has_lost_some)
+    assert pair.metric("outrider_draft_untranslated_tokens") < pair.metric("outrider_draft_foreign_tokens")
     assert pair.metric("outrider_spec_decode_num_invalid_tokens") == 0

@@ -1,47 +1,68 @@
-"""A target that drafts with its own MTP layer, served: no draft process, prompts read elsewhere, the same tokens."""
+"""A target whose own heads draft, served: no draft process, prompts read elsewhere, the same tokens."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.engine.heads_world import add_mtp
-from tests.serve.served_pair import MODEL, ServedPair, eventually, serving
-from tests.serve.tiny_models import CHARACTERS, write_pair
+from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.eagle3_world import head_tensors, write_original
+from tests.engine.heads_world import fit_medusa, write_llama_with_mtp
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
-PROMPT = "".join(random.Random(0).choices(CHARACTERS, k=500))
+PROMPT = random.Random(0).choices(range(1, VOCAB_SIZE), k=300)
+TAPS = (1, 2)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_pair(folder)
-    add_mtp(folder / "target")
-    with serving(folder, draft={"kind": "mtp"}, speculation={"num_tokens": 3}, prefill=PREFILL) as served_pair:
-        yield served_pair
+@dataclass(frozen=True, slots=True)
+class Served:
+    pair: ServedPair
+    kind: str
+
+
+@pytest.fixture(scope="module", params=["mtp", "medusa", "eagle3"])
+def served(
+    request: pytest.FixtureRequest, cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder, kind = tmp_path_factory.mktemp("heads"), request.param
+    write_llama_with_mtp(folder / "target")
+    draft = {"kind": kind, **write_head(folder, kind)}
+    with cluster.serving(folder, draft=draft, speculation={"num_tokens": 3}, prefill=PREFILL) as pair:
+        yield Served(pair, kind)
+
+
+def write_head(folder: Path, kind: str) -> dict[str, str]:
+    """A checkpoint of its own beside the target's, unless it is part of that; what deploy.yaml says of it."""
+    if kind == "medusa":
+        fit_medusa(folder / kind, folder / "target")
+    elif kind == "eagle3":
+        write_original(folder / kind, head_tensors(folder / "target", len(TAPS)), TAPS)
+    return {} if kind == "mtp" else {"path": str(folder / kind)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_layer_drafts_behind_a_prompt_that_was_read_elsewhere(served: ServedPair, temperature: float) -> None:
-    remote = served.metric("outrider_prefill_remote_tokens")
-    salt = {"cache_salt": str(temperature)}
-    drafted = served.stream(prompt=PROMPT, temperature=temperature, extra_body=salt)
-    assert served.metric("outrider_prefill_remote_tokens") > remote
+def test_the_head_drafts_behind_a_prompt_that_was_read_elsewhere(served: Served, temperature: float) -> None:
+    pair, salt = served.pair, {"cache_salt": str(temperature)}
+    remote = pair.metric("outrider_prefill_remote_tokens")
+    drafted = pair.stream(prompt=PROMPT, temperature=temperature, extra_body=salt)
+    assert pair.metric("outrider_prefill_remote_tokens") > remote
     assert drafted.speculation["num_accepted_draft_tokens"] > 0
-    for wish in ({"enabled": False}, {"method": "hybrid", "num_tokens": 5}, {"verify": "coupled"}):
-        other = served.stream(prompt=PROMPT, temperature=temperature, extra_body={**salt, "speculation": wish})
+    for wish in ({"enabled": False}, {"method": "hybrid", "num_tokens": 3}, {"verify": "coupled"}):
+        other = pair.stream(prompt=PROMPT, temperature=temperature, extra_body={**salt, "speculation": wish})
         assert other.token_ids == drafted.token_ids
-    eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
+    eventually(lambda: pair.metric("outrider_kv_cache_used_blocks") == 0)
 
 
-def test_a_method_that_is_not_there_is_refused_by_name(served: ServedPair) -> None:
-    wish = {"model": MODEL, "prompt": "hello", "speculation": {"method": "model"}}
-    answer = httpx.post(f"{served.url}/v1/completions", json=wish, timeout=60.0)
+def test_a_method_that_is_not_there_is_refused_by_name(served: Served) -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "speculation": {"method": "model"}}
+    answer = httpx.post(f"{served.pair.url}/v1/completions", json=wish, timeout=60.0)
     assert answer.status_code == 400
-    assert "mtp, hybrid, suffix, ngram, none" in answer.json()["error"]["message"]
+    assert f"{served.kind}, hybrid, suffix, ngram, none" in answer.json()["error"]["message"]

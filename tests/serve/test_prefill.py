@@ -12,7 +12,7 @@ import pytest
 
 from engine.fetch_failure import FetchFailure
 from engine.model_loader import model_version
-from tests.serve.served_pair import ServedPair, eventually, serving
+from tests.serve.served_pair import ServedPair, SharedCluster, eventually
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[ServedPair]:
-    with serving(folder, prefill=PREFILL, cache={"num_blocks": 2048}) as served_pair:
+def served(cluster: SharedCluster, folder: Path) -> Iterator[ServedPair]:
+    with cluster.serving(folder, prefill=PREFILL, cache={"num_blocks": 2048}) as served_pair:
         yield served_pair
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.served_pair import ServedPair, eventually, serving
+from tests.serve.served_pair import ServedPair, SharedCluster, eventually
 from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
 from tests.serve.test_served_pair import plain_tokens
 from tests.serve.tiny_models import write_pair
@@ -25,8 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[ServedPair]:
-    with serving(folder, prefill={**PREFILL, "kv_transport": "nixl"}, cache={"num_blocks": 2048}) as served_pair:
+def served(cluster: SharedCluster, folder: Path) -> Iterator[ServedPair]:
+    with cluster.serving(
+        folder, prefill={**PREFILL, "kv_transport": "nixl"}, cache={"num_blocks": 2048}
+    ) as served_pair:
         yield served_pair
 
 

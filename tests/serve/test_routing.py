@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serve.served_pair import MODEL, ServedPair, eventually, processes, serving
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, processes
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -20,7 +20,7 @@ LENGTH = 320  # characters, which are tokens; blocks have 16
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+def served(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
     changes = {
@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
         "pair": {"num_replicas": 2},
         "router": {"index_timeout_ms": 10_000},  # a shared machine may be slow, and the claims here are others
     }
-    with serving(folder, num_cpus=3, **changes) as served_pair:
+    with cluster.serving(folder, **changes) as served_pair:
         yield served_pair
 
 

@@ -46,6 +46,12 @@ def plain_tokens(path: Path, temperature: float, num_tokens: int, text: str = "h
     return token_ids
 
 
+@pytest.fixture(scope="module")
+def long_text(served: ServedPair) -> list[int]:
+    """What every long stream says, however it is disturbed."""
+    return served.stream(temperature=1.0, max_tokens=LONG).token_ids
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_served_tokens_are_those_of_the_target_alone(served: ServedPair, temperature: float):
     answer = served.stream(temperature=temperature, max_tokens=200)
@@ -136,19 +142,17 @@ def test_a_client_that_leaves_frees_its_blocks(served: ServedPair):
     assert served.metric("outrider_num_requests_running") == 0
 
 
-def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair):
-    expected = served.stream(temperature=1.0, max_tokens=LONG)
+def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair, long_text: list[int]):
     num_connections = served.metric("outrider_draft_num_connections")
     actual = served.stream(once(200, lambda: served.kill("DraftActor")), temperature=1.0, max_tokens=LONG)
-    assert actual.token_ids == expected.token_ids
+    assert actual.token_ids == long_text
     eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections)
     eventually(lambda: served.stream(temperature=1.0).speculation["num_accepted_draft_tokens"] > 0)
 
 
-def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair):
-    expected = served.stream(temperature=1.0, max_tokens=LONG)
+def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair, long_text: list[int]):
     actual = served.stream(once(200, lambda: served.kill("TargetActor")), temperature=1.0, max_tokens=LONG)
-    assert actual.token_ids == expected.token_ids
+    assert actual.token_ids == long_text
     assert actual.finish_reason == "length"
 
 
@@ -158,8 +162,7 @@ def test_a_wrong_key_is_refused_and_what_runs_goes_on(served: ServedPair):
     assert served.stream().finish_reason == "length"
 
 
-def test_a_stream_outlives_a_redeploy(served: ServedPair):
-    expected = served.stream(temperature=1.0, max_tokens=LONG)
+def test_a_stream_outlives_a_redeploy(served: ServedPair, long_text: list[int]):
     done = threading.Event()
 
     def deploy() -> None:
@@ -167,17 +170,16 @@ def test_a_stream_outlives_a_redeploy(served: ServedPair):
         done.set()
 
     actual = served.stream(once(200, lambda: threading.Thread(target=deploy).start()), temperature=1.0, max_tokens=LONG)
-    assert actual.token_ids == expected.token_ids
+    assert actual.token_ids == long_text
     assert done.wait(120.0)
-    assert served.stream(temperature=1.0).token_ids == expected.token_ids[:64]
+    assert served.stream(temperature=1.0).token_ids == long_text[:64]
 
 
-def test_a_stream_outlives_the_shutdown(served: ServedPair):
-    expected = served.stream(temperature=1.0, max_tokens=LONG)
+def test_a_stream_outlives_the_shutdown(served: ServedPair, long_text: list[int]):
     stopping = threading.Thread(target=served.cluster.stop)
     actual = served.stream(once(200, stopping.start), temperature=1.0, max_tokens=LONG)
     stopping.join()
-    assert actual.token_ids == expected.token_ids
+    assert actual.token_ids == long_text
 
 
 def redeploy(served: ServedPair, **changes: object) -> None:

@@ -64,6 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}
     ]
     nodes = TwoNodes()
+    nodes.stop()  # the cluster that the tests before this one shared
     try:
         nodes.start(num_cpus=2)
         nodes.deploy(file)
