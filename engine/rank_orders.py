@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from engine.config import CacheConfig, ModelConfig
 from engine.model_loader import resolve_device
-from protos.errors import ConfigError, EngineError
+from protos.errors import ConfigError
 
 _LOOPBACK = "lo"  # all ranks are on one machine, and nobody else has to reach them
 
@@ -76,8 +76,6 @@ def join_ranks(order: RankOrder, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    if dist.is_initialized():
-        raise EngineError("this process has a divided model already, and it can have only 1; close it first")
     num_ranks = order.model.tensor_parallel_size
     store = dist.FileStore(str(Path(order.folder) / "store"), num_ranks)
     timeout = timedelta(seconds=order.timeout_s)

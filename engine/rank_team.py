@@ -45,8 +45,13 @@ class RankTeam:
         max_model_len: int | None = None,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
-        """Start the others, which load at once. Raises ConfigError where this machine has too few GPUs."""
+        """Start the others, which load at once.
+
+        Raises ConfigError where this machine has too few GPUs, and EngineError where this process leads a team already.
+        """
         device = rank_device(model, 0)
+        if dist.is_initialized():
+            raise EngineError("this process has a divided model already, and it can have only 1; close it first")
         self._on_lost: Callable[[str], None] = lambda reason: None
         self.rank = Rank(0, model.tensor_parallel_size, device, self._meet)
         self._folder = tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-ranks-")

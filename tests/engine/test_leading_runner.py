@@ -120,9 +120,14 @@ def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path:
         load_runner(replace(config(folders.target, 2), quantization="int8"), CACHE)
 
 
-def test_a_second_divided_model_in_one_process_is_refused(divided: LeadingRunner, folders: Folders) -> None:
+def test_a_second_divided_model_in_one_process_is_refused_and_the_first_goes_on(
+    divided: LeadingRunner, folders: Folders
+) -> None:
+    span = Span([1, 2], 0, [0], 1)
+    expected = divided.forward([span])
     with pytest.raises(EngineError, match="has a divided model already"):
         load_runner(config(folders.target, 2), CACHE)
+    assert torch.equal(divided.forward([span]), expected)
 
 
 def test_a_rank_that_dies_ends_the_engine_without_a_hang(divided: LeadingRunner, folders: Folders) -> None:

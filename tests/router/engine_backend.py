@@ -24,17 +24,21 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder)
 
 
+def load_engine(folder: Path) -> EngineCore:
+    config = EngineConfig(
+        ModelConfig(str(folder), dtype="float32"),
+        CacheConfig(num_blocks=512, memory_bytes=None),
+        SchedulerConfig(),
+        SpeculationConfig(4),
+    )
+    return EngineCore.from_config(config, NgramProposer(min_size=1))
+
+
 class EngineBackend:
     """Steps the engine whenever somebody waits; `requests` are what it was asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        config = EngineConfig(
-            ModelConfig(str(folder), dtype="float32"),
-            CacheConfig(num_blocks=512, memory_bytes=None),
-            SchedulerConfig(),
-            SpeculationConfig(4),
-        )
-        self._core = EngineCore.from_config(config, NgramProposer(min_size=1))
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
         self._chunks: dict[str, list[TokenChunk]] = {}
         self.requests: list[GenerateRequest] = []
 

@@ -124,14 +124,13 @@ class StepBackend(EngineBackend):
     """A real engine whose draft may write steps."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "target")
         steps = StepConfig(0.0, JudgeKind.LIKELIHOOD, think=None, max_step_tokens=8)
         cache = CacheConfig(num_blocks=64, memory_bytes=None)
         config = EngineConfig(
             ModelConfig(str(folder / "target"), dtype="float32"), cache, speculation=SpeculationConfig(3, steps=steps)
         )
         draft = ModelConfig(str(folder / "draft"), dtype="float32")
-        self._core = EngineCore.from_config(config, ModelProposer.from_config(draft, cache, SchedulerConfig()))
+        super().__init__(EngineCore.from_config(config, ModelProposer.from_config(draft, cache, SchedulerConfig())))
 
     async def describe(self):
         return replace(CARD, has_approximate_steps=True, max_draft_tokens=16)
