@@ -4,7 +4,8 @@
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
 of a matrix product. Bytes: every weight of every layer once, and the keys and values that its rows read. Operations:
-two per weight and row, and those of attention.
+two per weight and row, and those of attention. Last, a long prompt, chunk after chunk, against products of the shapes
+of its weights and chunks with nothing between them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from engine.span import Span
 
 BANDWIDTH_BYTES = 1 << 30
 NUM_OPERATORS = 6
+PROMPT_TOKENS = 8192
+CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class ModelSize:
     """What of a model every pass reads and multiplies by; `attention_width` is heads x head size x layers."""
 
     num_weights: int
+    num_layer_weights: int  # without the output layer, which few rows of a prompt meet
     weight_bytes: float
     attention_width: int
 
@@ -65,10 +70,11 @@ class ModelSize:
         skipped = () if config.tie_word_embeddings else ("embed_tokens",)
         shapes = [shape for name, shape in _shapes(folder) if len(shape) == 2 and not any(s in name for s in skipped)]
         num_weights = sum(rows * columns for rows, columns in shapes)
+        num_output_weights = config.vocab_size * config.hidden_size
         bytes_each = {"int8": 1.0, "int4": 0.5}.get(quantization, 4.0 if dtype == "float32" else 2.0)
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         width = config.num_hidden_layers * config.num_attention_heads * head_size
-        return cls(num_weights, num_weights * bytes_each, width)
+        return cls(num_weights, num_weights - num_output_weights, num_weights * bytes_each, width)
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
@@ -103,6 +109,7 @@ def main() -> None:
     print(f"\n{'step':34} {'MB':>8} {'GFLOP':>8} {'floor ms':>9} {'ms':>8} {'over':>6}   where it goes")
     for path in _paths(args.context):
         _report(path, runner, size, ceiling, args.repeats)
+    _report_prompt(runner, folder, size)
 
 
 def _parse_args() -> argparse.Namespace:
@@ -155,6 +162,34 @@ def _report(path: Step, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, 
         f"{1e3 * seconds:8.1f} {seconds / floor_s:6.2f}   {_operators(lambda: runner.forward(spans))}",
         flush=True,
     )
+
+
+def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
+    """The rate at which a prompt is read, and that of the products that it cannot do without."""
+    blocks = list(range(PROMPT_TOKENS // runner.block_size))
+    ids = [1 + (7 * row) % 1000 for row in range(PROMPT_TOKENS)]
+    began_s = time.perf_counter()
+    for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
+        runner.forward([Span(ids[start : start + CHUNK_TOKENS], start, blocks, num_logits=1)])
+    seconds = time.perf_counter() - began_s
+    rate = PROMPT_TOKENS * (2 * size.num_layer_weights + 2 * PROMPT_TOKENS * size.attention_width) / seconds
+    products_rate = _products_rate(folder)
+    print(
+        f"\na prompt of {PROMPT_TOKENS:,} tokens in chunks of {CHUNK_TOKENS}: {seconds:.1f} s, "
+        f"{rate / 1e12:.2f} TFLOP/s; its products alone: {products_rate / 1e12:.2f} TFLOP/s; {rate / products_rate:.0%}"
+    )
+
+
+def _products_rate(folder: Path) -> float:
+    """FLOP/s of a chunk's rows times every bfloat16 matrix of the layers, packed as the engine packs them."""
+    shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
+    seconds = num_flops = 0.0
+    for (num_out, num_in), count in shapes.items():
+        multiply = linear_of(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
+        rows = torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)
+        seconds += count * _median_s(lambda: multiply(rows), 9)  # noqa: B023  # called at once
+        num_flops += count * 2 * CHUNK_TOKENS * num_out * num_in
+    return num_flops / seconds
 
 
 def _spans(path: Step, runner: ModelRunner) -> list[Span]:

@@ -4,8 +4,9 @@
 
 All methods share one target, the padded fixture (the demo target's logits at the cost of a 0.5 B model), and its prefix
 cache, so what is timed is decoding; a head has a target of its own. A round runs the methods one after the other on the
-same prompts and seeds; ratios are taken within a round. Agent sessions are recordings: the target computes its passes
-and says what was recorded.
+same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the demo
+target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target computes
+its passes and says what was recorded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from bench.suite.plot import plot_rows
 from bench.suite.runner import Measured, Run
 from bench.suite.workload import Workload, agent_sessions, demo_text, questions
 from engine.config import CacheConfig
+from models.architecture import REPETITION_PENALTY
+from protos.messages import SamplingParams
 
 CACHE_BYTES = 1 << 29
 MAX_QUESTION_TOKENS = 256
@@ -52,10 +55,15 @@ def main() -> None:
     with ExitStack() as stack:
         suite = Suite(args.target or padded_target(), DEMO, args.dtype, CacheConfig(memory_bytes=CACHE_BYTES), stack)
         methods = suite.methods(args.methods)
-        for workload, temperature in _cases(args):
-            for row in _race(methods, workload, args, temperature):
+        for workload, law in _cases(args):
+            for row in _race(methods, workload, args, law):
                 _print_row(row, is_first=row.method == PLAIN)
                 rows.append(row)
+            _save(rows, args)
+
+
+def _save(rows: Seq[Row], args: argparse.Namespace) -> None:
+    """After every case: what was measured stays if the machine is wanted for something else."""
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if args.plot is not None:
@@ -72,6 +80,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="sequences at once")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all texts; 1: they fall into loops"
+    )
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each prompt")
     parser.add_argument("--turns", type=int, default=3, help="calls of an agent's session")
     parser.add_argument("--max-prompt-tokens", type=int, default=3000, help="of an agent's calls")
@@ -83,8 +94,8 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, float]]:
-    """Workloads and temperatures; a recording is greedy. Each number of streams takes a part of the same workload."""
+def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]]:
+    """Workloads and laws; a recording is greedy. Each number of streams takes a part of the same workload."""
     model, num_streams = DEMO / "target", max(args.streams)
     workloads = [] if args.skip_demo else [demo_text(model, num_streams)]
     if args.questions is not None:
@@ -94,26 +105,29 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, float]]:
             agent_sessions(model, args.agents, num_streams, args.max_prompt_tokens, args.turns, args.tokens)
         )
     for workload in workloads:
-        for temperature in [0.0] if workload.is_recorded else args.temperatures:
-            yield workload, temperature
+        if workload.is_recorded:
+            yield workload, SamplingParams(temperature=0.0)
+            continue
+        for temperature in args.temperatures:
+            yield workload, SamplingParams(temperature=temperature, repetition_penalty=args.repetition_penalty)
 
 
-def _race(methods: Seq[Method], workload: Workload, args: argparse.Namespace, temperature: float) -> Iterator[Row]:
+def _race(methods: Seq[Method], workload: Workload, args: argparse.Namespace, law: SamplingParams) -> Iterator[Row]:
     for num_streams in args.streams:
         part = Workload(workload.name, workload.streams[:num_streams])
         runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
         for method in methods:
-            _measure(method, part, 4, temperature)  # reads the prompts, and meets every kind of pass
+            _measure(method, part, 4, law)  # reads the prompts, and meets every kind of pass
         for _ in range(args.rounds):
             for method in methods:
-                runs[method.name].append(_measure(method, part, args.tokens, temperature))
+                runs[method.name].append(_measure(method, part, args.tokens, law))
         for name, measured in runs.items():
-            yield _row(workload.name, temperature, num_streams, name, measured, runs[PLAIN])
+            yield _row(workload.name, law.temperature, num_streams, name, measured, runs[PLAIN])
 
 
-def _measure(method: Method, workload: Workload, num_tokens: int, temperature: float) -> Measured:
+def _measure(method: Method, workload: Workload, num_tokens: int, law: SamplingParams) -> Measured:
     engine, verifier = method.engine()
-    return Run(engine, verifier, workload, num_tokens, temperature).measure(method.before_step)
+    return Run(engine, verifier, workload, num_tokens, law).measure(method.before_step)
 
 
 def _row(

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.suite.recorded_verifier import RecordedVerifier
 from bench.suite.workload import Turn, Workload
@@ -36,12 +36,13 @@ class Run:
     """Feeds the streams of a workload to an engine, each turn when the one before it has ended."""
 
     def __init__(
-        self, engine: EngineCore, verifier: RecordedVerifier, workload: Workload, num_tokens: int, temperature: float
+        self, engine: EngineCore, verifier: RecordedVerifier, workload: Workload, num_tokens: int, law: SamplingParams
     ) -> None:
+        """`law` is how all streams are sampled, but for their seeds and lengths."""
         self._engine = engine
         self._verifier = verifier
         self._num_tokens = num_tokens
-        self._temperature = temperature
+        self._law = law
         self._waiting = [deque(stream) for stream in workload.streams]
         self._num_turns = 0
         self._answers: dict[str, Seq[int]] = {}
@@ -79,5 +80,5 @@ class Run:
             self._answers[request_id] = turn.answer
             max_tokens = min(len(turn.answer), self._num_tokens)
         # The same salt for all runs: prompts are read once, and what is timed is decoding.
-        sampling = SamplingParams(temperature=self._temperature, max_tokens=max_tokens, seed=index)
+        sampling = replace(self._law, max_tokens=max_tokens, seed=index)
         self._engine.add(GenerateRequest(request_id, turn.prompt, sampling))

@@ -17,6 +17,7 @@ from engine.config import CacheConfig
 from engine.proposer.suffix import SuffixProposer
 from models.architecture import llama_config, new_model
 from models.checkpoint import save_checkpoint
+from protos.messages import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,9 @@ def test_a_recorded_answer_is_said_in_as_few_passes_as_the_drafts_allow(demo: Pa
             return chunks
 
         engine.step = recording_step  # type: ignore[method-assign]
-        measured = Run(engine, verifier, Workload("recorded", [turns, turns[:1]]), 50, 0.0).measure(lambda: None)
+        measured = Run(
+            engine, verifier, Workload("recorded", [turns, turns[:1]]), 50, SamplingParams(temperature=0.0)
+        ).measure(lambda: None)
     assert sorted(map(len, said.values())) == [9, 24, 24]
     assert said["0/1"] == list(PERIODIC)
     assert measured.num_tokens == 57
@@ -73,7 +76,7 @@ def test_answers_that_were_not_recorded_come_from_the_target(demo: Path) -> None
         suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
         engine, verifier = suite.methods([PLAIN])[0].engine()
         workload = Workload("free", [[Turn((1, 2, 3))], [Turn((3, 2, 1))]])
-        measured = Run(engine, verifier, workload, 5, 0.0).measure(lambda: None)
+        measured = Run(engine, verifier, workload, 5, SamplingParams(temperature=0.0)).measure(lambda: None)
     assert (measured.num_tokens, measured.num_passes) == (10, 10)
 
 
