@@ -6,6 +6,7 @@ Each takes its size as an argument, so that a mutant can be shown to fail the ve
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from tests.engine.tabular import (
     as_computed,
     chi_square_tail,
     draft_by_sampling,
+    filled_up,
     joint_law,
     new_sequence,
     next_law,
@@ -85,14 +87,13 @@ def enumerated_law(
 
     Walks every draft and every pattern of coins through the functions that the verifier itself calls.
     """
-    joint = torch.zeros([pair.target.num_tokens] * num_tokens, dtype=torch.float64)
+    emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for draft, path_prob in paths:
         for branch in _branches(pair.target, sampling, draft, verify):
             for token_id in branch.final_law.nonzero()[:, 0].tolist():
-                emitted = (*branch.accepted, token_id)[:num_tokens]
-                rest = joint_law(pair.target, sampling, num_tokens - len(emitted), emitted)
-                joint[emitted] += path_prob * branch.prob * branch.final_law[token_id] * rest
-    return joint
+                token_ids = (*branch.accepted, token_id)[:num_tokens]
+                emitted[token_ids] += path_prob * branch.prob * branch.final_law[token_id]
+    return filled_up(pair.target, sampling, num_tokens, emitted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -228,6 +228,19 @@ def joint_law(
     law = next_law(model, sampling, generated)
     rest = [joint_law(model, sampling, num_tokens - 1, (*generated, token_id)) for token_id in range(len(law))]
     return torch.stack([prob * tail for prob, tail in zip(law, rest, strict=True)])
+
+
+def filled_up(
+    model: TabularModel, sampling: SamplingParams, num_tokens: int, emitted: Mapping[tuple[int, ...], Tensor | float]
+) -> Tensor:
+    """The joint law `[V] * num_tokens` when a pass emits these tokens, so likely each, and plain decoding follows.
+
+    What follows depends on the tokens alone, so its law is computed once for each of them.
+    """
+    joint = torch.zeros([model.num_tokens] * num_tokens, dtype=torch.float64)
+    for token_ids, prob in emitted.items():
+        joint[token_ids] += prob * joint_law(model, sampling, num_tokens - len(token_ids), token_ids)
+    return joint
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
-import torch
 from torch import Tensor
 
 from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseLaw
@@ -29,6 +29,7 @@ from tests.engine.tabular import (
     Experiment,
     Pair,
     TabularModel,
+    filled_up,
     joint_law,
     new_sequence,
     no_draft,
@@ -95,7 +96,7 @@ def _law_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -
 
 def emitted_law(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
     """The joint law of what one pass emits, filled up by plain decoding; every tree and every pattern of coins."""
-    joint = torch.zeros([pair.target.num_tokens] * num_tokens, dtype=torch.float64)
+    emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
         trial = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), pair.target.num_tokens)
         logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in trial.rows])
@@ -103,10 +104,8 @@ def emitted_law(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, fl
         laws = sampler.law(sampler.process(logits, trial.rows), trial.rows)
         for accepted, final_law, prob in _walks(laws, trial.task.draft, -1, 1.0):
             for token_id in final_law.nonzero()[:, 0].tolist():
-                emitted = (*accepted, token_id)[:num_tokens]
-                rest = joint_law(pair.target, sampling, num_tokens - len(emitted), emitted)
-                joint[emitted] += tree_prob * prob * final_law[token_id] * rest
-    return joint
+                emitted[(*accepted, token_id)[:num_tokens]] += tree_prob * prob * final_law[token_id]
+    return filled_up(pair.target, sampling, num_tokens, emitted)
 
 
 def _walks(laws: Tensor, draft: Draft, parent: int, prob: float) -> Iterator[tuple[tuple[int, ...], Tensor, float]]:
