@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,31 +166,32 @@ def _report(path: Step, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, 
 
 
 def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
-    """The rate at which a prompt is read, and that of the products that it cannot do without."""
+    """The rate at which a prompt is read, and that of its products alone, chunk by chunk in turn."""
     blocks = list(range(PROMPT_TOKENS // runner.block_size))
     ids = [1 + (7 * row) % 1000 for row in range(PROMPT_TOKENS)]
-    began_s = time.perf_counter()
+    products = _products(folder)
+    prompt_s = products_s = 0.0
     for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
-        runner.forward([Span(ids[start : start + CHUNK_TOKENS], start, blocks, num_logits=1)])
-    seconds = time.perf_counter() - began_s
-    rate = PROMPT_TOKENS * (2 * size.num_layer_weights + 2 * PROMPT_TOKENS * size.attention_width) / seconds
-    products_rate = _products_rate(folder)
+        span = Span(ids[start : start + CHUNK_TOKENS], start, blocks, num_logits=1)
+        prompt_s += _seconds(lambda: runner.forward([span]))  # noqa: B023  # called at once
+        products_s += sum(count * _seconds(call) for call, count in products)
+    num_flops = 2 * size.num_layer_weights * PROMPT_TOKENS
+    rate = num_flops + 2 * PROMPT_TOKENS**2 * size.attention_width
     print(
-        f"\na prompt of {PROMPT_TOKENS:,} tokens in chunks of {CHUNK_TOKENS}: {seconds:.1f} s, "
-        f"{rate / 1e12:.2f} TFLOP/s; its products alone: {products_rate / 1e12:.2f} TFLOP/s; {rate / products_rate:.0%}"
+        f"\na prompt of {PROMPT_TOKENS:,} tokens in chunks of {CHUNK_TOKENS}: {prompt_s:.1f} s, "
+        f"{rate / prompt_s / 1e12:.2f} TFLOP/s; its products alone: {products_s:.1f} s, "
+        f"{num_flops / products_s / 1e12:.2f} TFLOP/s; {rate / prompt_s / (num_flops / products_s):.0%}"
     )
 
 
-def _products_rate(folder: Path) -> float:
-    """FLOP/s of a chunk's rows times every bfloat16 matrix of the layers, packed as the engine packs them."""
+def _products(folder: Path) -> list[tuple[Callable[[], Tensor], int]]:
+    """A chunk's rows times a bfloat16 matrix of each shape, packed as the engine packs it, and how many there are."""
     shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
-    seconds = num_flops = 0.0
+    products = []
     for (num_out, num_in), count in shapes.items():
         multiply = linear_of(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
-        rows = torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)
-        seconds += count * _median_s(lambda: multiply(rows), 9)  # noqa: B023  # called at once
-        num_flops += count * 2 * CHUNK_TOKENS * num_out * num_in
-    return num_flops / seconds
+        products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)), count))
+    return products
 
 
 def _spans(path: Step, runner: ModelRunner) -> list[Span]:
@@ -231,12 +233,13 @@ def _operators(call: Callable[[], Tensor]) -> str:
 
 def _median_s(call: Callable[[], object], repeats: int) -> float:
     call()
-    times = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
+    return statistics.median(_seconds(call) for _ in range(repeats))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
 
 
 if __name__ == "__main__":
