@@ -187,7 +187,7 @@ def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
 def _products(folder: Path) -> list[tuple[Callable[[], Tensor], int]]:
     """A chunk's rows times a bfloat16 matrix of each shape, packed as the engine packs it, and how many there are."""
     shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
-    products = []
+    products: list[tuple[Callable[[], Tensor], int]] = []
     for (num_out, num_in), count in shapes.items():
         multiply = linear_of(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
         products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)), count))
