@@ -45,11 +45,11 @@ def _draw(panel: Axes, rows: Seq[Row]) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
     streams = sorted({row.num_streams for row in rows})
     width = 0.85 / len(methods)
-    colors = mpl.colormaps["tab20"].colors  # there are more methods than the ten usual ones
+    colors = mpl.colormaps["tab20"]  # there are more methods than the ten usual ones
     for index, method in enumerate(methods):
         heights = [row.speedup for row in rows if row.method == method]
         places = [place + index * width for place in range(len(streams))]
-        panel.bar(places, heights, width, label=method, color=colors[index])
+        panel.bar(places, heights, width, label=method, color=colors(index))
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xticks([place + 0.4 for place in range(len(streams))], [f"{count} streams" for count in streams])
     panel.set_ylabel("tokens/s against plain", fontsize=8)
