@@ -27,9 +27,9 @@ $(DEV_INSTALLED): $(INSTALLED)
 serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
 	@$(BIN)/python -m cluster.cli serve deploy.yaml
 
-test: lint type  ## lint, type-check and run every test
-	@echo "two runs of pytest side by side; each prints all it has to say when it ends (about ten minutes)"
-	@OMP_NUM_THREADS=1 $(MAKE) --jobs=2 --output-sync=target --no-print-directory test-served test-parts
+test: install  ## lint, type-check and run every test
+	@echo "two jobs side by side; each prints all it has to say when it ends (about ten minutes)"
+	@OMP_NUM_THREADS=1 $(MAKE) --jobs=2 --output-sync=target --no-print-directory lint type test-served test-parts
 
 test-served: install  ## the tests that start Ray clusters, one after the other; they mostly wait
 	@$(BIN)/python -m pytest tests/serve
