@@ -1,4 +1,4 @@
-"""Linear layers whose weight is reordered once for the processor's matrix kernels.
+"""Linear layers whose weight is packed once for the processor: for our kernel where there is AMX, or oneDNN's.
 
 oneDNN reads a reordered bf16 weight at nearly the machine's memory speed, `F.linear` at half of it for a few rows. The
 two operators are private to torch: its version is pinned, `can_pack` guards them, and a test compares both ways.
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from engine.native_product import NativeGate, NativeProduct
+
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
 
@@ -24,6 +26,8 @@ _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, a
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of torch and this processor multiply by a reordered `weight`, and gain from it."""
+    if NativeProduct.fits(weight):
+        return True
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -35,6 +39,8 @@ def can_pack(weight: Tensor) -> bool:
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own copy of what it packs."""
+    if NativeProduct.fits(weight):
+        return NativeProduct(weight, bias)
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
@@ -48,11 +54,15 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def can_fuse(weight: Tensor) -> bool:
     """Whether `gated_of` takes such a gate, and gains: below that a second call costs more than it saves."""
+    if NativeProduct.fits(weight):
+        return True
     return can_pack(weight) and weight.dtype == torch.bfloat16 and weight.numel() >= _MIN_FUSED_ELEMENTS
 
 
 def gated_of(gate: nn.Linear, up: nn.Linear) -> Linear:
     """`silu(gate(x)) * up(x)` as two products that do the rest themselves, while a result is still in the core."""
+    if NativeProduct.fits(gate.weight):
+        return NativeGate(gate.weight, up.weight, gate.bias, up.bias)
     packed_gate, packed_up = (
         torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), _ROWS_HINT) for layer in (gate, up)
     )

@@ -1,0 +1,245 @@
+/* Products of bfloat16 matrices on AMX: out = x W^T, reading W once, at the speed of the memory that holds it.
+
+   W [N, K] lies as a stream of AMX tiles of 1 KB, in the order in which the kernel reads them: for each *pair* of 16
+   outputs and another 16, for each 32 inputs, the tile of the one and the tile of the other.
+
+       pair 0: [k 0..31 | out 0..15][k 0..31 | out 16..31][k 32..63 | out 0..15] ...      pair 1: ...
+
+   A row of a tile holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ... K - 1 in float32, in that
+   order, however many rows x has: a row's result does not depend on the rows beside it. */
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+
+enum {
+    TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
+    OUTPUTS = 32,       /* of a pair */
+    FEW_ROWS = 32,      /* that read W as one stream */
+    BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
+    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
+    BLOCK_PAIRS = 8,
+    PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
+};
+
+typedef uint16_t bf16;
+
+struct product {
+    const bf16 *x;       /* [rows, num_inputs] */
+    const bf16 *weight;  /* packed */
+    const float *bias;   /* [num_outputs of the packed weight] or NULL */
+    bf16 *out;           /* [rows, num_outputs], half as many outputs where gated */
+    int64_t num_rows, num_inputs, num_outputs;
+    int is_gated;
+};
+
+/* Whether this processor, and the kernel under it, give us AMX. */
+int outrider_has_amx(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bf16")) return 0;
+    unsigned a, b, c, d;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+    if (!((d >> 22) & 1) || !((d >> 24) & 1)) return 0; /* AMX-BF16, AMX-TILE */
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+
+AMX static void configure(int rows_low, int rows_high) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    /* 0 1: sums of low rows, 2 3: of high rows, 4: x low, 5: x high, 6 7: a pair of W */
+    const int rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = rows[i] ? rows[i] : 1;
+        config.row_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* Sums of up to 32 rows and one pair over `steps` x 32 inputs: onto `sums` [2 x 2 tiles of 16 x 16], or anew.
+   A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind, the high rows `high` behind.
+   `ahead`: how many numbers of W further on to fetch, 0 for none. */
+AMX static inline __attribute__((always_inline)) void add(const bf16 *x, int64_t stride, int64_t step, int64_t high,
+                                                          const bf16 *w, int64_t steps, int64_t ahead, float *sums,
+                                                          int is_first, int has_high) {
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (has_high) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    } else {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + 256, 64);
+        if (has_high) {
+            _tile_loadd(2, sums + 512, 64);
+            _tile_loadd(3, sums + 768, 64);
+        }
+    }
+    for (int64_t k = 0; k < steps; k++) {
+        if (ahead)
+            for (int line = 0; line < 2 * TILE; line += 32) _mm_prefetch((const char *)(w + ahead + line), _MM_HINT_T0);
+        _tile_loadd(4, x, stride);
+        _tile_loadd(6, w, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + TILE, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (has_high) {
+            _tile_loadd(5, x + high, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        x += step, w += 2 * TILE;
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    if (has_high) {
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    }
+}
+
+/* e^x to 2e-7 of itself for x <= 0, and for larger x up to 88. */
+AMX static inline __m512 exponential(__m512 x) {
+    const __m512 log2e = _mm512_set1_ps(1.44269504f);
+    __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+    rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+    __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3981999507e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(8.3334519073e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(4.1665795894e-2f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.6666665459e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.0000001201e-1f));
+    sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, rest), rest, _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(sum, whole);
+}
+
+AMX static inline __m512 rounded(__m512 x) {
+    __m512i bits = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+/* Bias and epilogue of one pair's sums for `rows` rows from `row` on. */
+AMX static void finish(const struct product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    if (p->bias) {
+        bias[0] = _mm512_loadu_ps(p->bias + pair * OUTPUTS);
+        bias[1] = _mm512_loadu_ps(p->bias + pair * OUTPUTS + 16);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const float *at = sums + (i / 16) * 512 + (i % 16) * 16;
+        __m512 first = _mm512_add_ps(_mm512_loadu_ps(at), bias[0]);
+        __m512 second = _mm512_add_ps(_mm512_loadu_ps(at + 256), bias[1]);
+        if (p->is_gated) {
+            first = rounded(first), second = rounded(second); /* as if both had been stored */
+            __m512 one = _mm512_set1_ps(1.0f);
+            __m512 low = _mm512_max_ps(first, _mm512_set1_ps(-88.0f));
+            __m512 gate = _mm512_div_ps(first, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), low))));
+            bf16 *to = p->out + (row + i) * (p->num_outputs / 2) + pair * 16;
+            _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rounded(gate), second)));
+        } else {
+            bf16 *to = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
+            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        }
+    }
+}
+
+/* Up to 32 rows and the pairs [first, last): each pair is read whole, as one stream. */
+AMX static void multiply_few(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    float sums[1024] __attribute__((aligned(64)));
+    const int64_t steps = p->num_inputs / 32, stride = p->num_inputs * 2;
+    const bf16 *x = p->x + row * p->num_inputs;
+    configure(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0);
+    for (int64_t pair = first; pair < last; pair++) {
+        const bf16 *w = p->weight + pair * steps * 2 * TILE;
+        if (rows > 16) add(x, stride, 32, 16 * p->num_inputs, w, steps, PREFETCH, sums, 1, 1);
+        else add(x, stride, 32, 0, w, steps, PREFETCH, sums, 1, 0);
+        finish(p, row, rows, pair, sums);
+    }
+}
+
+/* Inputs [k, k + 32 steps) of `rows` rows as tiles, zeros behind them: no two rows of a tile share a cache set. */
+AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int64_t k, int64_t steps, bf16 *tiles) {
+    for (int64_t i = 0; i < (rows + 15) / 16 * 16; i++)
+        for (int64_t step = 0; step < steps; step++) {
+            const bf16 *from = p->x + (row + i) * p->num_inputs + k + step * 32;
+            __m512i line = i < rows ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
+            _mm512_store_si512(tiles + ((i / 16) * steps + step) * TILE + (i % 16) * 32, line);
+        }
+}
+
+/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
+AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
+    configure(16, 16);
+    for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
+        int64_t num_pairs = last - pairs < BLOCK_PAIRS ? last - pairs : BLOCK_PAIRS;
+        for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
+            int64_t steps = (p->num_inputs - k < BLOCK_INPUTS ? p->num_inputs - k : BLOCK_INPUTS) / 32;
+            int is_last = k + BLOCK_INPUTS >= p->num_inputs;
+            if (pairs == first || p->num_inputs > BLOCK_INPUTS) to_tiles(p, row, rows, k, steps, x);
+            for (int64_t pair = 0; pair < num_pairs; pair++) {
+                const bf16 *w = p->weight + ((pairs + pair) * (p->num_inputs / 32) + k / 32) * 2 * TILE;
+                for (int64_t i = 0; i < rows; i += 32) {
+                    float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
+                    const bf16 *at = x + i / 16 * steps * TILE;
+                    int64_t ahead = i ? 0 : p->num_inputs * OUTPUTS; /* the next pair */
+                    if (rows - i > 16) add(at, 64, TILE, steps * TILE, w, steps, ahead, onto, k == 0, 1);
+                    else add(at, 64, TILE, 0, w, steps, ahead, onto, k == 0, 0);
+                    if (is_last) finish(p, row + i, rows - i < 32 ? rows - i : 32, pairs + pair, onto);
+                }
+            }
+        }
+    }
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* out [rows, N] = x [rows, K] W^T (+ bias); gated: out [rows, N / 2] = silu(gate) * up, where the pairs of W have 16
+   outputs of the gate and the same 16 of up. K and N are multiples of 32. */
+AMX void outrider_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
+                          int64_t num_inputs, int64_t num_outputs, int is_gated) {
+    const struct product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs, is_gated};
+    const int64_t num_pairs = num_outputs / OUTPUTS;
+    const int is_few = num_rows <= FEW_ROWS;
+    /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
+    int64_t pairs = (is_few ? 256 << 10 : 1 << 20) / (num_inputs * 2 * OUTPUTS);
+    int64_t rows = is_few ? FEW_ROWS : BLOCK_ROWS;
+    if (pairs > num_pairs / 8) pairs = num_pairs / 8;
+    if (!is_few && pairs < BLOCK_PAIRS / 2) pairs = num_rows > 2 * BLOCK_ROWS ? BLOCK_PAIRS : BLOCK_PAIRS / 2;
+    if (pairs < 1) pairs = 1;
+#pragma omp parallel
+    {
+#pragma omp for collapse(2) schedule(dynamic, 1) nowait
+        for (int64_t pair = 0; pair < num_pairs; pair += pairs)
+            for (int64_t row = 0; row < num_rows; row += rows) {
+                int64_t last = least(pair + pairs, num_pairs), height = least(rows, num_rows - row);
+                if (is_few) multiply_few(&p, row, height, pair, last);
+                else multiply_many(&p, row, height, pair, last);
+            }
+        _tile_release();
+    }
+}
+
+/* W [N, K], row by row, to the order of the kernel. */
+void outrider_pack(const bf16 *weight, bf16 *packed, int64_t num_inputs, int64_t num_outputs) {
+#pragma omp parallel for
+    for (int64_t pair = 0; pair < num_outputs / OUTPUTS; pair++)
+        for (int64_t k = 0; k < num_inputs / 32; k++)
+            for (int64_t half = 0; half < 2; half++) {
+                bf16 *tile = packed + ((pair * (num_inputs / 32) + k) * 2 + half) * TILE;
+                for (int64_t row = 0; row < 16; row++)
+                    for (int64_t column = 0; column < 16; column++)
+                        memcpy(tile + row * 32 + column * 2,
+                               weight + (pair * OUTPUTS + half * 16 + column) * num_inputs + k * 32 + row * 2, 4);
+            }
+}
