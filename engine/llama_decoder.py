@@ -145,7 +145,7 @@ class LlamaDecoder:
             head_norm=self._head_norm(attention),
             output=self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features),
             mlp_norm=self._rank.place(layer.post_attention_layernorm.weight),
-            mlp=self._rowwise(self._mlp(mlp), hidden),
+            mlp=self._mlp(mlp),
             options=options,
         )
 
@@ -164,8 +164,8 @@ class LlamaDecoder:
         return row_exact(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
 
     def _mlp(self, mlp: Any) -> Linear:
-        gated = self._gated(mlp.gate_proj, mlp.up_proj)
-        down = self._summed(mlp.down_proj)
+        gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)
+        down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
         return lambda x: down(gated(x))
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:

@@ -18,6 +18,7 @@
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
+    LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
     FEW_ROWS = 32,      /* that read W as one stream */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
@@ -36,6 +37,8 @@ struct product {
     int64_t num_rows, num_inputs, num_outputs;
     int is_gated;
 };
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Whether this processor, and the kernel under it, give us AMX. */
 int outrider_has_amx(void) {
@@ -64,10 +67,10 @@ AMX static void configure(int rows_low, int rows_high) {
 
 /* Sums of up to 32 rows and one pair over `steps` x 32 inputs: onto `sums` [2 x 2 tiles of 16 x 16], or anew.
    A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind, the high rows `high` behind.
-   `ahead`: how many numbers of W further on to fetch, 0 for none. */
+   Per step, the cache lines [from, to) of W are fetched for later, `ahead` numbers further on. */
 AMX static inline __attribute__((always_inline)) void add(const bf16 *x, int64_t stride, int64_t step, int64_t high,
-                                                          const bf16 *w, int64_t steps, int64_t ahead, float *sums,
-                                                          int is_first, int has_high) {
+                                                          const bf16 *w, int64_t steps, float *sums, int is_first,
+                                                          int has_high, int64_t ahead, int from, int to) {
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -84,8 +87,7 @@ AMX static inline __attribute__((always_inline)) void add(const bf16 *x, int64_t
         }
     }
     for (int64_t k = 0; k < steps; k++) {
-        if (ahead)
-            for (int line = 0; line < 2 * TILE; line += 32) _mm_prefetch((const char *)(w + ahead + line), _MM_HINT_T0);
+        for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -106,25 +108,20 @@ AMX static inline __attribute__((always_inline)) void add(const bf16 *x, int64_t
     }
 }
 
-/* e^x to 2e-7 of itself for x <= 0, and for larger x up to 88. */
-AMX static inline __m512 exponential(__m512 x) {
-    const __m512 log2e = _mm512_set1_ps(1.44269504f);
-    __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
-    rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
-    __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3981999507e-3f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(8.3334519073e-3f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(4.1665795894e-2f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.6666665459e-1f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.0000001201e-1f));
-    sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, rest), rest, _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(sum, whole);
-}
-
-AMX static inline __m512 rounded(__m512 x) {
-    __m512i bits = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+/* x / (1 + e^-x) to 1e-4 of itself, a twentieth of what bfloat16 rounds away. */
+AMX static inline __m512 silu(__m512 x) {
+    /* e^-x = 2^t = 2^whole 2^rest, with |rest| <= 1/2 and a polynomial for 2^rest */
+    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+    t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-1000.0f)), _mm512_set1_ps(1000.0f)); /* no infinite `whole` */
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 rest = _mm512_sub_ps(t, whole);
+    __m512 power = _mm512_set1_ps(9.6181291e-3f);
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(5.5504109e-2f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(2.4022651e-1f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(6.9314718e-1f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(1.0f));
+    __m512 whole_power = _mm512_scalef_ps(power, whole);
+    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(whole_power, _mm512_set1_ps(1.0f))));
 }
 
 /* Bias and epilogue of one pair's sums for `rows` rows from `row` on. */
@@ -139,12 +136,8 @@ AMX static void finish(const struct product *p, int64_t row, int64_t rows, int64
         __m512 first = _mm512_add_ps(_mm512_loadu_ps(at), bias[0]);
         __m512 second = _mm512_add_ps(_mm512_loadu_ps(at + 256), bias[1]);
         if (p->is_gated) {
-            first = rounded(first), second = rounded(second); /* as if both had been stored */
-            __m512 one = _mm512_set1_ps(1.0f);
-            __m512 low = _mm512_max_ps(first, _mm512_set1_ps(-88.0f));
-            __m512 gate = _mm512_div_ps(first, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), low))));
             bf16 *to = p->out + (row + i) * (p->num_outputs / 2) + pair * 16;
-            _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rounded(gate), second)));
+            _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(first), second)));
         } else {
             bf16 *to = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
             _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
@@ -160,8 +153,8 @@ AMX static void multiply_few(const struct product *p, int64_t row, int64_t rows,
     configure(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0);
     for (int64_t pair = first; pair < last; pair++) {
         const bf16 *w = p->weight + pair * steps * 2 * TILE;
-        if (rows > 16) add(x, stride, 32, 16 * p->num_inputs, w, steps, PREFETCH, sums, 1, 1);
-        else add(x, stride, 32, 0, w, steps, PREFETCH, sums, 1, 0);
+        if (rows > 16) add(x, stride, 32, 16 * p->num_inputs, w, steps, sums, 1, 1, PREFETCH, 0, LINES);
+        else add(x, stride, 32, 0, w, steps, sums, 1, 0, PREFETCH, 0, LINES);
         finish(p, row, rows, pair, sums);
     }
 }
@@ -180,6 +173,7 @@ AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int
 AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
+    const int64_t next = p->num_inputs * OUTPUTS;
     configure(16, 16);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
         int64_t num_pairs = last - pairs < BLOCK_PAIRS ? last - pairs : BLOCK_PAIRS;
@@ -192,17 +186,15 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
                 for (int64_t i = 0; i < rows; i += 32) {
                     float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
                     const bf16 *at = x + i / 16 * steps * TILE;
-                    int64_t ahead = i ? 0 : p->num_inputs * OUTPUTS; /* the next pair */
-                    if (rows - i > 16) add(at, 64, TILE, steps * TILE, w, steps, ahead, onto, k == 0, 1);
-                    else add(at, 64, TILE, 0, w, steps, ahead, onto, k == 0, 0);
+                    int from = LINES * i / rows, to = LINES * least(i + 32, rows) / rows; /* of the next pair */
+                    if (rows - i > 16) add(at, 64, TILE, steps * TILE, w, steps, onto, k == 0, 1, next, from, to);
+                    else add(at, 64, TILE, 0, w, steps, onto, k == 0, 0, next, from, to);
                     if (is_last) finish(p, row + i, rows - i < 32 ? rows - i : 32, pairs + pair, onto);
                 }
             }
         }
     }
 }
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* out [rows, N] = x [rows, K] W^T (+ bias); gated: out [rows, N / 2] = silu(gate) * up, where the pairs of W have 16
    outputs of the gate and the same 16 of up. K and N are multiples of 32. */

@@ -1,0 +1,127 @@
+"""Our own products are the plain ones, and a row has the same bits in whatever company it comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from engine.exact_rows import row_exact
+from engine.native_library import SWITCH, native_library
+from engine.native_product import NativeGate, NativeProduct
+from engine.packed_linear import linear_of
+
+needs_kernel = pytest.mark.skipif(native_library() is None, reason="no compiled kernels, or no AMX on this processor")
+
+# Rows around a tile (16), two (32) and a block (128); inputs around a block (512); outputs of one pair and of many.
+ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 300)
+SHAPES = ((32, 32), (64, 480), (96, 512), (320, 544), (1024, 1088))  # outputs, inputs
+
+
+def _weight(num_outputs: int, num_inputs: int) -> torch.Tensor:
+    return (torch.randn(num_outputs, num_inputs, generator=_generator()) * num_inputs**-0.5).bfloat16()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
+    weight = _weight(*shape)
+    bias = torch.randn(shape[0]).bfloat16() if has_bias else None
+    multiply = NativeProduct(weight, bias)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1]).bfloat16()
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        # half a unit of bfloat16's last place, and float32's own error on the way
+        torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gate_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
+    gate, up = 4 * _weight(*shape), _weight(*shape).flip(0)
+    gate_bias, up_bias = (torch.randn(shape[0]).bfloat16() if has_bias else None for _ in range(2))
+    multiply = NativeGate(gate, up, gate_bias, up_bias)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1]).bfloat16()
+        wide_bias, wide_up_bias = (None if bias is None else bias.double() for bias in (gate_bias, up_bias))
+        expected = F.silu(F.linear(x.double(), gate.double(), wide_bias)) * F.linear(
+            x.double(), up.double(), wide_up_bias
+        )
+        torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.1, atol=1e-4)
+
+
+@needs_kernel
+def test_a_gate_of_any_size_is_finite() -> None:
+    weight = torch.eye(32).bfloat16()
+    extremes = torch.tensor([-3e38, -1e4, -127.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 127.0, 1e4, 3e38])
+    x = torch.zeros(len(extremes), 32).bfloat16()
+    x[:, 0] = extremes.bfloat16()
+    ones = torch.zeros(32, 32).bfloat16()
+    biased = NativeGate(weight, ones, torch.zeros(32).bfloat16(), torch.ones(32).bfloat16())(x)[:, 0]
+    torch.testing.assert_close(biased.float(), F.silu(x[:, 0].float()), rtol=2**-7, atol=1e-35)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
+    rows = torch.randn(300, shape[1], generator=_generator()).bfloat16()
+    gate = NativeGate(_weight(*shape), _weight(*shape).flip(0), None, None)
+    for multiply in (NativeProduct(_weight(*shape), None), gate):
+        together = multiply(rows)
+        for num_rows in ROWS[1:]:
+            assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
+            assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
+        assert row_exact(multiply, shape[1], torch.bfloat16) is multiply
+
+
+@needs_kernel
+def test_threads_do_not_change_a_bit() -> None:
+    weight, x = _weight(1024, 1088), torch.randn(300, 1088).bfloat16()
+    multiply = NativeProduct(weight, None)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = multiply(x)
+        torch.set_num_threads(3)
+        assert torch.equal(multiply(x), alone)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@needs_kernel
+def test_leading_dimensions_and_strides_are_those_of_the_input() -> None:
+    weight, wide = _weight(64, 32), torch.randn(3, 5, 96).bfloat16()
+    product = NativeProduct(weight, None)(wide[..., 32:64])
+    assert product.shape == (3, 5, 64)
+    torch.testing.assert_close(product, F.linear(wide[..., 32:64], weight), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(64, 64),
+        torch.zeros(64, 64).half(),
+        torch.zeros(64, 48).bfloat16(),
+        torch.zeros(48, 64).bfloat16(),
+    ],
+    ids=["float32", "float16", "48 inputs", "48 outputs"],
+)
+def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
+    assert not NativeProduct.fits(weight)
+    x = torch.ones(3, weight.shape[1], dtype=weight.dtype)
+    assert torch.equal(linear_of(weight, None)(x), F.linear(x, weight))
+
+
+def test_the_kernels_can_be_switched_off() -> None:
+    code = "from engine.native_library import native_library; print(native_library())"
+    done = subprocess.run([sys.executable, "-c", code], env={SWITCH: "0"}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
