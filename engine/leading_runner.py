@@ -9,11 +9,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.config import CacheConfig, HeadConfig, ModelConfig
+from engine.division_plan import check_divisible
 from engine.kv_move import KVMove
-from engine.llama_decoder import FAMILIES
 from engine.model_loader import load_config
 from engine.model_runner import ModelRunner
-from engine.rank import check_divisible
 from engine.rank_team import COLLECTIVE_TIMEOUT_S, RankTeam
 from engine.span import Span
 from protos.errors import ConfigError
@@ -98,7 +97,7 @@ def _check(model: ModelConfig) -> None:
             f"target.deterministic is true and target.tensor_parallel_size is {model.tensor_parallel_size}; sums "
             "between ranks have no fixed order: set deterministic to false, or the size to 1"
         )
-    check_divisible(load_config(model.path), FAMILIES, model.tensor_parallel_size)
+    check_divisible(load_config(model.path), model.tensor_parallel_size)
 
 
 def _needed(span: Span, block_size: int) -> Span:

@@ -45,7 +45,8 @@ class ModelRunner:
     Attributes:
         vocab_size: columns of the logits, padding rows of the embedding included.
         max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
-        num_blocks, block_size, bytes_per_block: the pool, all layers together.
+        num_blocks, block_size: the pool.
+        bytes_per_block: what a block of it is to other engines, all layers together.
         kv_layout: what a block of the pool is, for engines that exchange them.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
@@ -88,11 +89,13 @@ class ModelRunner:
         if self.head is not None:
             self.head.lm_head = self._model.lm_head
         layer_shapes = [*self._model.layer_shapes, *head_layers]
+        rank_shapes = [*self._model.rank_shapes, *head_layers]
         self.vocab_size = self._model.vocab_size
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, kind)
         has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
-        self.num_blocks = pool_size(cache, self.bytes_per_block) - (has_graphs and cache.num_blocks is None)
+        num_bytes = rank.size * block_bytes(rank_shapes, cache.block_size, stock.dtype, kind)
+        self.num_blocks = pool_size(cache, num_bytes) - (has_graphs and cache.num_blocks is None)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = eos_token_ids(stock)
@@ -104,7 +107,7 @@ class ModelRunner:
             tuple(layer_shapes),
             _rounding(model),
         )
-        self._heads = HeadParts(layer_shapes, cache.block_size, stock.dtype, rank.size, kind)
+        self._heads = HeadParts(layer_shapes, rank_shapes, cache.block_size, stock.dtype, rank.size, kind)
         # Passes that are recorded have one block more, for their padding, within the budget where there is one.
         num_blocks = self.num_blocks + has_graphs
         self._cache = self._model.new_cache(num_blocks, cache.block_size, head_layers, kind)

@@ -24,6 +24,7 @@ from engine.heads.tap import NO_TAP, Tap
 from engine.kv_cache import KVCache, LayerShape
 from engine.kv_kind import KVKind
 from engine.llama_decoder import LlamaDecoder
+from engine.model_division import divide
 from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
 from engine.rank import ALONE, Rank
@@ -44,6 +45,7 @@ class PagedModel:
     Attributes:
         vocab_size: columns of the logits.
         layer_shapes: the KV every layer keeps, first to last, on all ranks together.
+        rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not divided.
     """
 
     def __init__(
@@ -70,24 +72,27 @@ class PagedModel:
         if is_deterministic and (reason := obstacle(model, records)):
             raise _not_deterministic(model, reason)
         self.vocab_size = stock_logits.shape[-1]
-        self.layer_shapes = [record.shape for record in records]
+        self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, rank.device or model.device
-        self._num_ranks = rank.size
         self._decoder: LlamaDecoder | StockDecoder
         if LlamaDecoder.fits(model):
             options = [record.options for record in records]
             self._decoder = LlamaDecoder(
                 model, options, quantization.make_linear, tap, rank, is_deterministic=is_deterministic
             )
-        elif rank.size > 1:
-            raise refusal(model, f"it runs on one device, and target.tensor_parallel_size is {rank.size}")
+            self.rank_shapes = [
+                replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in self.layer_shapes
+            ]
         else:
+            if rank.size > 1:
+                self.rank_shapes = divide(model, rank)
             make_linear = quantization.make_linear
             pack_linears(model, exact_factory(make_linear) if is_deterministic else make_linear)
             self._decoder = StockDecoder(model, tap)
         error = self._relative_error(stock_logits, plan_attention)
         if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
-            raise refusal(model, f"its logits in a flat pass differ from the stock model's by {error:.1%}")
+            place = f" on {rank.size} ranks" if rank.size > 1 else ""
+            raise refusal(model, f"its logits in a flat pass{place} differ from the stock model's by {error:.1%}")
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
@@ -110,8 +115,7 @@ class PagedModel:
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVKind = KVKind.AUTO
     ) -> KVCache:
         """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
-        whole = [*self.layer_shapes, *more_layers]
-        shapes = [replace(shape, num_kv_heads=shape.num_kv_heads // self._num_ranks) for shape in whole]
+        shapes = [*self.rank_shapes, *more_layers]
         return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
 
     @torch.inference_mode()

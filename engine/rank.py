@@ -10,15 +10,12 @@ before them are cut by outputs, those behind them by inputs, whose results are p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from protos.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +39,15 @@ class Rank:
 
     def outputs(self, weight: Tensor) -> Tensor:
         """This rank's rows of a weight `[out, ...]` (or bias, or norm), on its device; `out` divides by `size`."""
-        return self.place(weight.chunk(self.size, dim=0)[self.index])
+        return self.part(weight, 0)
 
     def inputs(self, weight: Tensor) -> Tensor:
         """This rank's columns of a weight `[out, in]`, on its device."""
-        return self.place(weight.chunk(self.size, dim=1)[self.index])
+        return self.part(weight, 1)
+
+    def part(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that is divided along `dim`, on its device."""
+        return self.place(tensor.chunk(self.size, dim)[self.index])
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
         """The bias of a product whose result is summed: one rank alone adds it."""
@@ -69,12 +70,13 @@ class Rank:
         return partial
 
     def join(self, part: Tensor, num_columns: int) -> Tensor:
-        """The parts `[R, columns of a rank]` of all ranks side by side, without what is behind `num_columns`."""
+        """The parts `[..., columns of a rank]` of all ranks side by side, without what is behind `num_columns`."""
         if self.size == 1:
             return part
+        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts, dim=-1)[:, :num_columns]
+        dist.all_gather(parts, part)
+        return torch.cat(parts, dim=-1)[..., :num_columns]
 
     def collect(self, part: Tensor) -> list[Tensor]:
         """On rank 0 the tensors (in main memory, of one shape) of all ranks; elsewhere nothing."""
@@ -91,28 +93,3 @@ class Rank:
 
 
 ALONE = Rank()
-
-
-def check_divisible(config: Any, families: tuple[str, ...], size: int) -> None:
-    """Raise ConfigError where a model of this configuration cannot be divided among `size` ranks."""
-    if config.model_type not in families:
-        raise ConfigError(
-            f"target.tensor_parallel_size is {size}, and model type {config.model_type!r} runs on one device; "
-            f"set it to 1 (types that can be divided: {', '.join(families)})"
-        )
-    for name, number in _divided(config).items():
-        if number % size:
-            raise ConfigError(
-                f"target.tensor_parallel_size is {size}, and the model has {name} {number}, which it does not divide; "
-                f"choose one of {', '.join(map(str, _possible_sizes(config)))}"
-            )
-
-
-def _divided(config: Any) -> Mapping[str, int]:
-    names = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    return {name: getattr(config, name) for name in names}
-
-
-def _possible_sizes(config: Any) -> list[int]:
-    numbers = _divided(config).values()
-    return [size for size in range(1, min(numbers) + 1) if all(number % size == 0 for number in numbers)]

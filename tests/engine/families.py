@@ -36,7 +36,7 @@ VOCAB_SIZE = 96
 NUM_POSITIONS = 128
 WINDOW = 6  # of the families with sliding windows: shorter than the tests' contexts
 
-_LLAMA = {
+PLAIN = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,7 +49,7 @@ _LLAMA = {
 _GPT = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}
 _OPT_SIZES = {"ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
 _BART_SIZES = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64}
-_MLA = {
+LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,
     "q_lora_rank": 16,
@@ -76,30 +76,30 @@ _DELTA_NET = {
 }
 
 SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_LLAMA),
-    "qwen2": lambda: Qwen2Config(**_LLAMA),
-    "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=8),
-    "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_LLAMA, head_dim=8, sliding_window=WINDOW),
-    "gemma3_text": lambda: Gemma3TextConfig(**_LLAMA, head_dim=8, sliding_window=WINDOW),
-    "phi": lambda: PhiConfig(**_LLAMA),
+    "llama": lambda: LlamaConfig(**PLAIN),
+    "qwen2": lambda: Qwen2Config(**PLAIN),
+    "qwen3": lambda: Qwen3Config(**PLAIN, head_dim=8),
+    "mistral": lambda: MistralConfig(**PLAIN, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**PLAIN, head_dim=8, sliding_window=WINDOW),
+    "gemma3_text": lambda: Gemma3TextConfig(**PLAIN, head_dim=8, sliding_window=WINDOW),
+    "phi": lambda: PhiConfig(**PLAIN),
     "gpt2": lambda: GPT2Config(**_GPT, n_positions=NUM_POSITIONS),
     "opt": lambda: OPTConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, max_position_embeddings=NUM_POSITIONS, **_OPT_SIZES
     ),
-    "mixtral": lambda: MixtralConfig(**_LLAMA, num_local_experts=4),
-    "gpt_oss": lambda: GptOssConfig(**_LLAMA, head_dim=8, num_local_experts=4, sliding_window=WINDOW),
-    "cohere2": lambda: Cohere2Config(**_LLAMA, sliding_window=WINDOW, logit_scale=1.0),
-    "deepseek_v3": lambda: DeepseekV3Config(**{**_LLAMA, **_MLA}),
+    "mixtral": lambda: MixtralConfig(**PLAIN, num_local_experts=4),
+    "gpt_oss": lambda: GptOssConfig(**PLAIN, head_dim=8, num_local_experts=4, sliding_window=WINDOW),
+    "cohere2": lambda: Cohere2Config(**PLAIN, sliding_window=WINDOW, logit_scale=1.0),
+    "deepseek_v3": lambda: DeepseekV3Config(**{**PLAIN, **LATENT}),
 }
 
 REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: FalconConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "bloom": lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
     "gptj": lambda: GPTJConfig(**_GPT, n_positions=NUM_POSITIONS, rotary_dim=4),  # none of these use the interface
-    "stablelm": lambda: StableLmConfig(**_LLAMA),  # drops the keyword
+    "stablelm": lambda: StableLmConfig(**PLAIN),  # drops the keyword
     "mamba": lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
-    "qwen3_next": lambda: Qwen3NextConfig(**_LLAMA, **_DELTA_NET),  # recurrent layers beside attention
+    "qwen3_next": lambda: Qwen3NextConfig(**PLAIN, **_DELTA_NET),  # recurrent layers beside attention
     "bart": lambda: BartConfig(vocab_size=VOCAB_SIZE, **_BART_SIZES),  # counts rows instead of reading positions
 }
 

@@ -101,7 +101,8 @@ def test_blocks_of_ranks_are_joined_and_divided_by_heads(kind: KVKind) -> None:
     whole.write(0, slice(0, 8), key, value)
     for head, half in enumerate(halves):
         half.write(0, slice(0, 8), key[:, head : head + 1], value[:, head : head + 1])
-    heads = HeadParts(SHAPES, 4, torch.float32, 2, kind)
+    of_rank = [LayerShape(1, shape.key_dim, shape.value_dim) for shape in SHAPES]
+    heads = HeadParts(SHAPES, of_rank, 4, torch.float32, 2, kind)
     blocks, parts = whole.export_blocks([0, 1]), [half.export_blocks([0, 1]) for half in halves]
     assert torch.equal(heads.join(parts), blocks)
     assert all(torch.equal(heads.of_rank(blocks, index), part) for index, part in enumerate(parts))

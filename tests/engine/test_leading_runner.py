@@ -13,12 +13,12 @@ from transformers import LlamaConfig, Qwen3Config
 
 from engine.block_manager import BlockManager
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.division_plan import check_divisible
 from engine.engine_core import EngineCore
 from engine.leading_runner import LeadingRunner, load_runner
 from engine.model_runner import ModelRunner
 from engine.proposer.model import ModelProposer
 from engine.proposer.none import NoProposer
-from engine.rank import check_divisible
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.span import Span
@@ -107,14 +107,14 @@ def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, divi
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(family: type) -> None:
     shape = family(hidden_size=96, num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
-    check_divisible(shape, ("llama", "qwen3"), 3)
+    check_divisible(shape, 3)
     with pytest.raises(ConfigError, match=r"is 4, and the model has num_key_value_heads 6.*choose one of 1, 2, 3, 6"):
-        check_divisible(shape, ("llama", "qwen3"), 4)
+        check_divisible(shape, 4)
 
 
 def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path: Path, folders: Folders) -> None:
     write_family(tmp_path, SERVED["gpt2"]())
-    with pytest.raises(ConfigError, match="model type 'gpt2' runs on one device; set it to 1"):
+    with pytest.raises(ConfigError, match="model type 'gpt2' runs on one device: transformers has no plan"):
         load_runner(config(tmp_path, 2), CACHE)
     with pytest.raises(ConfigError, match=r"'int8' and target\.tensor_parallel_size is 2"):
         load_runner(replace(config(folders.target, 2), quantization="int8"), CACHE)
@@ -151,3 +151,16 @@ def test_the_engine_divides_what_its_configuration_says(folders: Folders) -> Non
     """After the shared runner has been closed or killed, its place is free."""
     with pytest.raises(ConfigError, match="does not divide"):
         EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
+
+
+def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(divided: LeadingRunner, tmp_path: Path) -> None:
+    divided.close()  # the shared one; its place is free now
+    write_family(tmp_path, SERVED["gemma2"]())
+    expected = generate(load_runner(config(tmp_path, 1), CACHE), None)
+    runner = load_runner(config(tmp_path, 2), CACHE)
+    assert isinstance(runner, LeadingRunner)
+    try:
+        assert generate(runner, None) == expected
+        assert generate(runner, tmp_path) == expected
+    finally:
+        runner.close()
