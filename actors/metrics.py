@@ -136,6 +136,11 @@ def _requests(pong: Pong) -> Iterable[Family]:
         seconds.add_metric([part], getattr(times, f"{part}_s"))
     yield seconds
     yield _counter("num_steps", "Steps of the engine.", times.num_steps)
+    yield _counter(
+        "num_overlapped_passes",
+        "Passes that began before the host had seen their tokens.",
+        pong.engine.num_overlapped_passes,
+    )
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

@@ -33,6 +33,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.model_runner import ModelRunner
+from engine.overlap import OneStepBehind
 from engine.pass_shapes import sized
 from engine.prefill_source import NoPrefillSource, PrefillLoad
 from engine.proposer import Proposer
@@ -163,7 +164,9 @@ class Bench:
         source = CopiedPrefill(self.runner, self._text_blocks)
         scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source, mode.tree)
         speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
-        return EngineCore(self.runner, scheduler, blocks, proposer, Verifier(Sampler()), speculation, source)
+        verifier = Verifier(Sampler())
+        overlap = OneStepBehind(self.runner, scheduler, verifier) if self.runner.can_overlap else None
+        return EngineCore(self.runner, scheduler, blocks, proposer, verifier, speculation, source, overlap=overlap)
 
 
 class CopiedPrefill(NoPrefillSource):

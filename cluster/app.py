@@ -96,6 +96,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
             speculation=_speculation_config(config),
             head=_head_config(config),
             min_remote_prefill_tokens=config.prefill.min_remote_prefill_tokens,
+            overlap=config.target.overlapped_passes == "auto",
         ),
         draft=_draft_settings(config, placement),
         target_share=placement.target,

@@ -88,12 +88,14 @@ class BlockManager:
         Admission succeeds only where `num_spare_blocks` stay free after it.
         """
         matched = self._match_prefix(sequence)
-        num_new = self._num_blocks_for(len(sequence.token_ids)) - len(matched)
-        num_revived = sum(map(self._pool.is_free, matched))
-        if num_new + num_revived + num_spare_blocks > self.num_free_blocks:
+        if not self._has_room(sequence, matched, num_spare_blocks):
             return False
         self._adopt(sequence, matched)
         return self.reserve(sequence, len(sequence.token_ids))
+
+    def can_admit(self, sequence: Sequence, num_spare_blocks: int = 0) -> bool:
+        """Whether `admit` would succeed; changes nothing."""
+        return self._has_room(sequence, self._match_prefix(sequence), num_spare_blocks)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make sure positions [0, num_tokens) have slots; False, and nothing changes, where the pool is too short."""
@@ -209,6 +211,11 @@ class BlockManager:
                 break
             matched.append(block_id)
         return matched
+
+    def _has_room(self, sequence: Sequence, matched: list[int], num_spare_blocks: int) -> bool:
+        num_new = self._num_blocks_for(len(sequence.token_ids)) - len(matched)
+        num_revived = sum(map(self._pool.is_free, matched))
+        return num_new + num_revived + num_spare_blocks <= self.num_free_blocks
 
     def _num_adoptable(self, sequence: Sequence) -> int:
         """Leading blocks that may come from others: full ones, without the last token."""

@@ -32,13 +32,16 @@ from engine.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.config import EngineConfig, SpeculationConfig
 from engine.constrained_draft import constrain
 from engine.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.draft_wish import check_steps, is_adaptive, num_draft_tokens
 from engine.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.grammar_compiler import GrammarCompiler
 from engine.heads.passed_rows import passed_rows
-from engine.kv_move import KVMove, compaction
+from engine.issued_pass import IssuedPass
+from engine.kv_move import KVMove
 from engine.kv_transfer import KVTransport
 from engine.leading_runner import load_runner
 from engine.model_loader import tokenizer_file
+from engine.overlap import NoOverlap, OneStepBehind, Overlap
 from engine.pass_shapes import sized
 from engine.prefill_source import NoPrefillSource, PrefillSource
 from engine.prompt_logprobs import score_prompts
@@ -53,10 +56,10 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.span import Span
 from engine.step_times import StepTimer, StepTimes
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import Verified
 from engine.verifier.verifier import Verifier
 from engine.vocabulary import Vocabulary
-from protos.errors import EngineError, RequestError
+from protos.errors import EngineError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -98,11 +101,13 @@ class EngineCore:
         steps: StepSpeculation | None = None,
         clock: Callable[[], float] = time.monotonic,
         head: HeadProposer | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer.
 
         `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` stand before `proposer`
-        and `verifier`; None, and every request is exact.
+        and `verifier`; None, and every request is exact. `overlap` None: no pass begins before the one before is
+        committed; one that does knows neither heads nor steps.
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -114,13 +119,13 @@ class EngineCore:
         self._steps = steps
         self._proposer: Proposer = steps or proposer
         self._head = head
-        self._verifier: Verifier | StepSpeculation = steps or verifier
+        self._overlap: Overlap = overlap or NoOverlap(steps or verifier)
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
         self._budget = (
-            DraftBudget(speculation.num_tokens, speculation.max_num_tokens) if _is_adaptive(speculation) else None
+            DraftBudget(speculation.num_tokens, speculation.max_num_tokens) if is_adaptive(speculation) else None
         )
         self._drafts = DraftCounters()
         self._total_times = StepTimes()
@@ -171,6 +176,7 @@ class EngineCore:
             steps = step_speculation(
                 speculation.steps, token_file, runner.vocab_size, proposer, step_writer or proposer, verifier
             )
+        can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
         return cls(
             runner,
             scheduler,
@@ -183,6 +189,7 @@ class EngineCore:
             grammars,
             head=head,
             steps=steps,
+            overlap=OneStepBehind(runner, scheduler, verifier) if can_overlap else None,
         )
 
     @property
@@ -208,10 +215,10 @@ class EngineCore:
         """
         self._check_alive()
         self._vocabulary.check(request)
-        _check_steps(request, self._steps is not None, self._speculation)
+        check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
-            num_draft_tokens=_num_draft_tokens(request, self._speculation),
+            num_draft_tokens=num_draft_tokens(request, self._speculation),
             verify=request.speculation.verify or self._speculation.verify,
             method=request.speculation.method or self._speculation.method,
             arrival_s=self._clock() if arrival_s is None else arrival_s,
@@ -232,7 +239,7 @@ class EngineCore:
         return chunk
 
     def step(self) -> list[TokenChunk]:
-        """Compute one pass and return every sequence's new tokens.
+        """Return every sequence's new tokens of one pass; the next one may be on its way then.
 
         A pass that fails is logged here, once, and raised: no sequence can be trusted after it.
         """
@@ -256,6 +263,7 @@ class EngineCore:
             num_prefix_queried_tokens=self.blocks.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_overlapped_passes=self._overlap.num_passes,
             drafts=self._drafts.snapshot(),
             times=self._total_times,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
@@ -273,6 +281,31 @@ class EngineCore:
 
     def _step(self) -> list[TokenChunk]:
         timer = StepTimer()
+        issued = self._overlap.take() or self._issue(timer)
+        batch, drafts = issued.batch, issued.drafts
+        verified = self._verify(issued)
+        timer.lap("sample_s")
+        self.runner.move(issued.compactions(verified))
+        if self._head is not None and batch.shares:
+            self._head.learn(passed_rows(batch, issued.num_drafts, verified))
+            timer.lap("forward_s")
+        self.on_computed(batch)
+        sampled = batch.sampled
+        is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
+        chunks = self.scheduler.commit(batch, issued.num_drafts, verified)
+        # Nobody has drafted by the plan that was made while this pass was on its way, unless another one follows it.
+        is_planned = issued.is_ahead and not self._overlap.has_pass
+        self._plan_drafts(sampled, drafts, verified, is_pure_decode, timer.times(), is_planned)
+        timer.lap("commit_s")
+        self._tell_proposer(sampled, chunks)
+        timer.lap("draft_s")
+        self.last_times = timer.times()
+        self._total_times += self.last_times
+        self.rates.observe(StepWork.of(batch.shares, self.last_times.total_s))
+        return chunks
+
+    def _issue(self, timer: StepTimer) -> IssuedPass:
+        """Hand the next pass to the device, whatever there is to compute."""
         has_received = self._source.receive(self.scheduler.prefill_load)
         timer.lap("receive_s")
         is_writing = self._steps is not None and self._steps.write()
@@ -283,25 +316,8 @@ class EngineCore:
         timer.lap("draft_s")
         logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.shares else None
         timer.lap("forward_s")
-        verified = self._verify(batch, drafts, logits)
-        timer.lap("sample_s")
-        self.runner.move(_compactions(batch, verified))
-        if self._head is not None and batch.shares:
-            self._head.learn(passed_rows(batch, [draft.num_valid for draft in drafts], verified))
-            timer.lap("forward_s")
-        self.on_computed(batch)
-        sampled = batch.sampled
-        is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
-        chunks = self.scheduler.commit(batch, [draft.num_valid for draft in drafts], verified)
         self._is_starved = not (has_received or batch.shares or is_writing)
-        self._plan_drafts(sampled, drafts, verified, is_pure_decode, timer.times())
-        timer.lap("commit_s")
-        self._tell_proposer(sampled, chunks)
-        timer.lap("draft_s")
-        self.last_times = timer.times()
-        self._total_times += self.last_times
-        self.rates.observe(StepWork.of(batch.shares, self.last_times.total_s))
-        return chunks
+        return IssuedPass(batch, drafts, logits)
 
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
         """One draft per sampled share; the proposer is asked only for those that have room for one."""
@@ -318,18 +334,11 @@ class EngineCore:
             checked.append(draft if matcher is None else constrain(draft, share.max_draft_tokens, matcher))
         return checked
 
-    def _verify(self, batch: Batch, drafts: Seq[CheckedDraft], logits: Tensor | None) -> list[Verified]:
-        if logits is None:
-            return []
-        num_drafts = [draft.num_valid for draft in drafts]
-        tasks = []
-        first_row = 0
-        for share, draft in zip(batch.sampled, drafts, strict=True):
-            tasks.append(VerifyTask(share.sequence, draft.draft, first_row + share.num_scored_rows))
-            first_row += share.num_logits(draft.num_valid)
-        score_prompts(logits, batch, num_drafts)
-        verified = self._verifier.verify(logits, tasks) if tasks else []
-        for draft, outcome in zip(drafts, verified, strict=True):
+    def _verify(self, issued: IssuedPass) -> list[Verified]:
+        if issued.logits is not None:
+            score_prompts(issued.logits, issued.batch, issued.num_drafts)
+        verified = self._overlap.verify(issued, issued.tasks())
+        for draft, outcome in zip(issued.drafts, verified, strict=True):
             if outcome.is_exact:
                 self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
         return verified
@@ -341,6 +350,7 @@ class EngineCore:
         verified: Seq[Verified],
         is_pure_decode: bool,
         times: StepTimes,
+        is_planned: bool,
     ) -> None:
         """Let the budget learn from the pass and set the next one's lengths, before anybody drafts for it."""
         if self._budget is None:
@@ -353,11 +363,13 @@ class EngineCore:
         is_plain_case = is_pure_decode and len(passes) == len(sampled)
         time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_plain_case else None
         self._budget.observe(passes, time)
-        self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
+        if not is_planned:
+            self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
 
     def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
+        """Not before the last of the passes that go without drafts is committed."""
         grown = [share.sequence for share in sampled if _will_be_drafted(share.sequence)]
-        if grown:
+        if grown and not self._overlap.has_pass:
             self._proposer.commit(grown)
         for chunk in chunks:
             if chunk.finish_reason is not None:
@@ -370,38 +382,6 @@ class EngineCore:
 
 def _ignore(batch: Batch) -> None:
     """Nobody wants to see the batches."""
-
-
-def _compactions(batch: Batch, verified: Seq[Verified]) -> list[KVMove]:
-    """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
-    pairs = zip(batch.sampled, verified, strict=True)
-    moves = [compaction(share.sequence.block_table, share.draft_start, outcome.path) for share, outcome in pairs]
-    return [move for move in moves if move is not None]
-
-
-def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
-    """K that a request gets: what it asks for, within what the deployment allows."""
-    wish = request.speculation
-    if not wish.enabled or (wish.method or deployment.method) is SpeculationMethod.NONE:
-        return 0
-    if wish.num_tokens is None:
-        return deployment.max_num_tokens if _is_adaptive(deployment) else deployment.num_tokens
-    return min(wish.num_tokens, deployment.max_num_tokens)
-
-
-def _check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
-    """Raise RequestError for a request that wants reasoning steps which cannot be had here."""
-    if not request.speculation.is_approximate:
-        return
-    if not is_allowed or _num_draft_tokens(request, deployment) == 0:
-        raise RequestError(
-            "speculation.mode is 'approximate', and this engine drafts no reasoning steps; leave it out",
-            param="speculation.mode",
-        )
-
-
-def _is_adaptive(speculation: SpeculationConfig) -> bool:
-    return speculation.adaptive and speculation.num_tokens > 0
 
 
 def _will_be_drafted(sequence: Sequence) -> bool:

@@ -113,6 +113,7 @@ class EngineStats:
     speedups: dict[str, float] = field(default_factory=dict)  # by class of requests (`engine.speedup`)
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
     reasoning: ReasoningStats = field(default_factory=ReasoningStats)
+    num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.overlap`)
 
     @property
     def kv_usage(self) -> float:

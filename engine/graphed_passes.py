@@ -92,13 +92,18 @@ class GraphedPasses:
             self._passes[shape] = _Recorded(static, graph)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
-    def forward(self, spans: Seq[Span]) -> Passed | None:
-        """What a pass over `spans` gives, or None where they fit no shape; valid until the next call."""
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Passed | None:
+        """What a pass over `spans` gives, or None where they fit no shape; valid until the next call.
+
+        `input_ids` [T], if given, replace the tokens of the spans.
+        """
         recorded = self._fitting(spans)
         if recorded is None:
             return None
         recorded.static.fill(spans)
         num_rows = sum(len(span.token_ids) for span in spans)
+        if input_ids is not None:
+            recorded.static.flat_pass.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)
         passed = recorded.graph.replay().head(num_rows, num_rows)
         return passed if rows is None else Passed(passed.logits.index_select(0, rows), passed.features)

@@ -29,9 +29,14 @@ def index_tensor(values: Iterable[int], device: torch.device) -> Tensor:
     return upload(list(values), torch.long, device)
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of main memory on `device`; to a GPU through pinned memory, and the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of (nested) numbers; to a GPU they go through pinned memory, and the host does not wait for it."""
-    if device.type == "cuda":
+    if device.type == "cuda" and values:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
 

@@ -64,7 +64,8 @@ class LeadingRunner(ModelRunner):
         """End the other ranks; a second call does nothing."""
         self._team.close()
 
-    def forward(self, spans: Seq[Span]) -> Tensor:
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        assert input_ids is None, "tokens on this device are not on the others"
         self._team.tell("forward", [_needed(span, self.block_size) for span in spans])
         return super().forward(spans)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from engine.index import send, upload
 from engine.row import Row
 
 
@@ -22,7 +23,7 @@ def add_bias(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """Add `logit_bias`; a repeated id counts each time, an id outside the vocabulary not at all."""
     biases = [(index, token_id, bias) for index, row in enumerate(rows) for token_id, bias in row.sampling.logit_bias]
     biases = [entry for entry in biases if entry[1] < scores.shape[1]]
-    values = torch.tensor([bias for _, _, bias in biases], dtype=scores.dtype, device=scores.device)
+    values = upload([bias for _, _, bias in biases], scores.dtype, scores.device)
     places = _index([(index, token_id) for index, token_id, _ in biases], scores)
     return scores.index_put(places, values, accumulate=True)
 
@@ -34,7 +35,7 @@ def has_mask(row: Row) -> bool:
 def mask_forbidden_tokens(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """-inf for what the grammar does not allow after each row's own prefix, drafts included; all rows have a mask."""
     packed = torch.frombuffer(bytearray(b"".join(row.mask or b"" for row in rows)), dtype=torch.uint8)
-    packed = packed.view(len(rows), -1).to(scores.device)  # [R, bytes]
+    packed = send(packed.view(len(rows), -1), scores.device)  # [R, bytes]
     penalties = embedding(packed.int(), _byte_penalties(scores.device, scores.dtype))  # [R, bytes, 8]
     return scores + penalties.flatten(1)[:, : scores.shape[1]]
 
@@ -57,7 +58,7 @@ def mask_banned_tokens(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """
     banned = [(index, token_id) for index, row in enumerate(rows) for token_id in _banned_tokens(row)]
     banned = [entry for entry in banned if entry[1] < scores.shape[1]]
-    masked = scores.index_put(_index(banned, scores), scores.new_tensor(-math.inf))
+    masked = scores.index_put(_index(banned, scores), scores.new_full((), -math.inf))
     if not any(has_mask(row) for row in rows):
         return masked
     return torch.where(masked.isneginf().all(dim=1, keepdim=True), scores, masked)
@@ -70,5 +71,5 @@ def _banned_tokens(row: Row) -> Iterable[int]:
 
 
 def _index(entries: Seq[tuple[int, int]], scores: Tensor) -> tuple[Tensor, Tensor]:
-    index = torch.tensor(entries, dtype=torch.int64, device=scores.device).reshape(-1, 2)
+    index = upload(entries, torch.int64, scores.device).reshape(-1, 2)
     return index[:, 0], index[:, 1]

@@ -119,14 +119,22 @@ class ModelRunner:
             limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
             self._graphs = GraphedPasses(self._pass, self._cache, self._plan_attention, model.graphs, limits)
 
-    def forward(self, spans: Seq[Span]) -> Tensor:
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a pass is worth issuing before the host knows its tokens: small ones are recorded, so that the device
+        is busy while the host is not, and there are no other ranks that had to be told."""
+        return self._graphs is not None and self._rank.size == 1
+
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
 
         Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
         of this very pass writes. Block tables must cover every position of their span. The logits may be overwritten by
         the next pass.
+
+        Where the host does not know the tokens, `input_ids` [T] int64 are what the spans' tokens stand for.
         """
-        return self._compute(spans)
+        return self._compute(spans, input_ids)
 
     @property
     def features(self) -> Tensor | None:
@@ -137,10 +145,13 @@ class ModelRunner:
         """A pass over `spans`, for this model or its head; valid for one forward."""
         return FlatPass.of(spans, self._cache, self._plan_attention)
 
-    def _compute(self, spans: Seq[Span]) -> Tensor:
-        passed = None if self._graphs is None else self._graphs.forward(spans)
+    def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        passed = None if self._graphs is None else self._graphs.forward(spans, input_ids)
         if passed is None:
-            passed = self._pass(self.lay_out(spans))
+            flat_pass = self.lay_out(spans)
+            if input_ids is not None:
+                flat_pass.input_ids.copy_(input_ids)
+            passed = self._pass(flat_pass)
         self._features = passed.features
         return passed.logits
 

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from engine.index import upload
 from engine.row import Row
 
 
@@ -66,4 +67,4 @@ def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]  # [R, 1]
+    return upload(values, like.dtype, like.device)[:, None]  # [R, 1]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import SparseLaw
+from engine.index import index_tensor
 from engine.masks import (
     add_bias,
     has_banned_tokens,
@@ -85,7 +86,7 @@ class Sampler:
                 continue
             if scores is logits:
                 scores = logits.clone()
-            index = torch.tensor(chosen, device=logits.device)
+            index = index_tensor(chosen, logits.device)
             scores[index] = transform.apply(scores[index], [rows[i] for i in chosen])
         return scores
 
@@ -116,7 +117,7 @@ class Sampler:
         noise = _noise([rows[i] for i in noisy], purpose, scores)
         if len(noisy) == len(rows):
             return noise.add_(scores)
-        index = torch.tensor(noisy, device=scores.device)
+        index = index_tensor(noisy, scores.device)
         return scores.index_add(0, index, noise.to(scores.dtype))
 
     def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
@@ -126,7 +127,7 @@ class Sampler:
             return _one_hot_at_argmax(scores)
         probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
         if greedy:
-            index = torch.tensor(greedy, device=scores.device)
+            index = index_tensor(greedy, scores.device)
             probs[index] = _one_hot_at_argmax(scores[index])
         return probs
 
@@ -148,7 +149,7 @@ class Sampler:
 def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:
     """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
     keys = row_keys(rows, purpose, like.device)
-    if keys.is_cuda:  # which would wait for the number of distinct keys, and draws faster than it waits
+    if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
         return gumbel(keys, like.shape[1])
     distinct, index = keys.unique(return_inverse=True)
     return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
@@ -174,7 +175,7 @@ def pass_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
 
 def draft_lanes(rows: Seq[Row], device: torch.device) -> Tensor:
     """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
-    return torch.tensor([len(row.draft_ids) for row in rows], dtype=torch.int64, device=device)
+    return index_tensor((len(row.draft_ids) for row in rows), device)
 
 
 def _keys(rows: Seq[Row], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:

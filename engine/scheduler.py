@@ -149,12 +149,31 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan one step. All slots it writes are reserved, and the prefixes it completes are published.
 
-        The step must then be computed and committed: nothing is added or aborted in between.
+        The step must then be computed and committed. In between `follow` may plan the next one; what is added meanwhile
+        waits, and the shares of what is aborted are to be left out.
         """
         self._expire()
         verifications = self._verification_shares([each for each in self._secure_ready() if not each.is_held])
         budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_rows for share in verifications)
         return Batch((*verifications, *self._prefill_shares(budget)))
+
+    def follow(self, batch: Batch) -> Batch | None:
+        """Plan the step after `batch`, whose tokens nobody knows yet: one more of each sequence that they may not end.
+
+        Its slots are reserved. Before it is committed, shares of sequences that have ended meanwhile are to be left
+        out. None where the step might be another than this: commit `batch`, and call `schedule`.
+        """
+        sequences = [share.sequence for share in batch.sampled]
+        if len(sequences) < self.num_running or self._has_news():
+            return None
+        if any(sequence.num_wanted_drafts > 0 for sequence in sequences):
+            return None
+        going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
+        for sequence in going_on:
+            self._blocks.publish(sequence, len(sequence.token_ids))  # as `_share` could not: a token was not known
+        if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
+            return None
+        return Batch(tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on))
 
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
         """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
@@ -181,6 +200,14 @@ class Scheduler:
         assert all(s.num_uncomputed_tokens > 0 for s in self._sequences.values())
         assert all(s.num_remaining_tokens > 0 or s.is_scoring for s in self._sequences.values())
         assert len(self._running) <= self._max_num_sequences
+
+    def _has_news(self) -> bool:
+        """Somebody can be admitted, or has to be ended."""
+        if self._deadlines and self._deadlines[0][0] <= self._clock():
+            return True
+        if not self._waiting or self.num_running >= self._max_num_sequences:
+            return False
+        return self._blocks.can_admit(self._waiting[0], self.num_running)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():

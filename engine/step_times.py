@@ -14,7 +14,7 @@ class StepTimes:
     schedule_s: float = 0.0
     draft_s: float = 0.0  # asking the proposer and telling it the outcome
     forward_s: float = 0.0
-    sample_s: float = 0.0
+    sample_s: float = 0.0  # on a GPU it holds the wait for the pass, and one step behind the issuing of the next
     commit_s: float = 0.0
     num_steps: int = 0
 

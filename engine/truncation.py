@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
-import torch
 from torch import Tensor
 
+from engine.index import index_tensor, upload
 from engine.row import Row
 
 _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
@@ -33,9 +33,9 @@ def has_top_k(row: Row) -> bool:
 def keep_top_k(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """Keep the `top_k` largest scores of each row, and whatever equals the smallest of them; `[R, V]` -> `[R, V]`."""
     num_tokens = scores.shape[1]
-    ranks = torch.tensor([min(row.sampling.top_k, num_tokens) - 1 for row in rows], device=scores.device)
-    largest = scores.topk(int(ranks.max()) + 1).values  # [R, k], largest first
-    return _cut_below(scores, largest.gather(1, ranks[:, None]))
+    ranks = [min(row.sampling.top_k, num_tokens) - 1 for row in rows]
+    largest = scores.topk(max(ranks) + 1).values  # [R, k], largest first
+    return _cut_below(scores, largest.gather(1, index_tensor(ranks, scores.device)[:, None]))
 
 
 def has_top_p(row: Row) -> bool:
@@ -77,4 +77,4 @@ def _cut_below(scores: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]  # [R, 1]
+    return upload(values, like.dtype, like.device)[:, None]  # [R, 1]

@@ -25,7 +25,8 @@ class TargetSection(Section):
     GPUs: all on the processor, which is for trying it out). num_threads is then of each process.
 
     On GPUs passes of up to so many sequences as `cuda_graph_batches` has, with one row each or with their drafts, are
-    recorded at start and replayed; `cuda_graphs` off computes every pass anew.
+    recorded at start and replayed; `cuda_graphs` off computes every pass anew. Where passes are recorded, the next one
+    begins before the host has seen this one's tokens, if nobody has drafts; `overlapped_passes` off waits every time.
     """
 
     path: str
@@ -37,6 +38,7 @@ class TargetSection(Section):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     cuda_graphs: Annotated[str, one_of("auto", "off")] = "auto"
     cuda_graph_batches: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
+    overlapped_passes: Annotated[str, one_of("auto", "off")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
 
     @model_validator(mode="after")

@@ -49,6 +49,15 @@ class Verifier:
         outcomes = dict(zip(order, self._outcomes(logits, [trials[index] for index in order]), strict=True))
         return _with_logprobs(logits, tasks, [outcomes[index] for index in range(len(tasks))])
 
+    def draw(self, logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
+        """What `verify` commits for tasks without drafts that are verified by matching, `[tasks] int64`.
+
+        The tokens stay on the device of the logits, and the host does not wait for them.
+        """
+        trials = [prepare(task, logits.shape[1]) for task in tasks]
+        rows = [trial.rows[0] for trial in trials]
+        return self._sampler.pick(self._sampler.process(_select(logits, trials), rows), rows)
+
     def _outcomes(self, logits: Tensor, trials: Seq[Trial]) -> list[Outcome]:
         """Outcomes of trials that are sorted by rule."""
         scores = self._sampler.process(_select(logits, trials), [row for trial in trials for row in trial.rows])

@@ -22,12 +22,13 @@ CONTRACT = {
     "outrider_draft_connected": 1.0,
     "outrider_draft_foreign_tokens": 20.0,
     "outrider_draft_untranslated_tokens": 3.0,
+    "outrider_num_overlapped_passes": 5.0,
 }
 
 
 def text() -> str:
     drafts = DraftStats(4, 16, 6, (4, 2, 0, 0))
-    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes())
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes(), num_overlapped_passes=5)
     metrics = PairMetrics()
     channel = DraftChannelStats(is_connected=True, translated=TranslationCounts(20, 3))
     metrics.update(Pong(0.0, engine, channel), num_refused=7)

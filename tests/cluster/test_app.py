@@ -89,6 +89,9 @@ def test_a_divided_target_and_what_is_recorded_reach_the_engine_and_the_devices(
     settings = settings_of(pair)
     assert settings.engine.model.tensor_parallel_size == 2
     assert settings.engine.model.graphs.batches == (1, 4)
+    assert settings.engine.overlap
+    _, waiting = deployments({"model_id": "m", "target": {"path": model, "overlapped_passes": "off"}})
+    assert not settings_of(waiting).engine.overlap
     assert settings.draft.model is not None
     assert (settings.draft.model.tensor_parallel_size, settings.draft.model.graphs.batches) == (1, (1, 4))
     assert pair.init_args[1].keywords == {"num_ranks": 2, "draft_gpu": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from hashlib import blake2b
 
 import torch
@@ -65,7 +66,10 @@ class FakeRunner:
         self.spans: list[Span] = []
         self._kv = PagedTokens(num_blocks, block_size)
 
-    def forward(self, spans: Seq[Span]) -> Tensor:
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        if input_ids is not None:
+            fed = iter(input_ids.tolist())
+            spans = [replace(span, token_ids=[next(fed) for _ in span.token_ids]) for span in spans]
         self.spans = list(spans)
         for span in spans:
             self._kv.write(span)
