@@ -4,8 +4,8 @@
     python -m bench.gpu --device cpu --smoke     the same code on a tiny pair, to see that it runs
 
 An 8 B model (the demo target widened to Llama-3-8B's shape) decodes plainly and with drafts of a 1 B one, at several
-batches and contexts. Every line is saved to `--out` as soon as it is there; each section has its own time limit, and
-the whole run one after which what was measured so far is printed.
+batches and contexts; last, plainly again, but not one step behind. Every line is saved to `--out` as soon as it is
+there; each section has its own time limit, and the whole run one after which what was measured so far is printed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from models.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fi
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 NEEDED = ("msgspec", "llguidance", "tokenizers", "transformers", "safetensors")
-SECTIONS = ("kernel", "plain", "sync", "async", "tree")
+SECTIONS = ("kernel", "plain", "sync", "async", "tree", "waiting")
 SMOKE_SHAPE = WideShape(288, 13, 800, 8, 2, 64, 4160)
 SMOKE_DRAFT = WideShape(160, 3, 400, 8, 2, 64, 4160)
 

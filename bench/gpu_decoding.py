@@ -22,6 +22,7 @@ MODES = (
     Mode("sync", 4),
     Mode("async", 4, fan_out=3),
     Mode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8, max_batch=8)),
+    Mode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
 )
 
 

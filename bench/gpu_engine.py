@@ -55,12 +55,13 @@ _WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to decode; `fan_out` makes it async, `tree` lets drafts branch."""
+    """A way to decode; `fan_out` makes it async, `tree` lets drafts branch; unless it `overlaps` every pass waits."""
 
     name: str
     num_drafts: int = 0
     fan_out: int | None = None
     tree: TreeConfig | None = None
+    overlaps: bool = True
 
     @property
     def rows(self) -> int:
@@ -165,7 +166,8 @@ class Bench:
         scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source, mode.tree)
         speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
         verifier = Verifier(Sampler())
-        overlap = OneStepBehind(self.runner, scheduler, verifier) if self.runner.can_overlap else None
+        overlaps = mode.overlaps and self.runner.can_overlap
+        overlap = OneStepBehind(self.runner, scheduler, verifier) if overlaps else None
         return EngineCore(self.runner, scheduler, blocks, proposer, verifier, speculation, source, overlap=overlap)
 
 

@@ -69,13 +69,15 @@ def test_a_float8_pool_on_the_processor_is_refused(tmp_path: Path) -> None:
 
 def test_the_whole_bench_runs_on_a_tiny_pair(tmp_path: Path) -> None:
     """A widened demo pair, a draft in its own process, plain decoding and trees."""
-    main(["--device", "cpu", "--smoke", "--sections", "plain", "tree", "--out", str(tmp_path)])
+    main(["--device", "cpu", "--smoke", "--sections", "plain", "tree", "waiting", "--out", str(tmp_path)])
     lines = json.loads((tmp_path / "gpu.json").read_text())["lines"]
     assert [(line["kind"], line.get("mode"), line.get("batch")) for line in lines] == [
         ("EngineLine", "plain", 1),
         ("EngineLine", "plain", 2),
         ("EngineLine", "tree", 1),
         ("EngineLine", "tree", 2),
+        ("EngineLine", "waiting", 1),
+        ("EngineLine", "waiting", 2),
     ]
     assert all(line["tokens_per_s"] > 0 and line["step_ms"] > 0 and line["device_ms"] > 0 for line in lines)
     assert lines[2]["tokens_per_pass"] > 1.2  # the draft is the demo's, and as often right
