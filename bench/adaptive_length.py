@@ -92,8 +92,10 @@ def main() -> None:
 def _race(args: argparse.Namespace) -> None:
     fixed = _engine(args, SpeculationConfig(MAX_LENGTH, max_num_tokens=MAX_LENGTH))
     adaptive = _engine(args, SpeculationConfig(4, max_num_tokens=MAX_LENGTH, adaptive=True))
-    contenders: list[Contender] = [EngineContender(f"K = {length}", fixed, length) for length in args.lengths]
-    contenders.append(EngineContender(ADAPTIVE, adaptive))
+    contenders: list[Contender] = [
+        EngineContender(f"K = {length}", fixed, length, temperatures=args.temperatures) for length in args.lengths
+    ]
+    contenders.append(EngineContender(ADAPTIVE, adaptive, temperatures=args.temperatures))
     prompts = held_out_prompts(DEMO / "target", max(args.streams))
     rows = rows_of(race(contenders, prompts, args.streams, args.tokens, args.rounds))
     print_rows(rows)
@@ -133,6 +135,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="prompts at once")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="fixed K; the first is the base"
+    )
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of the requests, in turn"
     )
     parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each prompt")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions after one warm-up round")

@@ -5,7 +5,7 @@
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
 of a matrix product. Bytes: every weight of every layer once, and the keys and values that its rows read. Operations:
 two per weight and row, and those of attention. Last, a long prompt, chunk after chunk, against products of the shapes
-of its weights and chunks with nothing between them.
+of its weights and chunks with nothing between them, by our kernel or by torch's, whichever takes less.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from bench.pair import padded_target
 from engine.config import CacheConfig, ModelConfig
 from engine.model_runner import ModelRunner
-from engine.packed_linear import linear_of
+from engine.native_product import NativeProduct
+from engine.packed_linear import LinearFactory, linear_of, torch_linear_of
 from engine.span import Span
 
 BANDWIDTH_BYTES = 1 << 30
@@ -147,7 +149,7 @@ def measure_ceiling() -> Ceiling:
     """Reading a gigabyte by `sum`, and a bfloat16 product large enough to be limited by arithmetic alone."""
     memory = torch.ones(BANDWIDTH_BYTES // 4)
     weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
-    multiply, rows = linear_of(weight, None), torch.randn(1024, 4096, dtype=torch.bfloat16)
+    multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=torch.bfloat16)
     read_s = _median_s(lambda: memory.sum(), 5)
     product_s = _median_s(lambda: multiply(rows), 5)
     return Ceiling(BANDWIDTH_BYTES / read_s, 2 * weight.numel() * len(rows) / product_s)
@@ -169,12 +171,15 @@ def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
     """The rate at which a prompt is read, and that of its products alone, chunk by chunk in turn."""
     blocks = list(range(PROMPT_TOKENS // runner.block_size))
     ids = [1 + (7 * row) % 1000 for row in range(PROMPT_TOKENS)]
-    products = _products(folder)
-    prompt_s = products_s = 0.0
+    contenders = [_products(folder, make_linear) for make_linear in (linear_of, torch_linear_of)]
+    prompt_s = 0.0
+    totals_s = [0.0 for _ in contenders]
     for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
         span = Span(ids[start : start + CHUNK_TOKENS], start, blocks, num_logits=1)
         prompt_s += _seconds(lambda: runner.forward([span]))  # noqa: B023  # called at once
-        products_s += sum(count * _seconds(call) for call, count in products)
+        for index, products in enumerate(contenders):
+            totals_s[index] += sum(count * _seconds(call) for call, count in products)
+    products_s = min(totals_s)
     num_flops = 2 * size.num_layer_weights * PROMPT_TOKENS
     rate = num_flops + 2 * PROMPT_TOKENS**2 * size.attention_width
     print(
@@ -184,12 +189,12 @@ def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
     )
 
 
-def _products(folder: Path) -> list[tuple[Callable[[], Tensor], int]]:
-    """A chunk's rows times a bfloat16 matrix of each shape, packed as the engine packs it, and how many there are."""
+def _products(folder: Path, make_linear: LinearFactory) -> list[tuple[Callable[[], Tensor], int]]:
+    """A chunk's rows times a bfloat16 matrix of each shape, packed by `make_linear`, and how many there are."""
     shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
     products: list[tuple[Callable[[], Tensor], int]] = []
     for (num_out, num_in), count in shapes.items():
-        multiply = linear_of(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
+        multiply = make_linear(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
         products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)), count))
     return products
 
@@ -220,7 +225,16 @@ def _cost(path: Step, runner: ModelRunner, model: ModelSize) -> Cost:
 
 def _operators(call: Callable[[], Tensor]) -> str:
     """The largest shares of the processor's own time, by operator."""
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    multiply = NativeProduct.__call__
+
+    def recorded_multiply(self: NativeProduct, x: Tensor) -> Tensor:
+        with record_function("native product"):
+            return multiply(self, x)
+
+    with (
+        patch.object(NativeProduct, "__call__", recorded_multiply),
+        profile(activities=[ProfilerActivity.CPU]) as recorded,
+    ):
         call()
     events = recorded.key_averages()
     total = sum(event.self_cpu_time_total for event in events)

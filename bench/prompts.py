@@ -12,16 +12,18 @@ PROMPT_TOKENS = 96
 
 
 def held_out_prompts(model_path: Path, num_prompts: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Token ids of `num_prompts` distinct prompts, each cut after `num_tokens` tokens of a different held-out file."""
+    """Token ids of `num_prompts` distinct prompts of `num_tokens` tokens from held-out files: from the middle of each,
+    then, where more are wanted than there are files, from further on in each.
+    """
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
-    prompts = []
-    for document in collect().held_out:
-        token_ids = tokenizer.encode(document.text, add_special_tokens=False).ids
-        if len(token_ids) >= 4 * num_tokens:
-            middle = len(token_ids) // 2
-            prompts.append(token_ids[middle : middle + num_tokens])
-        if len(prompts) == num_prompts:
-            return prompts
+    texts = [tokenizer.encode(document.text, add_special_tokens=False).ids for document in collect().held_out]
+    halves = [text[len(text) // 2 :] for text in texts if len(text) >= 4 * num_tokens]
+    prompts: list[list[int]] = []
+    for start in range(0, max(map(len, halves), default=0), num_tokens):
+        pieces = [half[start : start + num_tokens] for half in halves]
+        prompts += [piece for piece in pieces if len(piece) == num_tokens]
+        if len(prompts) >= num_prompts:
+            return prompts[:num_prompts]
     raise ValueError(
-        f"only {len(prompts)} held-out files are long enough for {num_prompts} prompts of {num_tokens} tokens"
+        f"the held-out files are too short for {num_prompts} prompts of {num_tokens} tokens: they have {len(prompts)}"
     )

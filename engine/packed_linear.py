@@ -39,8 +39,11 @@ def can_pack(weight: Tensor) -> bool:
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own copy of what it packs."""
-    if NativeProduct.fits(weight):
-        return NativeProduct(weight, bias)
+    return NativeProduct(weight, bias) if NativeProduct.fits(weight) else torch_linear_of(weight, bias)
+
+
+def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_of` without our own kernel."""
     if not can_pack(weight):
         return partial(F.linear, weight=weight, bias=bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
