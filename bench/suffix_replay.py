@@ -30,15 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="jsonl of agent calls: input, output, session_id, timestamp")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="K")
-    parser.add_argument("--alpha", type=float, nargs="+", default=[1.0, 2.0], help="draft tokens per matched token")
+    parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="of a draft to stand so far")
     args = parser.parse_args()
     turns = [turn for _, turn in recorded_turns(DEMO / "target", args.trace)]
-    print(f"{'K':>3}{'alpha':>7}{'tokens/pass':>13}{'rows/pass':>11}   {len(turns)} calls")
+    print(f"{'K':>3}{'chance':>8}{'tokens/pass':>13}{'rows/pass':>11}   {len(turns)} calls")
     for num_drafts in args.num_draft_tokens:
-        for alpha in args.alpha:
-            count = replay(turns, num_drafts, SuffixProposer(alpha))
+        for min_chance in args.min_chance:
+            count = replay(turns, num_drafts, SuffixProposer(min_chance))
             per_pass = count.num_tokens / count.num_passes, count.num_rows / count.num_passes
-            print(f"{num_drafts:3d}{alpha:7.1f}{per_pass[0]:13.2f}{per_pass[1]:11.1f}", flush=True)
+            print(f"{num_drafts:3d}{min_chance:8.2f}{per_pass[0]:13.2f}{per_pass[1]:11.1f}", flush=True)
 
 
 def replay(turns: list[Turn], num_drafts: int, proposer: SuffixProposer) -> Count:
@@ -51,7 +51,8 @@ def replay(turns: list[Turn], num_drafts: int, proposer: SuffixProposer) -> Coun
         answer = turn.answer or ()
         place = 0
         while place < len(answer):
-            guess = proposer.guess(sequence, min(num_drafts, len(answer) - place - 1))
+            room = min(num_drafts, len(answer) - place - 1) if place > 0 else 0  # what reads the prompt drafts nothing
+            guess = proposer.guess(sequence, room)
             drafts = () if guess is None else guess.token_ids
             num_accepted = 0
             while num_accepted < len(drafts) and drafts[num_accepted] == answer[place + num_accepted]:

@@ -146,6 +146,7 @@ def _speculation_config(config: DeployConfig) -> SpeculationConfig:
         section.tree.config() if section.tree is not None else None,
         section.adaptive,
         section.steps.config() if section.steps is not None else None,
+        section.num_guess_tokens,
     )
 
 

@@ -184,9 +184,11 @@ class TreeConfig:
 class SpeculationConfig:
     """How a deployment speculates: by default, and at most for a request that asks.
 
-    `num_tokens` is K, the drafts per pass. `methods` are those on offer, the default first. When `adaptive`, each pass
-    of each request gets its own K between 0 and `max_num_tokens` (or what the request asks for) and `num_tokens` is
-    only the first one; a deployment with `num_tokens` 0 still drafts for those alone that ask.
+    `num_tokens` is K, the drafts per pass, and `num_guess_tokens` that of suffixes and predictions, which cost nothing
+    to make and end where they are not expected to go on; None: as many as a request may ask for. `methods` are those on
+    offer, the default first. When `adaptive`, each pass of each request gets its own K between 0 and `max_num_tokens`
+    (or what the request asks for) and `num_tokens` is only the first one; a deployment with `num_tokens` 0 still drafts
+    for those alone that ask.
 
     With a `tree` drafts branch, and K is how deep they go. With `steps` a request may ask for approximate reasoning
     steps; without, nothing here is ever anything but exact.
@@ -199,18 +201,27 @@ class SpeculationConfig:
     tree: TreeConfig | None = None
     adaptive: bool = False
     steps: StepConfig | None = None
+    num_guess_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_tokens <= self.max_num_tokens:
-            raise ConfigError(
-                f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and "
-                f"speculation.max_num_tokens, {self.max_num_tokens}"
-            )
+        for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
+            if not 0 <= num_tokens <= self.max_num_tokens:
+                raise ConfigError(
+                    f"speculation.{name} is {num_tokens}; it must be between 0 and "
+                    f"speculation.max_num_tokens, {self.max_num_tokens}"
+                )
 
     @property
     def method(self) -> SpeculationMethod:
         """The method of a request that names none."""
         return self.methods[0] if self.methods else SpeculationMethod.NONE
+
+    @property
+    def guess_limit(self) -> int:
+        """K of drafts that cost nothing to make, for a request that does not say."""
+        if self.num_tokens == 0:
+            return 0
+        return self.max_num_tokens if self.num_guess_tokens is None else self.num_guess_tokens
 
     @property
     def can_draft(self) -> bool:

@@ -10,11 +10,21 @@ from protos.messages import GenerateRequest, SpeculationMethod
 def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
     """K that a request gets: what it asks for, within what the deployment allows."""
     wish = request.speculation
-    if not wish.enabled or (wish.method or deployment.method) is SpeculationMethod.NONE:
+    method = wish.method or deployment.method
+    if not wish.enabled or method is SpeculationMethod.NONE:
         return 0
-    if wish.num_tokens is None:
-        return deployment.max_num_tokens if is_adaptive(deployment) else deployment.num_tokens
-    return min(wish.num_tokens, deployment.max_num_tokens)
+    if wish.num_tokens is not None:
+        return min(wish.num_tokens, deployment.max_num_tokens)
+    if is_adaptive(deployment):
+        return deployment.max_num_tokens
+    return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
+
+
+def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
+    """K of a request's free drafts; None where the request or the budget sets one K for all."""
+    if request.speculation.num_tokens is not None or is_adaptive(deployment):
+        return None
+    return deployment.guess_limit
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import GraphConfig, SchedulerConfig, SpeculationConfig
 from engine.span import Span
+from protos.messages import SpeculationMethod
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,14 +48,22 @@ def pass_shapes(graphs: GraphConfig) -> list[PassShape]:
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
-    """Rows of a verification: K + 1, those of a tree, and steps between where every pass has its own K."""
+    """Rows of a verification: K + 1, those of a tree, and steps between where passes differ in length."""
     counts = {1, speculation.num_tokens + 1}
     if speculation.tree is not None:
         counts.add(speculation.tree.num_nodes + 1)
-    if speculation.adaptive:
-        counts |= {1 << power for power in range(1, speculation.max_num_tokens.bit_length())}
-        counts.add(speculation.max_num_tokens + 1)
+    if longest := _longest_of_many(speculation):
+        counts |= {1 << power for power in range(1, longest.bit_length())}
+        counts.add(longest + 1)
     return sorted(counts)
+
+
+def _longest_of_many(speculation: SpeculationConfig) -> int:
+    """The most drafts of a pass where every length up to them is usual; 0 where K is."""
+    if speculation.adaptive:
+        return speculation.max_num_tokens
+    has_guesses = speculation.method in (SpeculationMethod.SUFFIX, SpeculationMethod.HYBRID)
+    return speculation.guess_limit if has_guesses else 0
 
 
 def fitting_shape(spans: Seq[Span], shapes: Seq[PassShape]) -> PassShape | None:

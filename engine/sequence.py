@@ -40,6 +40,7 @@ class Sequence:
         request: GenerateRequest,
         *,
         num_draft_tokens: int,
+        num_guess_tokens: int | None = None,
         verify: VerifyMode,
         arrival_s: float,
         method: SpeculationMethod = SpeculationMethod.NONE,
@@ -51,7 +52,9 @@ class Sequence:
         self.method = method
         self.matcher = matcher  # None where any text will do
         self.num_draft_tokens = num_draft_tokens  # K this request may have; 0 is plain decoding
+        self.num_guess_tokens = num_guess_tokens  # K of drafts that cost nothing to make; None: as of any
         self.draft_allowance = num_draft_tokens  # K of its next pass, never more
+        self.num_guessed = 0  # drafts of its next pass that are made already, where it may have more of them than K
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
@@ -106,7 +109,13 @@ class Sequence:
     @property
     def num_wanted_drafts(self) -> int:
         """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
-        return max(0, min(self.draft_allowance, self.num_remaining_tokens - 1))
+        return max(0, min(max(self.draft_allowance, self.num_guessed), self.num_remaining_tokens - 1))
+
+    @property
+    def num_wanted_guesses(self) -> int:
+        """K of the next pass if its drafts cost nothing to make."""
+        limit = self.draft_allowance if self.num_guess_tokens is None else self.num_guess_tokens
+        return max(0, min(limit, self.num_remaining_tokens - 1))
 
     def append(self, token_ids: Seq[int]) -> None:
         """Commit tokens: they are output from now on, and the grammar goes on behind them."""

@@ -86,6 +86,9 @@ class StepsSection(Section):
 class SpeculationSection(Section):
     """K drafts per pass, by default and at most for a request that asks, how they are verified, who guesses, and when.
 
+    num_guess_tokens is K of drafts that cost nothing to make and end where they are not expected to go on: suffixes,
+    also in hybrid, and a client's prediction. Left out, it is max_num_tokens.
+
     When adaptive, every pass of every request gets its own K, from 0 to what the request may ask for, and num_tokens is
     the first one; otherwise K is num_tokens.
 
@@ -100,6 +103,7 @@ class SpeculationSection(Section):
 
     num_tokens: int = Field(default=4, ge=0, le=64)
     max_num_tokens: int = Field(default=16, ge=0, le=64)
+    num_guess_tokens: int | None = Field(default=None, ge=1, le=64)
     mode: Annotated[str, one_of("sync", "async")] = "sync"
     fan_out: int = Field(default=3, ge=1, le=16)
     verify: Annotated[str, one_of(*VerifyMode)] = "coupled"
@@ -134,10 +138,17 @@ class SpeculationSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _guesses_have_their_own_length(self) -> SpeculationSection:
+        if self.num_guess_tokens is not None and self.adaptive:
+            raise ValueError("adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive")
+        return self
+
+    @model_validator(mode="after")
     def _default_within_limit(self) -> SpeculationSection:
-        if self.num_tokens > self.max_num_tokens:
-            raise ValueError(
-                f"num_tokens is {self.num_tokens}, more than max_num_tokens, {self.max_num_tokens}; "
-                "lower it or raise the limit"
-            )
+        for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
+            if num_tokens > self.max_num_tokens:
+                raise ValueError(
+                    f"{name} is {num_tokens}, more than max_num_tokens, {self.max_num_tokens}; "
+                    "lower it or raise the limit"
+                )
         return self

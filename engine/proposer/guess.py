@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.proposer.suffix_index import Guess
 from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A continuation, and how many tokens of the context support it."""
+
+    token_ids: tuple[int, ...]
+    match_len: int
 
 
 class Guesser(Protocol):

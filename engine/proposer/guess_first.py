@@ -91,8 +91,16 @@ class GuessFirst:
         return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
 
     def _next_turn(self, sequence: Sequence) -> _Turn:
+        """Decide it, and see to it that the pass has room for the guess if it is one."""
+        sequence.num_guessed = 0
+        turn = self._better_turn(sequence)
+        if turn.is_guess and sequence.num_guess_tokens is not None:
+            sequence.num_guessed = len(turn.token_ids)
+        return turn
+
+    def _better_turn(self, sequence: Sequence) -> _Turn:
         base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
-        guess = self._guesser.guess(sequence, min(sequence.num_wanted_drafts, _MAX_LENGTH))
+        guess = self._guesser.guess(sequence, min(sequence.num_wanted_guesses, _MAX_LENGTH))
         if guess is None:
             return _Turn(other_kind, base_len)
         kind = f"match of {min(guess.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"

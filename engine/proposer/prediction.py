@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.proposer.suffix_index import Guess
+from engine.proposer.guess import Guess
 from engine.sequence import Sequence
 from protos.predicted_text import PredictedText
 
@@ -48,7 +48,7 @@ class PredictionGuesser:
         token_ids = followed.text.next(max_tokens) if followed is not None else ()
         if followed is None or not token_ids:
             return None
-        return Guess(token_ids, followed.num_in_step, float(len(token_ids)))
+        return Guess(token_ids, followed.num_in_step)
 
 
 def _read(followed: _Followed, token_ids: Seq[int]) -> None:

@@ -1,8 +1,8 @@
-"""Suffix decoding (arXiv:2411.04975): what most often followed the end of the text, here or in finished requests.
+"""Suffix decoding (arXiv:2411.04975): what followed the end of the text before, here or in finished requests.
 
-No model and no GPU. The longer the end that occurred before, the longer the draft: agents that quote files, repeat
-tool calls or walk the same loop again are drafted for in long runs, other text hardly at all. The draft is a function
-of the prefix and of other texts, so every verifier treats it as certain (q one-hot).
+No model and no GPU. Agents that quote files, repeat tool calls or walk the same loop again are drafted for in long
+runs, other text hardly at all: how far a draft goes depends on how far drafts like it have stood. The draft is a
+function of the prefix and of other texts, so every verifier treats it as certain (q one-hot).
 """
 
 from __future__ import annotations
@@ -12,40 +12,45 @@ from dataclasses import dataclass
 
 from engine.batch import ScheduledSequence
 from engine.draft import NO_DRAFT, Draft
+from engine.proposer.continuation import VotedToken, continuation
+from engine.proposer.guess import Guess
+from engine.proposer.match_chances import MatchChances
 from engine.proposer.shared_texts import NoiseId, SharedTexts
-from engine.proposer.suffix_index import MAX_MATCH, Guess, SuffixIndex
+from engine.proposer.suffix_index import MAX_MATCH, SuffixIndex
 from engine.row import GREEDY_BELOW
 from engine.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import VerifyMode
 
+_UNTAUGHT = MatchChances()  # what was learned from a text of the same seed would tell of its noise
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Followed:
-    """An open sequence and the index of its prompt and output."""
+    """An open sequence, the index of its prompt and output, and what was guessed at a length of it."""
 
     sequence: Sequence
     index: SuffixIndex
+    guessed: Seq[VotedToken] = ()
+    guessed_at: int = 0
 
 
 class SuffixProposer:
-    """Drafts from the request's own text or from its tenant's finished ones, whichever is expected to yield more.
+    """Drafts from the request's own text and from its tenant's finished ones.
 
-    A draft has at most `alpha` tokens per token of the match and goes on while a share of at least `tau` of the match's
-    occurrences agrees. A step costs the tokens it committed, not the context; `max_shared_tokens` bounds what is kept
-    of finished requests, at about 0.5 KB per token.
+    A draft goes on while it has a chance of `min_chance` to stand so far; where anything is known, it has a token at
+    least, from which more is learned. A step costs the tokens it committed, not the context; `max_shared_tokens` bounds
+    what is kept of finished requests, at about 0.5 KB per token.
     """
 
-    def __init__(self, alpha: float = 1.0, tau: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
+    def __init__(self, min_chance: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
         """Raises ConfigError for values out of range."""
-        if not alpha > 0:
-            raise ConfigError(f"alpha {alpha} lets no draft grow; use more than 0 draft tokens per matched token")
-        if not 0 < tau <= 1:
-            raise ConfigError(f"tau {tau} is no share of occurrences; use more than 0 and at most 1")
+        if not 0 < min_chance <= 1:
+            raise ConfigError(f"min_chance {min_chance} is no chance; use more than 0 and at most 1")
         if max_shared_tokens < 1:
             raise ConfigError(f"max_shared_tokens {max_shared_tokens} holds no text; use at least 1")
-        self._alpha = alpha
-        self._tau = tau
+        self._min_chance = min_chance
+        self._chances = MatchChances()
         self._shared = SharedTexts(max_shared_tokens)
         self._followed: dict[str, _Followed] = {}
 
@@ -66,6 +71,7 @@ class SuffixProposer:
         for sequence in sequences:
             followed = self._followed.get(sequence.request_id)
             if followed is not None:
+                self._learn(followed)
                 followed.index.extend(sequence.token_ids[followed.index.end :])
 
     def close(self, request_id: str) -> None:
@@ -83,17 +89,34 @@ class SuffixProposer:
         return True
 
     def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
-        """The better of the guesses of the request's own text and of its tenant's, if there is one."""
+        """What the occurrences of the text's end agree on, in its own text and in its tenant's, if there are any."""
         followed = self._followed.get(sequence.request_id)
         if followed is None or max_tokens == 0:
             return None
         suffix = sequence.token_ids[-MAX_MATCH:]
-        guesses = [
-            guess
-            for index in (followed.index, self._texts_for(sequence))
-            if index is not None and (guess := index.guess(suffix, max_tokens, self._alpha, self._tau)) is not None
-        ]
-        return max(guesses, key=_merit, default=None)
+        occurrences = followed.index.occurrences(suffix)
+        if (shared := self._texts_for(sequence)) is not None:
+            occurrences += shared.occurrences(suffix)
+        chances = self._chances if _is_noise_public(sequence) else _UNTAUGHT
+        guessed: list[VotedToken] = []
+        chance = 1.0
+        for token in continuation(occurrences):
+            chance *= chances.of(token.match_len, token.share)
+            if guessed and (chance < self._min_chance or len(guessed) == max_tokens):
+                break
+            guessed.append(token)
+        followed.guessed, followed.guessed_at = guessed, len(sequence.token_ids)
+        return Guess(tuple(token.token_id for token in guessed), guessed[0].match_len) if guessed else None
+
+    def _learn(self, followed: _Followed) -> None:
+        """What became of the last guess, drafted or not, up to its first wrong token."""
+        committed = followed.sequence.token_ids[followed.guessed_at :]
+        for token, token_id in zip(followed.guessed, committed, strict=False):
+            stood = token.token_id == token_id
+            self._chances.observe(token.match_len, token.share, stood=stood)
+            if not stood:
+                break
+        followed.guessed = ()
 
     def _texts_for(self, sequence: Sequence) -> SuffixIndex | None:
         """The tenant's texts, unless they know the noise that will verify the draft.
@@ -102,15 +125,15 @@ class SuffixProposer:
         test would be biased by it.
         """
         tenant_id = sequence.request.cache_salt
-        is_public = sequence.verify is VerifyMode.COUPLED or sequence.sampling.temperature < GREEDY_BELOW
-        if not is_public and self._shared.know(tenant_id, _noise_of(sequence)):
+        if not _is_noise_public(sequence) and self._shared.know(tenant_id, _noise_of(sequence)):
             return None
         return self._shared.of(tenant_id)
 
 
+def _is_noise_public(sequence: Sequence) -> bool:
+    """Whether drafts, and how long they are, may depend on what the same noise has done to other texts."""
+    return sequence.verify is VerifyMode.COUPLED or sequence.sampling.temperature < GREEDY_BELOW
+
+
 def _noise_of(sequence: Sequence) -> NoiseId:
     return NoiseId(sequence.sampling.seed, sequence.request.sample_index)
-
-
-def _merit(guess: Guess) -> tuple[float, int]:
-    return guess.expected_tokens, guess.match_len

@@ -1,6 +1,6 @@
 """Where the last tokens of a text occurred before, and what followed: a suffix tree that finds its nodes when asked.
 
-The occurrences of a suffix are the leaves under its node, and how often they go on with a token is that child's count.
+The occurrences of a suffix are the leaves under its node, and those that go on with a token are its children's.
 Chains of equal n-grams, as in DEFLATE (RFC 1951), give the occurrences, so a new token costs a few table entries
 instead of a path of nodes, and forgetting the oldest one costs the same.
 """
@@ -8,34 +8,35 @@ instead of a path of nodes, and forgetting the oldest one costs the same.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-MAX_MATCH = 32  # tokens of context that can tell occurrences apart
+MAX_MATCH = 16  # tokens of context that can tell occurrences apart
+SEPARATOR = -1  # between two texts; equals no token
 
-_SIZES = (2, 4, 8)  # a long suffix is looked up by a long n-gram: it has fewer occurrences to sort out
-_MAX_OCCURRENCES = 16  # the latest ones vote
-_SEPARATOR = -1  # between two texts; equals no token
+_SIZES = (1, 2, 4)  # a long suffix is looked up by a long n-gram: it has fewer occurrences to sort out
+_MAX_OCCURRENCES = 4  # of each size: the latest ones
 _NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """A continuation, the length of the suffix it followed, and how many of its tokens are expected to be right."""
+class Occurrence:
+    """A place where the end of a text occurred before.
 
-    token_ids: tuple[int, ...]
+    The `match_len` tokens before `position` are the text's last ones, and what follows begins there. `rank` is the
+    number of later places with the same n-gram. It is valid until the index takes in another token.
+    """
+
+    index: SuffixIndex
+    position: int
     match_len: int
-    expected_tokens: float
+    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """The longest suffix that occurred before, and the positions that followed it, the latest first."""
-
-    length: int
-    positions: list[int]
+    def follower(self, drafted_ids: Seq[int]) -> int:
+        """The token behind the place and as many more as are drafted, or SEPARATOR; past the end of all that is known
+        the text goes on with what is drafted, as a period does."""
+        return self.index.token_at(self.position + len(drafted_ids), drafted_ids)
 
 
 class _Chains:
@@ -72,29 +73,24 @@ class SuffixIndex:
     def end_text(self) -> None:
         """What comes next is another text: nothing matches or continues across."""
         self._text_start = self.end + 1
-        self._append(_SEPARATOR)
+        self._append(SEPARATOR)
 
-    def guess(self, suffix: Seq[int], max_tokens: int, alpha: float, tau: float) -> Guess | None:
-        """The most frequent continuation of the longest known end of `suffix`, of which MAX_MATCH tokens count.
+    def occurrences(self, suffix: Seq[int]) -> list[Occurrence]:
+        """The latest places where an end of `suffix` occurred before, of which MAX_MATCH tokens count; every n-gram
+        size gives some, the longest first."""
+        suffix = suffix[-MAX_MATCH:]
+        found: dict[int, Occurrence] = {}
+        for chains in reversed(self._chains):
+            for rank, position in enumerate(self._positions(chains, suffix)):
+                if position not in found and (length := self._match_len(suffix, position)) >= chains.size:
+                    found[position] = Occurrence(self, position, length, rank)
+        return list(found.values())
 
-        It has at most `alpha` tokens per matched token, and goes on while a share of at least `tau` of the occurrences
-        goes on like it. Of equally frequent tokens the one of the latest occurrence wins.
-        """
-        match = self._longest_match(suffix[-MAX_MATCH:])
-        if match is None:
-            return None
-        token_ids: list[int] = []
-        expected_tokens, positions = 0.0, match.positions
-        while positions and len(token_ids) < min(max_tokens, int(alpha * match.length)):
-            followers = [self._follower(position, token_ids) for position in positions]
-            votes = Counter(token_id for token_id in followers if token_id != _SEPARATOR)
-            token_id, num_votes = votes.most_common(1)[0] if votes else (_SEPARATOR, 0)
-            if num_votes < max(1.0, tau * len(match.positions)):
-                break
-            positions = [at + 1 for at, follower in zip(positions, followers, strict=True) if follower == token_id]
-            token_ids.append(token_id)
-            expected_tokens += num_votes / len(match.positions)
-        return Guess(tuple(token_ids), match.length, expected_tokens) if token_ids else None
+    def token_at(self, position: int, continuation: Seq[int]) -> int:
+        """The token at a position; `continuation` is what follows the end."""
+        if position >= self.end:
+            return continuation[position - self.end]
+        return self._tokens[position % self._capacity]
 
     def _append(self, token_id: int) -> None:
         if len(self) == self._capacity:
@@ -124,15 +120,7 @@ class SuffixIndex:
     def _key(self, place: int, size: int) -> int:
         return hash(tuple(self._tokens[at % self._capacity] for at in range(place, min(place + size, self.end))))
 
-    def _longest_match(self, suffix: Seq[int]) -> _Match | None:
-        for chains in reversed(self._chains):
-            lengths = {at: self._match_len(suffix, at) for at in self._occurrences(chains, suffix)}
-            longest = max(lengths.values(), default=0)
-            if longest >= chains.size:
-                return _Match(longest, [at for at, length in lengths.items() if length == longest])
-        return None
-
-    def _occurrences(self, chains: _Chains, suffix: Seq[int]) -> Iterator[int]:
+    def _positions(self, chains: _Chains, suffix: Seq[int]) -> Iterator[int]:
         """Positions after the latest occurrences of the suffix's last n-gram; hashes may collide, so look closer."""
         if len(suffix) < chains.size:
             return
@@ -152,12 +140,6 @@ class SuffixIndex:
                 break
             length += 1
         return length
-
-    def _follower(self, position: int, drafted_ids: Seq[int]) -> int:
-        """The token at a position; past the end the guess goes on with itself, as a period does."""
-        if position >= self.end:
-            return drafted_ids[position - self.end]
-        return self._tokens[position % self._capacity]
 
 
 def _put(ring: list[int], index: int, value: int) -> None:

@@ -167,6 +167,12 @@ def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
     )
 
 
+def test_guesses_have_a_length_of_their_own_unless_every_length_is_planned():
+    assert "num_guess_tokens is 20, more than max_num_tokens, 16" in error_of(speculation={"num_guess_tokens": 20})
+    assert "remove num_guess_tokens" in error_of(speculation={"num_guess_tokens": 8, "adaptive": True})
+    assert parse_config(MINIMAL | {"speculation": {"num_guess_tokens": 8}}).speculation.num_guess_tokens == 8
+
+
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
 

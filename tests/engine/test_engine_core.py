@@ -200,6 +200,8 @@ def test_a_draft_is_cut_to_what_was_planned() -> None:
         (SpeculationParams(num_tokens=2), 2),
         (SpeculationParams(num_tokens=9), 9),
         (SpeculationParams(num_tokens=99), 16),
+        (SpeculationParams(method=SpeculationMethod.SUFFIX), 16),
+        (SpeculationParams(num_tokens=2, method=SpeculationMethod.SUFFIX), 2),
         (SpeculationParams(num_tokens=0), 0),
         (SpeculationParams(enabled=False), 0),
         (SpeculationParams(method=SpeculationMethod.NONE), 0),

@@ -32,7 +32,7 @@ from engine.span import Span
 from engine.static_attention import TiledAttention
 from engine.tiling import Heads
 from protos.errors import ConfigError
-from protos.messages import GenerateRequest, SamplingParams
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.checkpoints import Folders, write_pair
 from tests.engine.families import SERVED, write_family
 from tests.engine.heads_world import write_medusa
@@ -149,6 +149,8 @@ def test_shapes_follow_from_the_limits_of_the_engine() -> None:
         4,
         6,
     )
+    suffixes = SpeculationConfig(3, methods=(SpeculationMethod.SUFFIX,), num_guess_tokens=8)
+    assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 2, 4, 8, 9)
     with pytest.raises(ConfigError, match="cuda_graph_batches has 0"):
         GraphConfig(batches=(1, 0))
 

@@ -8,11 +8,11 @@ import pytest
 
 from engine.batch import ScheduledSequence
 from engine.draft import Draft
+from engine.proposer.guess import Guess
 from engine.proposer.guess_first import GuessFirst
 from engine.proposer.methods import proposer_of
 from engine.proposer.prediction import PredictionGuesser
 from engine.proposer.suffix import SuffixProposer
-from engine.proposer.suffix_index import Guess
 from engine.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fakes import ScriptedProposer
@@ -99,17 +99,17 @@ def chosen(guess: Guess, true_ids: Seq[int], num_passes: int = 120) -> list[bool
 
 
 def test_guesses_that_fail_lose_to_a_model_that_does_not_and_are_tried_now_and_then() -> None:
-    were_guesses = chosen(Guess((5, 6, 5, 6), 3, 2.0), true_ids=(9, 9, 9, 9, 9))
+    were_guesses = chosen(Guess((5, 6, 5, 6), 3), true_ids=(9, 9, 9, 9, 9))
     assert were_guesses[0]
     assert 1 <= sum(were_guesses[20:]) <= 5
 
 
 def test_a_guess_that_stands_is_preferred_to_a_model_that_does_not() -> None:
-    assert all(chosen(Guess((5, 6, 5, 6), 3, 2.0), true_ids=(5, 6, 5, 6, 7)))
+    assert all(chosen(Guess((5, 6, 5, 6), 3), true_ids=(5, 6, 5, 6, 7)))
 
 
 def test_the_choice_is_the_same_every_time() -> None:
-    guess = Guess((5, 6, 5, 6), 3, 2.0)
+    guess = Guess((5, 6, 5, 6), 3)
     assert chosen(guess, (5, 9, 9)) == chosen(guess, (5, 9, 9))
 
 
@@ -140,7 +140,7 @@ def test_a_right_prediction_saves_passes_without_a_model() -> None:
     speculation = SpeculationParams(method=SpeculationMethod.NGRAM)
     core.add(GenerateRequest("a", PROMPT, sampling, speculation, prediction_token_ids=text))
     run(core)
-    assert core.stats().times.num_steps == 1 + 5
+    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, for guesses have a length of their own"
 
 
 def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
@@ -151,3 +151,31 @@ def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
     assert proposer.propose([share_of(sequence)]) == [Draft((99,) * 4)]
     grow(proposer, sequence, 8, 4, 5, 6)
     assert proposer.propose([share_of(sequence)])[0].token_ids[:2] == (7, 8)
+
+
+def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
+    other, prediction = model(), tuple(range(20, 40))
+    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=prediction)
+    sequence.num_guess_tokens = 10
+    proposer.open(sequence)
+    assert sequence.num_wanted_drafts == 4
+    grow(proposer, sequence, *prediction[:3])
+    assert sequence.num_wanted_drafts == 10
+    assert proposer.propose([share_of(sequence, 10)]) == [Draft(prediction[3:13])]
+    grow(proposer, sequence, 99)
+    assert sequence.num_wanted_drafts == 4
+    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+
+
+@pytest.mark.parametrize("has_own_length", [True, False])
+def test_a_guess_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
+    prediction = tuple(range(20, 40))
+    proposer, sequence = GuessFirst(PredictionGuesser(), model()), new_sequence(prediction=prediction)
+    sequence.num_guess_tokens = 10 if has_own_length else None
+    sequence.max_output_tokens = 9
+    proposer.open(sequence)
+    sequence.draft_allowance = 2
+    grow(proposer, sequence, *prediction[:3])
+    assert sequence.num_wanted_drafts == (5 if has_own_length else 2), "one of the last six is no draft"
+    sequence.draft_allowance = 0
+    assert sequence.num_wanted_drafts == (5 if has_own_length else 0)

@@ -1,19 +1,21 @@
-"""Suffix drafting: the most frequent continuation of the longest known end, in bounded memory, within a tenant."""
+"""Suffix drafting: what followed the known ends of a text, as far as it has a chance, in bounded memory, by tenant."""
 
 from __future__ import annotations
 
 import random
 import tracemalloc
-from collections import Counter
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 import pytest
 
 from engine.batch import ScheduledSequence
 from engine.draft import NO_DRAFT, Draft
+from engine.proposer.continuation import VotedToken, continuation
+from engine.proposer.match_chances import MatchChances
 from engine.proposer.shared_texts import NoiseId, SharedTexts
 from engine.proposer.suffix import SuffixProposer
-from engine.proposer.suffix_index import Guess, SuffixIndex
+from engine.proposer.suffix_index import SuffixIndex
 from engine.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
@@ -57,30 +59,32 @@ def opened(proposer: SuffixProposer, sequence: Sequence) -> Sequence:
 # ---- one text -----------------------------------------------------------------------------------------------------
 
 
-def test_the_draft_is_as_long_as_the_match() -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    for match_len in (2, 3, 5):
-        assert draft_after(*text, 99, *text[:match_len]) == tuple(text[match_len : 2 * match_len])
+def test_a_draft_goes_on_while_it_has_a_chance() -> None:
+    """One place with n tokens of context has the chance n / (n + k) for k tokens, before anything is learned."""
+    text = list(range(1, 40))
+    for match_len in (1, 2, 3, 5):
+        draft = tuple(text[match_len : match_len + 16])
+        assert draft_after(*text, 99, *text[:match_len], min_chance=0.5) == draft[:match_len]
+        assert draft_after(*text, 99, *text[:match_len], num_tokens=16) == draft[: 9 * match_len]
 
 
-def test_alpha_scales_the_draft_and_the_budget_limits_it() -> None:
+def test_the_budget_limits_a_draft_and_a_known_token_has_one_at_least() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 99, 1, 2, 3]
-    assert draft_after(*text, alpha=2.0) == (4, 5, 6, 7, 8, 9)
-    assert draft_after(*text, alpha=0.4) == (4,)
-    assert draft_after(*text, alpha=2.0, num_tokens=4) == (4, 5, 6, 7)
+    assert draft_after(*text, num_tokens=4) == (4, 5, 6, 7)
     assert draft_after(*text, num_tokens=0) == ()
+    assert draft_after(*text, min_chance=1.0) == (4,)
 
 
-def test_the_most_frequent_continuation_wins_and_then_the_latest() -> None:
+def test_more_context_outweighs_more_places_and_of_equals_the_later_ones_win() -> None:
     assert draft_after(7, 8, 1, 5, 7, 8, 1, 6, 7, 8, 2, 9, 7, 8)[0] == 1
     assert draft_after(7, 8, 1, 5, 7, 8, 2, 9, 7, 8)[0] == 2
+    assert draft_after(4, 7, 8, 1, 5, 7, 8, 2, 6, 7, 8, 2, 4, 7, 8)[0] == 1
 
 
-def test_a_draft_ends_where_too_few_occurrences_agree() -> None:
-    text = [7, 8, 1, 5, 7, 8, 1, 6, 7, 8, 2, 9, 7, 8]
-    assert draft_after(*text, tau=0.7) == ()
-    assert draft_after(*text, tau=0.5) == (1,)
-    assert draft_after(*text, tau=0.3) == (1, 6)
+def test_a_draft_ends_where_the_places_part() -> None:
+    text = [7, 8, 1, 5, 5, 5, 7, 8, 1, 6, 6, 6, 9, 7, 8]
+    assert draft_after(*text, min_chance=0.5) == (1,)
+    assert draft_after(*text, min_chance=0.25) == (1, 6)
 
 
 def test_a_loop_is_drafted_past_its_end() -> None:
@@ -98,41 +102,54 @@ def test_nothing_known_or_asked_means_no_draft() -> None:
 # ---- the index against a slow oracle ------------------------------------------------------------------------------
 
 
-def slow_guess(held: Seq[int], suffix: Seq[int], max_tokens: int, alpha: float, tau: float) -> Guess | None:
+Place = tuple[int, int, int]  # position, length of the match, later places with the same n-gram
+
+
+def slow_places(held: Seq[int], suffix: Seq[int]) -> list[Place]:
     """Looks at every position of the held tokens, in which -1 separates texts and ends the last but one."""
 
     def match_len(position: int) -> int:
         length = 0
-        while length < min(32, len(suffix), position) and held[position - 1 - length] == suffix[-1 - length]:
+        while length < min(16, len(suffix), position) and held[position - 1 - length] == suffix[-1 - length]:
             length += 1
         return length
 
     lengths = {position: match_len(position) for position in reversed(range(1, len(held)))}
-    size = next((size for size in (8, 4, 2) if any(length >= size for length in lengths.values())), None)
-    if size is None:
-        return None
-    latest = [position for position, length in lengths.items() if length >= size][:16]
-    longest = max(lengths[position] for position in latest)
-    starts = [position for position in latest if lengths[position] == longest]
+    places: dict[int, Place] = {}
+    for size in (4, 2, 1):
+        latest = [position for position, length in lengths.items() if length >= size][:4]
+        for rank, position in enumerate(latest):
+            places.setdefault(position, (position, lengths[position], rank))
+    return list(places.values())
+
+
+def slow_continuation(held: Seq[int], places: Seq[Place], num_tokens: int) -> list[VotedToken]:
+    """Reads what followed each place, and lets those vote that have agreed so far."""
     drafted: list[int] = []
-    expected = 0.0
-    while len(drafted) < min(max_tokens, int(alpha * longest)):
-        going = [[*held, *drafted][at : at + len(drafted) + 1] for at in starts]
-        votes = Counter(path[-1] for path in going if path[:-1] == drafted and path[-1] != -1)
-        token_id, count = max(votes.items(), key=lambda vote: vote[1], default=(-1, 0))
-        if count == 0 or count < tau * len(starts):
+    voted: list[VotedToken] = []
+    for _ in range(num_tokens):
+        votes: dict[int, float] = {}
+        lengths: dict[int, int] = {}
+        for position, length, rank in places:
+            *before, token_id = [*held, *drafted][position : position + len(drafted) + 1]
+            if before == drafted:
+                votes[token_id] = votes.get(token_id, 0.0) + 4.0**length * 0.7**rank
+                lengths[token_id] = max(lengths.get(token_id, 0), length)
+        total = sum(votes.values())
+        best = max((token_id for token_id in votes if token_id >= 0), key=lambda each: votes[each], default=None)
+        if best is None:
             break
-        drafted.append(token_id)
-        expected += count / len(starts)
-    return Guess(tuple(drafted), longest, pytest.approx(expected)) if drafted else None
+        voted.append(VotedToken(best, pytest.approx(votes[best] / total), lengths[best] + len(drafted)))
+        drafted.append(best)
+    return voted
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_an_index_that_grows_and_forgets_guesses_what_a_search_of_all_it_holds_guesses(seed: int) -> None:
+def test_an_index_that_grows_and_forgets_finds_what_a_search_of_all_it_holds_finds(seed: int) -> None:
     dice = random.Random(seed)
     capacity = dice.choice([1, 3, 9, 20, 60, 10**9])
     index, history = SuffixIndex(capacity), []
-    num_guesses = 0
+    num_found = 0
     for _ in range(60):
         tokens = [dice.randrange(3) for _ in range(dice.randint(0, 5))]
         if history and dice.random() < 0.4:
@@ -146,11 +163,13 @@ def test_an_index_that_grows_and_forgets_guesses_what_a_search_of_all_it_holds_g
         held = history[-capacity:]
         assert len(index) == len(held)
         suffix = [token for token in history[-40:] if token >= 0] if dice.random() < 0.8 else [dice.randrange(3)] * 5
-        alpha, tau = dice.choice([0.5, 1.0, 3.0]), dice.choice([0.1, 0.5, 1.0])
-        guess = index.guess(suffix, 8, alpha, tau)
-        assert guess == slow_guess(held, suffix, 8, alpha, tau)
-        num_guesses += guess is not None
-    assert num_guesses > 5 or capacity < 10
+        places = slow_places(held, suffix)
+        occurrences = index.occurrences(suffix)
+        start = len(history) - len(held)
+        assert [(each.position - start, each.match_len, each.rank) for each in occurrences] == places
+        assert list(islice(continuation(occurrences), 8)) == slow_continuation(held, places, 8)
+        num_found += bool(places)
+    assert num_found > 5 or capacity < 10
 
 
 def test_a_commit_indexes_only_the_new_tokens() -> None:
@@ -161,7 +180,55 @@ def test_a_commit_indexes_only_the_new_tokens() -> None:
         sequence.token_ids.append(token_id)
         proposer.commit([sequence])
         assert index.end == len(sequence.token_ids)
-    assert drafts(proposer, sequence) == (2, 3, 1, 2)
+    assert drafts(proposer, sequence)[:4] == (2, 3, 1, 2)
+
+
+# ---- what is learned ----------------------------------------------------------------------------------------------
+
+
+def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
+    chances = MatchChances()
+    assert [chances.of(length, 1.0) for length in (1, 3, 9)] == [0.5, 0.75, 0.9]
+    assert chances.of(3, 0.5) == 0.375
+    for _ in range(400):
+        chances.observe(2, 0.5, stood=False)
+        chances.observe(5, 0.5, stood=True)
+    assert chances.of(3, 1.0) < 0.1
+    assert chances.of(7, 0.5) == pytest.approx(1.0, abs=0.1)
+    assert chances.of(7, 1.0) == 1.0
+    assert chances.of(1, 1.0) == 0.5
+    for _ in range(400):
+        chances.observe(2, 1.0, stood=True)
+    assert chances.of(3, 1.0) > 0.8, "what is long past counts no more"
+
+
+def guess_lengths(is_right: bool, verify: VerifyMode = VerifyMode.COUPLED) -> list[int]:
+    """The lengths of one guess after another, each of one known token, where they are always right or always wrong."""
+    proposer, sequence = SuffixProposer(), new_sequence(*range(1, 1000), verify=verify)
+    proposer.open(sequence)
+    lengths = []
+    for start in range(0, 900, 20):
+        sequence.token_ids += (2000 + start, start + 1)
+        proposer.commit([sequence])
+        guess = proposer.guess(sequence, 16)
+        assert guess is not None
+        lengths.append(len(guess.token_ids))
+        sequence.token_ids += guess.token_ids if is_right else (3000 + start,)
+        proposer.commit([sequence])
+    return lengths
+
+
+def test_drafts_grow_where_they_stand_and_shrink_to_a_token_where_they_fall() -> None:
+    right, wrong = guess_lengths(is_right=True), guess_lengths(is_right=False)
+    assert right[0] == wrong[0] == 9
+    assert right[-1] == 16
+    assert wrong[-1] == 1
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_lengths_tell_nothing_of_other_texts_where_noise_must_be_unknown(verify: VerifyMode) -> None:
+    """A length that follows what became of a text of the same seed would follow the coin that judges the draft."""
+    assert set(guess_lengths(is_right=False, verify=verify)) == {9}
 
 
 # ---- finished texts -----------------------------------------------------------------------------------------------
@@ -170,23 +237,19 @@ def test_a_commit_indexes_only_the_new_tokens() -> None:
 def test_what_a_finished_request_generated_is_drafted_for_the_next_one() -> None:
     proposer = SuffixProposer()
     finish(proposer, new_sequence(1, 2, 3, name="first"), 4, 5, 6, 7)
-    assert drafts(proposer, opened(proposer, new_sequence(9, 1, 2, 3, seed=1))) == (4, 5, 6)
+    assert drafts(proposer, opened(proposer, new_sequence(9, 1, 2, 3, seed=1))) == (4, 5, 6, 7)
 
 
-def test_the_source_that_promises_more_is_used() -> None:
+def test_own_text_and_finished_ones_vote_together() -> None:
     proposer = SuffixProposer()
     finish(proposer, new_sequence(1, 2, 3, name="first"), 4, 5, 6, 7)
-    assert drafts(proposer, opened(proposer, new_sequence(2, 3, 8, 8, 1, 2, 3))) == (4, 5, 6)
-    assert drafts(proposer, opened(proposer, new_sequence(0, 1, 2, 3, 8, 8, 8, 8, 0, 1, 2, 3, name="b"))) == (
-        8,
-        8,
-        8,
-        8,
-    )
+    assert drafts(proposer, opened(proposer, new_sequence(2, 3, 8, 8, 1, 2, 3)))[:3] == (4, 5, 6)
+    own = new_sequence(0, 1, 2, 3, 8, 8, 8, 8, 0, 1, 2, 3, name="b")
+    assert drafts(proposer, opened(proposer, own))[:4] == (8, 8, 8, 8)
 
 
 def test_a_text_does_not_go_on_in_the_next_one() -> None:
-    proposer = SuffixProposer(alpha=4.0)
+    proposer = SuffixProposer()
     finish(proposer, new_sequence(1, 2, name="first"), 3)
     finish(proposer, new_sequence(7, 8, name="second"), 9)
     assert drafts(proposer, opened(proposer, new_sequence(1, 2))) == (3,)
@@ -196,10 +259,10 @@ def test_a_text_does_not_go_on_in_the_next_one() -> None:
 def test_prompts_are_not_shared_beyond_their_end() -> None:
     proposer = SuffixProposer()
     finish(proposer, new_sequence(*range(100), name="first"), 200)
-    assert proposer.num_shared_tokens == 32 + 1 + 1
+    assert proposer.num_shared_tokens == 16 + 1 + 1
     assert drafts(proposer, opened(proposer, new_sequence(10, 11, 12))) == ()
     finish(proposer, new_sequence(1, 2, 3, name="aborted"))
-    assert proposer.num_shared_tokens == 32 + 1 + 1
+    assert proposer.num_shared_tokens == 16 + 1 + 1
 
 
 def test_no_tenant_sees_another_ones_text() -> None:
@@ -273,9 +336,8 @@ def test_a_full_index_stops_growing() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"alpha": 0.0}, "alpha 0.0"),
-        ({"tau": 0.0}, "tau 0.0"),
-        ({"tau": 1.5}, "tau 1.5"),
+        ({"min_chance": 0.0}, "min_chance 0.0"),
+        ({"min_chance": 1.5}, "min_chance 1.5"),
         ({"max_shared_tokens": 0}, "0"),
     ],
 )
