@@ -57,9 +57,9 @@ def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def can_fuse(weight: Tensor) -> bool:
     """Whether `gated_of` takes such a gate, and gains: below that a second call costs more than it saves."""
-    if NativeProduct.fits(weight):
-        return True
-    return can_pack(weight) and weight.dtype == torch.bfloat16 and weight.numel() >= _MIN_FUSED_ELEMENTS
+    if weight.dtype != torch.bfloat16:
+        return False
+    return NativeProduct.fits(weight) or (can_pack(weight) and weight.numel() >= _MIN_FUSED_ELEMENTS)
 
 
 def gated_of(gate: nn.Linear, up: nn.Linear) -> Linear:

@@ -16,8 +16,8 @@ from engine.packed_linear import linear_of
 
 needs_kernel = pytest.mark.skipif(native_library() is None, reason="no compiled kernels, or no AMX on this processor")
 
-# Rows around a tile (16), two (32) and a block (128); inputs around a block (512); outputs of one pair and of many.
-ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 300)
+# Rows around a group of float32 (12), a tile (16), two (32), a block (128); inputs around one (512).
+ROWS = (0, 1, 2, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 300)
 SHAPES = ((32, 32), (64, 480), (96, 512), (320, 544), (1024, 1088))  # outputs, inputs
 
 
@@ -41,6 +41,19 @@ def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> N
         expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         # half a unit of bfloat16's last place, and float32's own error on the way
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_float32_product_by_what_was_bfloat16_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
+    weight = _weight(*shape).float()
+    bias = torch.randn(shape[0]) if has_bias else None
+    multiply = NativeProduct(weight, bias)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1])
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(multiply(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernel
@@ -73,14 +86,19 @@ def test_a_gate_of_any_size_is_finite() -> None:
 @needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
-    rows = torch.randn(300, shape[1], generator=_generator()).bfloat16()
-    gate = NativeGate(_weight(*shape), _weight(*shape).flip(0), None, None)
-    for multiply in (NativeProduct(_weight(*shape), None), gate):
+    weight = _weight(*shape)
+    gate = NativeGate(weight, weight.flip(0), None, None)
+    for multiply, dtype in (
+        (NativeProduct(weight, None), torch.bfloat16),
+        (gate, torch.bfloat16),
+        (NativeProduct(weight.float(), None), torch.float32),
+    ):
+        rows = torch.randn(300, shape[1], generator=_generator()).to(dtype)
         together = multiply(rows)
         for num_rows in ROWS[1:]:
             assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
             assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
-        assert row_exact(multiply, shape[1], torch.bfloat16) is multiply
+        assert row_exact(multiply, shape[1], dtype) is multiply
 
 
 @needs_kernel
@@ -108,12 +126,12 @@ def test_leading_dimensions_and_strides_are_those_of_the_input() -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.zeros(64, 64),
+        torch.full((64, 64), 0.1),
         torch.zeros(64, 64).half(),
         torch.zeros(64, 48).bfloat16(),
         torch.zeros(48, 64).bfloat16(),
     ],
-    ids=["float32", "float16", "48 inputs", "48 outputs"],
+    ids=["float32 that was none", "float16", "48 inputs", "48 outputs"],
 )
 def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
     assert not NativeProduct.fits(weight)
