@@ -1,4 +1,4 @@
-"""Who computes attention on a device: plain torch anywhere, our Triton kernel on GPUs."""
+"""Who computes attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AMX."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.exact_attention import ExactAttention
 from engine.index import Index
 from engine.kv_cache import KVCache
 from engine.kv_kind import KVKind
+from engine.native_attention import NativeAttention, native_or_exact, native_or_torch
+from engine.native_library import native_library
 from engine.span import Span
 from protos.errors import ConfigError
 
@@ -27,10 +29,11 @@ _MIN_FLOAT8_CAPABILITY = (8, 9)
 
 
 class AttentionKind(StrEnum):
-    """The configured choice; AUTO is TRITON where it can run, TORCH elsewhere."""
+    """The configured choice; AUTO is TRITON or NATIVE where they can run, TORCH elsewhere."""
 
     AUTO = "auto"
     TORCH = "torch"
+    NATIVE = "native"
     TRITON = "triton"
 
 
@@ -47,14 +50,18 @@ class AttentionPlan(Protocol):
 PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
 
 
-def choose_attention(name: str, device: torch.device) -> PlanAttention:
+def choose_attention(name: str, device: torch.device, *, is_deterministic: bool = False) -> PlanAttention:
     """The attention of a model on `device`; `name` is an AttentionKind.
 
     Raises:
         ConfigError: there is no such kind, or `device` cannot run it.
     """
-    obstacle = _obstacle_to_triton(device)
     kind = _kind_of(name)
+    if kind is AttentionKind.NATIVE or (kind is AttentionKind.AUTO and _obstacle_to_native(device) is None):
+        return _choose_native(kind, device, is_deterministic=is_deterministic)
+    if is_deterministic:
+        return ExactAttention
+    obstacle = _obstacle_to_triton(device)
     if kind is AttentionKind.TRITON and obstacle:
         raise ConfigError(f"attention is 'triton', but {obstacle}; set it to auto or torch")
     if kind is AttentionKind.TORCH or obstacle or (kind is AttentionKind.AUTO and device.type != "cuda"):
@@ -67,20 +74,25 @@ def choose_attention(name: str, device: torch.device) -> PlanAttention:
     return TritonAttention
 
 
+def is_triton(plan_attention: PlanAttention) -> bool:
+    """Whether that is our kernel on GPUs."""
+    return plan_attention not in (TorchAttention, ExactAttention, NativeAttention, native_or_torch, native_or_exact)
+
+
 def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.device) -> None:
     """Whether `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
 
     Raises:
         ConfigError: it does not.
     """
-    is_torch = plan_attention in (TorchAttention, ExactAttention)
-    here = f"the model runs on {device} with {'torch' if is_torch else 'Triton'} attention"
-    if kind is KVKind.INT8 and not (is_torch and device.type == "cpu"):
+    on_gpu = is_triton(plan_attention)
+    here = f"the model runs on {device} with {'Triton' if on_gpu else 'torch'} attention"
+    if kind is KVKind.INT8 and (on_gpu or device.type != "cpu"):
         raise ConfigError(
-            f"cache.dtype is 'int8', which torch's attention on processors reads, and {here}; set it to auto, or to "
+            f"cache.dtype is 'int8', which the attention on processors reads, and {here}; set it to auto, or to "
             "fp8 where the Triton kernel runs on a GPU of compute capability 8.9 or later"
         )
-    if kind is KVKind.FP8 and is_torch:
+    if kind is KVKind.FP8 and not on_gpu:
         remedy = "int8" if device.type == "cpu" else "auto, or target.attention to auto"
         raise ConfigError(
             f"cache.dtype is 'fp8', which the Triton kernel on GPUs reads, and {here}; set it to {remedy}"
@@ -99,6 +111,22 @@ def _kind_of(name: str) -> AttentionKind:
         return AttentionKind(name)
     except ValueError as error:
         raise ConfigError(f"attention is {name!r}; it must be {', '.join(AttentionKind)}") from error
+
+
+def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministic: bool) -> PlanAttention:
+    if obstacle := _obstacle_to_native(device):
+        raise ConfigError(f"attention is 'native', but {obstacle}; set it to auto or torch")
+    logger.info("attention on %s: native kernel (configured: %s)", device, kind)
+    if kind is AttentionKind.NATIVE:
+        return NativeAttention
+    return native_or_exact if is_deterministic else native_or_torch
+
+
+def _obstacle_to_native(device: torch.device) -> str | None:
+    """Why our kernel for processors cannot run on `device`; None if it can."""
+    if device.type != "cpu":
+        return f"the model runs on {device}, which is no processor"
+    return "there are no native kernels here, and the log says why" if native_library() is None else None
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

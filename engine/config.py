@@ -55,11 +55,12 @@ class ModelConfig:
 
     `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
     processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4 (`engine.quantized_linear`).
-    `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch or
-    triton (`engine.attention_backend`); auto means our own kernel on GPUs. `deterministic` makes the bits of a token's
-    logits depend on the text before it alone (`engine.determinism`). `tensor_parallel_size` processes divide the model
-    among them, each on a device of its own (`engine.leading_runner`). `generation_config` auto: requests that do not
-    say otherwise are sampled as the checkpoint advises; none: as OpenAI's API does (`engine.generation_defaults`).
+    `num_threads` is the torch thread count of the process; None leaves torch's choice. `attention` is auto, torch,
+    native or triton (`engine.attention_backend`); auto means our own kernels where they run. `deterministic` makes the
+    bits of a token's logits depend on the text before it alone (`engine.determinism`). `tensor_parallel_size` processes
+    divide the model among them, each on a device of its own (`engine.leading_runner`). `generation_config` auto:
+    requests that do not say otherwise are sampled as the checkpoint advises; none: as OpenAI's API does
+    (`engine.generation_defaults`).
     """
 
     path: str

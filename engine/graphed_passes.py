@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention import TorchAttention
-from engine.attention_backend import PlanAttention
+from engine.attention_backend import PlanAttention, is_triton
 from engine.config import GraphConfig
-from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, logit_rows
 from engine.kv_cache import KVCache
 from engine.pass_graph import CudaGraph, EagerGraph, Passed, PassGraph
@@ -139,7 +137,7 @@ def _token(span: Span, index: int) -> Span:
 def _static_attention(
     shape: PassShape, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
 ) -> StaticAttention:
-    if plan_attention in (TorchAttention, ExactAttention):
+    if not is_triton(plan_attention):
         return PlannedAttention(cache, plan_attention)
     # Not at the top: processes without a GPU may have no Triton, and need none.
     from engine.static_attention import TiledAttention

@@ -62,7 +62,8 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
-        self._kind = kind
+        self.kind = kind
+        self.max_head_dim = max(dim for shape in shapes for dim in (shape.key_dim, shape.value_dim))
         self._memory_dtype = kind.memory_dtype(dtype)
         self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
         for shape in shapes:
@@ -76,7 +77,7 @@ class KVCache:
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
-            new = self._kind.stored(new)
+            new = self.kind.stored(new)
             if isinstance(slots, slice):
                 by_slot[slots] = new
             else:
@@ -85,7 +86,7 @@ class KVCache:
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
         by_slots = self._slots[layer]
-        keys, values = (self._kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
+        keys, values = (self.kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
         return keys, values
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ class KVCache:
         stored = (
             pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
         )
-        keys, values = (self._kind.loaded(heads, self.dtype) for heads in stored)
+        keys, values = (self.kind.loaded(heads, self.dtype) for heads in stored)
         return keys, values
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:

@@ -1,7 +1,7 @@
 """What the KV pool keeps of each head of each token: its D numbers as the model computes them, or a byte for each.
 
     auto   [ D x dtype of the model ]
-    int8   [ D x int8 | unit ]           `engine.int8_heads`; torch's attention on processors reads it
+    int8   [ D x int8 | unit ]           `engine.int8_heads`; the attention on processors reads it
     fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no unit; our Triton kernel reads it
 
 What is stored depends on the token alone, never on who is computed beside it, so that speculation is exact with respect

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention import TorchAttention
-from engine.attention_backend import PlanAttention, check_kv_kind, choose_attention
+from engine.attention_backend import PlanAttention, check_kv_kind, choose_attention, is_triton
 from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
-from engine.exact_attention import ExactAttention
 from engine.flat_pass import FlatPass, plan_steps
 from engine.generation_defaults import eos_token_ids, sampling_defaults
 from engine.graphed_passes import GraphedPasses, RecordedStep, StaticLimits
@@ -27,6 +25,7 @@ from engine.kv_kind import KVKind
 from engine.kv_move import KVMove
 from engine.kv_transfer import KVLayout
 from engine.model_loader import load_model, model_version
+from engine.native_library import native_library
 from engine.paged_model import PagedModel
 from engine.pass_graph import Passed
 from engine.position_limit import max_positions
@@ -71,8 +70,7 @@ class ModelRunner:
         self._rank = rank
         stock = load_model(model, rank.load_device)
         device = rank.device or stock.device
-        attention = choose_attention(model.attention, device)
-        self._plan_attention = ExactAttention if model.deterministic else attention
+        self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         kind = KVKind(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
         self.head: Head | None = None if head is None else load_head(head, stock)
@@ -222,7 +220,9 @@ def _rounding(model: ModelConfig) -> str:
     """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
     if not model.deterministic:
         return "any"
-    return f"deterministic on {torch.get_num_threads()} threads of {torch.backends.cpu.get_cpu_capability()}"
+    kernels = "torch" if native_library() is None else "native"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
 
 
 def _kv_version(target_version: str, head: HeadConfig | None) -> str:
@@ -240,7 +240,7 @@ def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, 
         return True
     if device.type != "cuda":
         return False
-    if not is_recordable or plan_attention in (TorchAttention, ExactAttention):
+    if not is_recordable or not is_triton(plan_attention):
         logger.info("passes are not recorded: CUDA graphs need a Llama-shaped model and the Triton attention kernel")
         return False
     return True

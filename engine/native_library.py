@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 logger = logging.getLogger(__name__)
 
+_FUNCTIONS = ("outrider_has_amx", "outrider_pack", "outrider_product", "outrider_attend")
 SWITCH = "OUTRIDER_NATIVE"  # 0: never load them, to compare
 
 
@@ -42,6 +43,8 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(found.origin)  # its OpenMP is the one that torch has loaded: one pool of threads
     except OSError as error:
         raise _Unavailable(str(error)) from error
+    if not all(hasattr(library, name) for name in _FUNCTIONS):
+        raise _Unavailable("they were compiled from other sources than these; install the package again")
     if not library.outrider_has_amx():
         raise _Unavailable("this processor, or the kernel above it, has no AMX for bfloat16")
     return library

@@ -32,7 +32,7 @@ class TargetSection(Section):
     path: str
     dtype: Annotated[str, one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, one_of("none", "int8", "int4")] = "none"
-    attention: Annotated[str, one_of("auto", "torch", "triton")] = "auto"
+    attention: Annotated[str, one_of("auto", "torch", "native", "triton")] = "auto"
     deterministic: bool = False
     generation_config: Annotated[str, one_of("auto", "none")] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
@@ -91,7 +91,7 @@ class DraftSection(Section):
     vocabulary: Annotated[str, one_of(*DraftVocabulary)] = "auto"
     dtype: Annotated[str, one_of("auto", "bfloat16", "float16", "float32")] = "auto"
     quantization: Annotated[str, one_of("none", "int8", "int4")] = "none"
-    attention: Annotated[str, one_of("auto", "torch", "triton")] = "auto"
+    attention: Annotated[str, one_of("auto", "torch", "native", "triton")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 

@@ -46,8 +46,9 @@ class AttentionWorld:
         sizes = [-(-(extent.start + extent.num_rows) // block_size) for extent in extents]
         shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
         self.cache = KVCache([shape], sum(sizes) + 2, block_size, dtype=dtype, device=DEVICE, kind=kind)
-        self.cache.keys[0].fill_(float("nan"))
-        self.cache.values[0].fill_(float("nan"))
+        if kind is not KVKind.INT8:
+            self.cache.keys[0].fill_(float("nan"))
+            self.cache.values[0].fill_(float("nan"))
         order = torch.randperm(sum(sizes) + 2, generator=self._generator).tolist()
         self.spans = [
             Span([0] * extent.num_rows, extent.start, order[end - size : end], extent.num_rows, extent.parents)
@@ -75,6 +76,11 @@ class AttentionWorld:
         key, value = (pool.flatten(0, 1)[slots].transpose(0, 1)[None] for pool in self._pools())
         return slots, key, value
 
+    def _stored(self, slots: Tensor) -> Seq[Tensor]:
+        if self.cache.kind is KVKind.INT8:
+            return self.cache.read_slots(0, slots)
+        return [pool.flatten(0, 1)[slots] for pool in self._pools()]
+
     def _pools(self) -> tuple[Tensor, Tensor]:
         return self.cache.keys[0], self.cache.values[0]
 
@@ -83,7 +89,7 @@ class AttentionWorld:
         rows = []
         for span in self.spans:
             slots = self.slots(span, 0, span.end)
-            keys, values = (pool.double().flatten(0, 1)[slots] for pool in self._pools())  # [S, H, D]
+            keys, values = (heads.double() for heads in self._stored(slots))  # [S, H, D]
             for row in range(len(span.token_ids)):
                 seen = torch.tensor(seen_places(span, row, options.window), device=DEVICE)
                 query = self.query[len(rows)].double().unflatten(0, (self.heads.num_kv_heads, -1))  # [H, G, D]

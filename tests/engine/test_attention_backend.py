@@ -7,18 +7,54 @@ import logging
 import pytest
 import torch
 
+from engine import attention_backend
 from engine.attention import TorchAttention
 from engine.attention_backend import choose_attention
+from engine.exact_attention import ExactAttention
+from engine.kv_cache import KVCache, LayerShape
+from engine.native_attention import NativeAttention
+from engine.native_library import native_library
+from engine.span import Span
 from protos.errors import ConfigError
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
-def test_a_processor_gets_torch_and_the_log_says_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_processor_without_our_kernels_gets_torch_and_the_log_says_so(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_backend, "native_library", lambda: None)
     with caplog.at_level(logging.INFO):
         assert choose_attention(name, CPU) is TorchAttention
     assert f"attention on cpu: torch (configured: {name}" in caplog.text
+    assert choose_attention(name, CPU, is_deterministic=True) is ExactAttention
+
+
+def test_a_processor_without_our_kernels_refuses_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_backend, "native_library", lambda: None)
+    with pytest.raises(ConfigError, match=r"there are no native kernels here.*set it to auto or torch"):
+        choose_attention("native", CPU)
+
+
+@pytest.mark.skipif(native_library() is None, reason="no native kernels here: not compiled, or no AMX")
+def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        plan_attention = choose_attention("auto", CPU)
+    assert "attention on cpu: native kernel (configured: auto)" in caplog.text
+    assert choose_attention("torch", CPU) is TorchAttention
+    span = Span([0], 0, [0], 1)
+    for dtype, dim, kind in (
+        (torch.bfloat16, 64, NativeAttention),
+        (torch.float32, 256, NativeAttention),
+        (torch.float16, 64, TorchAttention),
+        (torch.float32, 257, TorchAttention),
+    ):
+        cache = KVCache([LayerShape(1, dim, 8)], 1, 16, dtype=dtype, device=CPU)
+        assert isinstance(plan_attention([span], cache), kind)
+        if kind is TorchAttention:
+            with pytest.raises(ConfigError, match=r"attention is 'native', which reads .*set it to auto or torch"):
+                choose_attention("native", CPU)([span], cache)
 
 
 def test_a_processor_without_interpreter_refuses_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +65,7 @@ def test_a_processor_without_interpreter_refuses_triton(monkeypatch: pytest.Monk
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="attention is 'flash'; it must be auto, torch, triton"):
+    with pytest.raises(ConfigError, match="attention is 'flash'; it must be auto, torch, native, triton"):
         choose_attention("flash", CPU)
 
 

@@ -33,8 +33,8 @@ TABLE = torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
 OTHER_TABLE = list(range(20, 30))
 
 
-def load(folder: Path, dtype: str = "bfloat16", *, deterministic: bool = True) -> ModelRunner:
-    model = ModelConfig(str(folder), dtype, "cpu", deterministic=deterministic)
+def load(folder: Path, dtype: str = "bfloat16", *, deterministic: bool = True, attention: str = "auto") -> ModelRunner:
+    model = ModelConfig(str(folder), dtype, "cpu", deterministic=deterministic, attention=attention)
     return ModelRunner(model, CacheConfig(num_blocks=32, block_size=BLOCK_SIZE))
 
 
@@ -73,7 +73,7 @@ def test_logits_have_the_same_bits_however_the_text_is_cut(folders: dict[str, Pa
 
 
 def test_without_the_option_they_have_not(folders: dict[str, Path]) -> None:
-    runner = load(folders["llama"], deterministic=False)
+    runner = load(folders["llama"], deterministic=False, attention="torch")
     assert not torch.equal(in_pieces(runner, range(1, LENGTH + 1), beside=False), runner.forward([span(0, LENGTH)]))
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_made_deterministic_is_refused(folders: dict[str, Path], 
 def test_a_model_that_is_not_deterministic_after_all_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "ExactAttention", TorchAttention)
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_, **__: TorchAttention)
     with pytest.raises(ConfigError, match="the same tokens have other logits in"):
         load(folders["llama"])
 
