@@ -336,9 +336,10 @@ class EngineCore:
         return checked
 
     def _verify(self, issued: IssuedPass) -> list[Verified]:
+        tasks = issued.tasks()  # before the scores are there: their rows are found by what is still wanted
         if issued.logits is not None:
             score_prompts(issued.logits, issued.batch, issued.num_drafts)
-        verified = self._overlap.verify(issued, issued.tasks())
+        verified = self._overlap.verify(issued, tasks)
         for draft, outcome in zip(issued.drafts, verified, strict=True):
             if outcome.is_exact:
                 self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)

@@ -119,6 +119,7 @@ def arrivals(seed: int, count: int = 24) -> list[Arrival]:
             logit_bias=rng.choice([(), ((3, 2.0),)]),
             bad_words=rng.choice([(), ((1, 2), (4,))]),
             num_logprobs=1 if index == 7 else None,
+            num_prompt_logprobs=0 if index % 8 == 5 else None,
         )
         request = GenerateRequest(str(index), common + prompt if index % 3 == 0 else prompt, sampling)
         patience = rng.randrange(1, 12) if rng.random() < 0.2 else None
