@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.native_library import native_library
 
-_UNIT = 32  # inputs of a tile, and outputs of a pair of tiles
+OUTPUTS = 32  # of a pair of tiles
 
 
 class NativeProduct:
@@ -24,23 +24,17 @@ class NativeProduct:
         """`weight` [out, in]."""
         self._num_outputs, self._num_inputs = weight.shape
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        plain = weight.detach().bfloat16().contiguous()
-        self._packed = torch.empty_like(plain)
-        library = _library()
-        library.outrider_pack(plain.data_ptr(), self._packed.data_ptr(), self._num_inputs, self._num_outputs)
-        is_float32 = weight.dtype == torch.float32
-        self._multiply = library.outrider_product_float if is_float32 else library.outrider_product
         self._width = self._num_outputs  # of a row of the result
+        self._packed = tiled(weight.detach().bfloat16(), 2)
+        library = _library()
+        is_float32 = weight.dtype == torch.float32
+        self._multiply = library.outrider_float_product if is_float32 else library.outrider_product
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """Whether this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
-        if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
-            return False
-        if weight.shape[0] % _UNIT or weight.shape[1] % _UNIT or native_library() is None:
-            return False
         is_widened = weight.dtype == torch.float32 and torch.equal(weight.bfloat16().float(), weight)
-        return weight.dtype == torch.bfloat16 or is_widened
+        return has_tiles(weight) and (weight.dtype == torch.bfloat16 or is_widened)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -65,9 +59,26 @@ class NativeGate(NativeProduct):
         self._width = gate.shape[0]
 
 
+def has_tiles(weight: Tensor, num_inputs: int = 32) -> bool:
+    """Whether this process has the kernels, and `weight` [out, in] is made of whole tiles of so many inputs."""
+    if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
+        return False
+    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library() is not None
+
+
+def tiled(weight: Tensor, num_together: int) -> Tensor:
+    """`weight` [out, in] in the kernels' order: [pair, tile of inputs, half of the pair, row, output, input].
+
+    A tile has 16 rows of `num_together` inputs, those that fill four bytes.
+    """
+    tiles = weight.unflatten(1, (-1, 16, num_together)).unflatten(0, (-1, 2, OUTPUTS // 2))
+    words = tiles.contiguous().view(torch.int32)  # [pair, half, output, tile of inputs, row, 1]: fewer numbers to move
+    return words.permute(0, 3, 1, 4, 2, 5).contiguous().view(weight.dtype)
+
+
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:
     """16 rows of the gate, the same 16 of up, the next 16 of the gate ..."""
-    half = _UNIT // 2
+    half = OUTPUTS // 2
     return torch.stack((gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))), dim=1).flatten(0, 2)
 
 
@@ -75,10 +86,7 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
 def _library() -> ctypes.CDLL:
     library = native_library()
     assert library is not None, "NativeProduct.fits says when there is one"
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.outrider_pack.argtypes = [pointer] * 2 + [size] * 2
-    library.outrider_pack.restype = None
-    for function in (library.outrider_product, library.outrider_gated_product, library.outrider_product_float):
-        function.argtypes = [pointer] * 4 + [size] * 3
+    for function in (library.outrider_product, library.outrider_gated_product, library.outrider_float_product):
+        function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
         function.restype = None
     return library

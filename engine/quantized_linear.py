@@ -3,8 +3,10 @@
 int8: one scale per output, and every input row is rounded to int8 with a scale of its own (arXiv:2208.07339 without
 the outlier columns), so that the product runs on the processor's int8 units. Sums of int8 products are exact whatever
 their order: a row's result does not depend on the rows beside it.
-int4: one scale and one middle per group of inputs, products in bfloat16 by torch's own operator, which reads a quarter
-of the bytes and wins for up to four rows; with many it is slow.
+int4: one scale and one middle per group of inputs.
+
+Both run on our own kernel where there is AMX (`engine.native_quantized`), whose rows become int8 for int4 weights too;
+elsewhere on torch's operators: that of int4 computes in bfloat16, wins for up to four rows and is slow with many.
 
 The law that is served is that of the quantised weights; everything above this file is exact with respect to it.
 """
@@ -16,6 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from engine.native_quantized import NativeQuantizedProduct
 from engine.packed_linear import Linear, LinearFactory, linear_of
 
 _GROUP_SIZES = (128, 64, 32)  # inputs per scale of int4: the largest that divides the layer's
@@ -47,6 +50,8 @@ def can_quantize(device: torch.device) -> bool:
 def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """`F.linear` by an int8 copy of `weight`, which it keeps; the result has the dtype of the input."""
     scales = _int8_scales(weight)  # [out, 1]
+    if NativeQuantizedProduct.fits(weight, weight.shape[1]):
+        return NativeQuantizedProduct(_to_int8(weight.float(), scales), scales.T, None, bias)
     packed = torch.ops.onednn.qlinear_prepack(_to_int8(weight.float(), scales), None)
     num_outputs = weight.shape[0]
     weight_scales, zero_points = scales.flatten(), torch.zeros(num_outputs, dtype=torch.int64)
@@ -76,6 +81,9 @@ def int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     if group_size is None or num_outputs % _OUTPUTS_PER_TILE:
         return int8_linear(weight, bias)
     levels, table = _int4_levels(weight.float(), group_size)
+    if NativeQuantizedProduct.fits(weight, group_size):
+        group_scales, middles = table.float().unbind(-1)  # [groups, out]
+        return NativeQuantizedProduct(levels, group_scales, middles - 8 * group_scales, bias)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, _INNER_TILES)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 

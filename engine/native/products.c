@@ -1,5 +1,5 @@
-/* Products by a bfloat16 matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16
-   rows on AMX, of float32 rows (a float32 model whose checkpoint was bfloat16) on AVX-512.
+/* Products by a matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16 rows on
+   AMX, of float32 rows (a float32 model whose checkpoint was bfloat16) on AVX-512.
 
    W [N, K] lies as a stream of AMX tiles of 1 KB, in the order in which the kernel reads them: for each *pair* of 16
    outputs and another 16, for each 32 inputs, the tile of the one and the tile of the other.
@@ -176,7 +176,7 @@ AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int
 AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
-    const int64_t next = p->num_inputs * OUTPUTS;
+    const int64_t next = p->num_inputs * OUTPUTS; /* weights to the next pair */
     configure(16, 16);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
         int64_t num_pairs = last - pairs < BLOCK_PAIRS ? last - pairs : BLOCK_PAIRS;
@@ -185,7 +185,7 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
             int is_last = k + BLOCK_INPUTS >= p->num_inputs;
             if (pairs == first || p->num_inputs > BLOCK_INPUTS) to_tiles(p, row, rows, k, steps, x);
             for (int64_t pair = 0; pair < num_pairs; pair++) {
-                const bf16 *w = p->weight + ((pairs + pair) * (p->num_inputs / 32) + k / 32) * 2 * TILE;
+                const bf16 *w = p->weight + ((pairs + pair) * p->num_inputs + k) * OUTPUTS;
                 for (int64_t i = 0; i < rows; i += 32) {
                     float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
                     const bf16 *at = x + i / 16 * steps * TILE;
@@ -313,7 +313,7 @@ AVX static void multiply_floats(const struct float_product *p, int64_t row, int6
 }
 
 /* `outrider_product` of float32 rows, to float32. */
-void outrider_product_float(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
+void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                                 int64_t num_inputs, int64_t num_outputs) {
     const struct float_product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
     const int64_t num_pairs = num_outputs / OUTPUTS;
@@ -324,18 +324,4 @@ void outrider_product_float(const float *x, const bf16 *weight, const float *bia
     for (int64_t pair = 0; pair < num_pairs; pair += pairs)
         for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
             multiply_floats(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
-}
-
-/* W [N, K], row by row, to the order of the kernel. */
-void outrider_pack(const bf16 *weight, bf16 *packed, int64_t num_inputs, int64_t num_outputs) {
-#pragma omp parallel for
-    for (int64_t pair = 0; pair < num_outputs / OUTPUTS; pair++)
-        for (int64_t k = 0; k < num_inputs / 32; k++)
-            for (int64_t half = 0; half < 2; half++) {
-                bf16 *tile = packed + ((pair * (num_inputs / 32) + k) * 2 + half) * TILE;
-                for (int64_t row = 0; row < 16; row++)
-                    for (int64_t column = 0; column < 16; column++)
-                        memcpy(tile + row * 32 + column * 2,
-                               weight + (pair * OUTPUTS + half * 16 + column) * num_inputs + k * 32 + row * 2, 4);
-            }
 }

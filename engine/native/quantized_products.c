@@ -1,0 +1,207 @@
+/* Products by int8 and int4 weights on AMX: bfloat16 rows become int8 in units of their own (arXiv:2208.07339), sums of
+   whole numbers are exact, and a few float32 operations for each group of inputs turn them into numbers.
+
+   W lies as a stream of AMX tiles of 1 KB, for each pair of 16 outputs and another 16, for each 64 inputs, one and the
+   other; a row of a tile holds four inputs of 16 outputs. 4 bits: a row of the first tile is in the low halves of
+   bytes, the same row of the second in the high ones. A row's result does not depend on the rows beside it. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define AVX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-int8")))
+
+enum {
+    TILE = 1024,         /* bytes: 16 outputs x 64 inputs */
+    OUTPUTS = 32,        /* of a pair */
+    BLOCK_INPUTS = 1024, /* whose tiles of a pair stay in the first cache while rows go by */
+    BLOCK_ROWS = 128,
+    PAD = 64,            /* bytes behind a row of x, so that rows do not share the cache's few sets */
+    PREFETCH = 4096,     /* bytes ahead of the reader */
+};
+
+typedef uint16_t bf16;
+
+struct quantized {
+    int8_t *x;          /* [rows, num_inputs + PAD], in units of row_units */
+    float *row_units;   /* [rows] */
+    float *row_sums;    /* [rows, num_inputs / group] of x */
+    const uint8_t *weight;
+    const float *bias;  /* [num_outputs] or NULL */
+    bf16 *out;          /* [rows, num_outputs] */
+    int64_t num_rows, num_inputs, num_outputs;
+    int bits;           /* of a weight: 8, -127 to 127, or 4, 0 to 15 */
+    int64_t group;      /* inputs that share a row of scales and bases: 64 to BLOCK_INPUTS, or all */
+    const float *scales, *bases; /* [groups, num_outputs]; a weight is number * scale + base; no bases: 0 */
+};
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+AVX static __m512 widened(const bf16 *x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
+}
+
+/* One row of x to int8: its largest magnitude is 127 units. */
+AVX static void quantize(const struct quantized *p, const bf16 *x, int64_t row) {
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t k = 0; k < p->num_inputs; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(widened(x + k)));
+    float unit = _mm512_reduce_max_ps(most) / 127.0f;
+    if (unit < 1e-30f) unit = 1e-30f;
+    const __m512 inverse = _mm512_set1_ps(1.0f / unit);
+    int8_t *to = p->x + row * (p->num_inputs + PAD);
+    for (int64_t group = 0; group * p->group < p->num_inputs; group++) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t k = group * p->group; k < least((group + 1) * p->group, p->num_inputs); k += 16) {
+            __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(widened(x + k), inverse));
+            _mm_storeu_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(numbers));
+            sum = _mm512_add_epi32(sum, numbers);
+        }
+        p->row_sums[row * (p->num_inputs / p->group) + group] = (float)_mm512_reduce_add_epi32(sum);
+    }
+    p->row_units[row] = unit;
+}
+
+AMX static void configure(int64_t rows_low, int64_t rows_high) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    /* 0 1: sums of low rows, 2 3: of high rows, 4: x low, 5: x high, 6 7: a pair of W */
+    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = (uint8_t)(rows[i] ? rows[i] : 1);
+        config.row_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* The inputs [k, k + 64 steps) of a pair as tiles: where they lie, or made in `tiles`. */
+AVX static const uint8_t *tiles_of(const struct quantized *p, int64_t pair, int64_t k, int64_t steps, uint8_t *tiles) {
+    const uint8_t *from = p->weight + (pair * p->num_inputs + k) * OUTPUTS * p->bits / 8;
+    if (p->bits == 8) return from;
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int64_t step = 0; step < steps; step++, tiles += 2 * TILE, from += TILE)
+        for (int64_t line = 0; line < TILE; line += 64) {
+            _mm_prefetch((const char *)from + PREFETCH + line, _MM_HINT_T1);
+            __m512i both = _mm512_loadu_si512(from + line);
+            _mm512_store_si512(tiles + line, _mm512_and_si512(both, low));
+            _mm512_store_si512(tiles + TILE + line, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        }
+    return tiles - steps * 2 * TILE;
+}
+
+/* Sums of up to 32 rows of x and one pair over a group, as whole numbers [2 x 2 tiles of 16 x 16]. */
+AMX static inline __attribute__((always_inline)) void add(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
+                                                          int32_t *sums, int has_high, int is_fetching) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (has_high) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
+        if (is_fetching)
+            for (int line = 0; line < 2 * TILE; line += 64) _mm_prefetch((const char *)w + PREFETCH + line, _MM_HINT_T1);
+        _tile_loadd(4, x, stride);
+        _tile_loadd(6, w, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, w + TILE, 64);
+        _tile_dpbssd(1, 4, 7);
+        if (has_high) {
+            _tile_loadd(5, x + 16 * stride, stride);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    if (has_high) {
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    }
+}
+
+/* A group's whole numbers, scaled, onto the sums [rows, 32] of up to 32 rows from `row` on. */
+AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t group,
+                      const int32_t *from, float *sums, int is_first) {
+    const int64_t at = group * p->num_outputs + pair * OUTPUTS, num_groups = p->num_inputs / p->group;
+    for (int half = 0; half < 2; half++) {
+        const __m512 unit = _mm512_loadu_ps(p->scales + at + half * 16);
+        const __m512 base = p->bases ? _mm512_loadu_ps(p->bases + at + half * 16) : _mm512_setzero_ps();
+        for (int64_t i = 0; i < rows; i++) {
+            float *onto = sums + i * OUTPUTS + half * 16;
+            __m512 sum = is_first ? _mm512_setzero_ps() : _mm512_load_ps(onto);
+            const int32_t *numbers = from + (i / 16) * 512 + half * 256 + (i % 16) * 16;
+            sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(numbers)), unit, sum);
+            sum = _mm512_fmadd_ps(_mm512_set1_ps(p->row_sums[(row + i) * num_groups + group]), base, sum);
+            _mm512_store_ps(onto, sum);
+        }
+    }
+}
+
+/* The pairs [first, last) of `rows` rows from `row` on, at most BLOCK_ROWS. */
+AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    uint8_t tiles[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
+    float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    int32_t numbers[1024] __attribute__((aligned(64)));
+    const int64_t stride = p->num_inputs + PAD;
+    configure(least(rows, 16), rows >= 32 ? 16 : rows > 16 ? rows - 16 : 0);
+    for (int64_t pair = first; pair < last; pair++) {
+        for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
+            const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
+            const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
+            for (int64_t i = 0; i < rows; i += 32) {
+                const int64_t height = least(32, rows - i);
+                if (rows > 32 && height < 32) configure(least(height, 16), height > 16 ? height - 16 : 0);
+                for (int64_t j = 0; j < inputs; j += p->group) {
+                    const int8_t *x = p->x + (row + i) * stride + k + j;
+                    const int64_t steps = least(p->group, inputs - j) / 64;
+                    const int is_fetching = p->bits == 8 && i == 0;
+                    if (height > 16) add(x, stride, w + j * OUTPUTS, steps, numbers, 1, is_fetching);
+                    else add(x, stride, w + j * OUTPUTS, steps, numbers, 0, is_fetching);
+                    scale(p, row + i, height, pair, (k + j) / p->group, numbers, sums + i * OUTPUTS, k + j == 0);
+                }
+                if (rows > 32 && height < 32) configure(16, 16);
+            }
+        }
+        for (int64_t i = 0; i < rows; i++) {
+            const __m512 unit = _mm512_set1_ps(p->row_units[row + i]);
+            __m512 result[2];
+            for (int half = 0; half < 2; half++) {
+                const float *bias = p->bias + pair * OUTPUTS + half * 16;
+                const __m512 more = p->bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+                result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), unit, more);
+            }
+            _mm512_storeu_si512(p->out + (row + i) * p->num_outputs + pair * OUTPUTS,
+                                (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
+        }
+    }
+}
+
+/* out [rows, N] = x [rows, K] W^T (+ bias), where K is a multiple of 64 and of `group`, and N one of 32;
+   `group` is all of K or divides BLOCK_INPUTS.
+   `scratch`: rows * (K + 64) bytes and, behind them, rows * (1 + K / group) floats. */
+AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const float *bias, bf16 *out, int64_t num_rows,
+                                    int64_t num_inputs, int64_t num_outputs, int bits, const float *scales,
+                                    const float *bases, int64_t group, int8_t *scratch) {
+    float *units = (float *)(scratch + num_rows * (num_inputs + PAD));
+    const struct quantized p = {scratch, units, units + num_rows, weight, bias, out, num_rows, num_inputs, num_outputs,
+                                bits, group, scales, bases};
+    const int64_t num_pairs = num_outputs / OUTPUTS;
+    int64_t pairs = (256 << 10) / (num_inputs * OUTPUTS);
+    if (pairs > num_pairs / 8) pairs = num_pairs / 8;
+    if (pairs < 1) pairs = 1;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t row = 0; row < num_rows; row++) quantize(&p, x + row * num_inputs, row);
+#pragma omp for collapse(2) schedule(dynamic, 1) nowait
+        for (int64_t pair = 0; pair < num_pairs; pair += pairs)
+            for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
+                multiply_pairs(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
+        _tile_release();
+    }
+}
