@@ -11,9 +11,18 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+import torch  # noqa: F401  # brings the OpenMP that the kernels are linked to
+
 logger = logging.getLogger(__name__)
 
-_FUNCTIONS = ("outrider_has_amx", "outrider_pack", "outrider_product", "outrider_attend")
+_FUNCTIONS = (
+    "outrider_has_amx",
+    "outrider_product",
+    "outrider_gated_product",
+    "outrider_float_product",
+    "outrider_quantized_product",
+    "outrider_attend",
+)
 SWITCH = "OUTRIDER_NATIVE"  # 0: never load them, to compare
 
 
@@ -40,7 +49,7 @@ def _load() -> ctypes.CDLL:
     if found is None or found.origin is None:
         raise _Unavailable("they were not compiled when the package was installed, which takes gcc 11 or later on x86")
     try:
-        library = ctypes.CDLL(found.origin)  # its OpenMP is the one that torch has loaded: one pool of threads
+        library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
     except OSError as error:
         raise _Unavailable(str(error)) from error
     if not all(hasattr(library, name) for name in _FUNCTIONS):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,12 @@ def _weight(num_outputs: int, num_inputs: int) -> torch.Tensor:
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def test_a_processor_with_amx_has_the_kernels() -> None:
+    if shutil.which("gcc") is None or "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no gcc to compile them, or no AMX on this processor")
+    assert native_library() is not None, "install the package again: `pip install --editable .`"
 
 
 @needs_kernel
