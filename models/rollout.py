@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from models.architecture import REPETITION_PENALTY
+from models.tokens import WindowStream
+
 
 def gumbel_noise(num_sequences: int, vocab_size: int, seed: int, position: int) -> Tensor:
     """The noise [B, V] of one position, a pure function of (seed, position): draft and target draw the same."""
@@ -59,3 +62,19 @@ class RolloutPool:
     def windows(self, num_windows: int, num_tokens: int) -> Tensor:
         """`num_windows` windows [B, T + 1] drawn with replacement."""
         return self._written[self._rng.integers(0, len(self), num_windows)][:, : num_tokens + 1]
+
+
+def write_rollouts(
+    target: LlamaForCausalLM, stream: WindowStream, num_windows: int, num_prompt_tokens: int, num_tokens: int, seed: int
+) -> RolloutPool:
+    """Windows [N, num_tokens + 1] that begin with the stream's text and that the target goes on with.
+
+    Half are greedy, half at temperature 1, under the penalty that the target is served with. On the CPU, wherever the
+    target is.
+    """
+    written = []
+    for temperature in (0.0, 1.0):
+        prompts = stream.windows(num_windows // 2, num_prompt_tokens)[:, 1:].to(target.device)
+        num_new = num_tokens + 1 - num_prompt_tokens
+        written.append(generate(target, prompts, num_new, temperature, seed, REPETITION_PENALTY))
+    return RolloutPool(torch.cat(written).cpu(), seed)

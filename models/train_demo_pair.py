@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
 
-from models.architecture import REPETITION_PENALTY
 from models.card import DEMO_FOLDER, read_json, write_card
 from models.checkpoint import load_checkpoint
 from models.corpus import Corpus, collect
 from models.draft import distil_draft
 from models.evaluate import measure, save_measurements
-from models.rollout import RolloutPool, generate
+from models.rollout import write_rollouts
 from models.target import train_target
 from models.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.tokens import WindowStream, tokenize_corpus
@@ -80,23 +78,12 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
     draft_budget = budget(arguments, 1)
     stream = window_stream(arguments, corpus, arguments.seed + 1)
     target = load_checkpoint(arguments.out / "target", torch.bfloat16, draft_budget.device)
-    rollouts = write_rollouts(target, stream, arguments, draft_budget)
+    num_tokens = draft_budget.short_window_tokens
+    rollouts = write_rollouts(target, stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, num_tokens, arguments.seed)
     folder = arguments.out / "draft"
     earlier = read_json(folder / "training.json") if arguments.resume else None
     report = distil_draft(target, stream, rollouts, draft_budget, folder, arguments.seed + 1, arguments.resume)
     save_report(report, draft_budget, folder, earlier)
-
-
-def write_rollouts(
-    target: LlamaForCausalLM, stream: WindowStream, arguments: argparse.Namespace, draft_budget: Budget
-) -> RolloutPool:
-    """Continuations of training prompts: half greedy, half at temperature 1, under the penalty they are served with."""
-    num_new = draft_budget.short_window_tokens + 1 - ROLLOUT_PROMPT_TOKENS
-    written = []
-    for temperature in (0.0, 1.0):
-        prompts = stream.windows(arguments.rollouts // 2, ROLLOUT_PROMPT_TOKENS)[:, 1:].to(draft_budget.device)
-        written.append(generate(target, prompts, num_new, temperature, arguments.seed, REPETITION_PENALTY))
-    return RolloutPool(torch.cat(written).cpu(), arguments.seed)
 
 
 def save_report(report: TrainingReport, spent: Budget, folder: Path, earlier: dict[str, Any] | None = None) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from models.acceptance import Acceptance
-from models.architecture import REPETITION_PENALTY
 from models.card import DEMO_FOLDER, acceptance_table, read_json
 from models.checkpoint import load_checkpoint
 from models.corpus import collect
@@ -22,7 +21,7 @@ from models.evaluate import NUM_PROMPTS, held_out_prompts
 from models.head_acceptance import measure_head
 from models.medusa_heads import MedusaHeads, MedusaLesson, load_heads, measure_heads, save_heads
 from models.optimizer import schedule
-from models.rollout import RolloutPool, generate
+from models.rollout import write_rollouts
 from models.tokenizer import load_tokenizer
 from models.tokens import WindowStream, encode, tokenize_corpus
 from models.train import Budget, TrainingReport
@@ -57,12 +56,9 @@ class Batches:
     def __init__(self, target: LlamaForCausalLM, arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.target)
         self._stream = WindowStream(tokenize_corpus(tokenizer, collect()), arguments.seed)
-        written = []
-        for temperature in (0.0, 1.0):
-            prompts = self._stream.windows(arguments.rollouts // 2, ROLLOUT_PROMPT_TOKENS)[:, 1:]
-            num_new = WINDOW_TOKENS + 1 - ROLLOUT_PROMPT_TOKENS
-            written.append(generate(target, prompts, num_new, temperature, arguments.seed, REPETITION_PENALTY))
-        rollouts = RolloutPool(torch.cat(written), arguments.seed)
+        rollouts = write_rollouts(
+            target, self._stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed
+        )
         self._sources = itertools.cycle([self._stream] * (ROLLOUT_EVERY_BATCHES - 1) + [rollouts])
 
     def next(self) -> Tensor:

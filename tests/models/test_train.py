@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -9,8 +10,9 @@ from models.architecture import llama_config, new_model, num_parameters
 from models.checkpoint import load_checkpoint, save_checkpoint
 from models.loss import distillation_loss
 from models.optimizer import PairedOptimizer
-from models.rollout import penalise
+from models.rollout import penalise, write_rollouts
 from models.target import average
+from models.tokens import TokenizedCorpus, WindowStream
 from models.train import Budget, train
 
 
@@ -53,3 +55,14 @@ def test_a_penalty_makes_what_was_said_less_likely_and_nothing_else() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
     penalised = penalise(logits, torch.tensor([[0, 1, 0]]), 2.0)
     assert penalised.tolist() == [[1.0, -4.0, 1.0, -1.0]]
+
+
+def test_rollouts_go_on_from_the_stream_half_of_them_greedily() -> None:
+    model = new_model(llama_config(num_layers=1, hidden_size=64, mlp_size=64, num_heads=1, num_kv_heads=1), seed=0)
+    corpus = TokenizedCorpus([np.arange(400)], [], [])
+    windows = [write_rollouts(model, WindowStream(corpus, 0), 4, 6, 10, seed)._written for seed in (0, 1)]
+    assert [each.shape for each in windows] == [(4, 11), (4, 11)]
+    assert torch.equal(windows[0][:, :6], windows[1][:, :6])
+    assert all(torch.equal(row[1:6], row[:5] + 1) for row in windows[0]), "the stream's own text"
+    assert torch.equal(windows[0][:2], windows[1][:2])
+    assert not torch.equal(windows[0][2:], windows[1][2:])
