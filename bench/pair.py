@@ -72,11 +72,14 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def padded_target() -> Path:
-    """The padded fixture of the demo target as it is now, built under `CACHE` if it is not there."""
-    folder = CACHE / f"padded-{model_version(str(DEMO / 'target'))[:8]}"
+def padded_target(num_positions: int | None = None) -> Path:
+    """The padded fixture of the demo target as it is now, built under `CACHE` if it is not there.
+
+    With `num_positions` it can hold texts so long, for recordings: it was trained on fewer.
+    """
+    folder = CACHE / f"padded-{model_version(str(DEMO / 'target'))[:8]}{f'-{num_positions}' if num_positions else ''}"
     if not (folder / "config.json").exists():
-        build_fixture(DEMO / "target", folder, DEFAULT_LAYERS, DEFAULT_MLP)
+        build_fixture(DEMO / "target", folder, DEFAULT_LAYERS, DEFAULT_MLP, num_positions)
     return folder
 
 

@@ -6,7 +6,8 @@ All methods share one target, the padded fixture (the demo target's logits at th
 cache, so what is timed is decoding; a head has a target of its own. A round runs the methods one after the other on the
 same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the demo
 target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target computes
-its passes and says what was recorded.
+its passes and says what was recorded. One call in `--every` is run, whole, from early to late ones; those between are
+told to whoever drafts while the clock stands still, as history that a server would have seen.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from models.architecture import REPETITION_PENALTY
 from protos.messages import SamplingParams
 
 CACHE_BYTES = 1 << 29
+AGENT_CACHE_BYTES = 1 << 31  # the prompts of all calls that are run, read once
+AGENT_POSITIONS = 1 << 14  # of the padded fixture, whose target was trained on half of them
 MAX_QUESTION_TOKENS = 256
 
 
@@ -53,7 +56,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     rows: list[Row] = []
     with ExitStack() as stack:
-        suite = Suite(args.target or padded_target(), DEMO, args.dtype, CacheConfig(memory_bytes=CACHE_BYTES), stack)
+        target = args.target or padded_target(AGENT_POSITIONS if args.agents is not None else None)
+        cache = CacheConfig(memory_bytes=CACHE_BYTES if args.agents is None else AGENT_CACHE_BYTES)
+        suite = Suite(target, DEMO, args.dtype, cache, stack)
         methods = suite.methods(args.methods)
         for workload, law in _cases(args):
             for row in _race(methods, workload, args, law):
@@ -83,9 +88,15 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all texts; 1: they fall into loops"
     )
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each prompt")
-    parser.add_argument("--turns", type=int, default=3, help="calls of an agent's session")
-    parser.add_argument("--max-prompt-tokens", type=int, default=3000, help="of an agent's calls")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="tokens to generate for each prompt; recorded answers are said whole"
+    )
+    parser.add_argument(
+        "--every", type=int, default=16, help="one in so many of an agent's calls is run, the others are history"
+    )
+    parser.add_argument(
+        "--max-call-tokens", type=int, default=AGENT_POSITIONS, help="prompt and answer of an agent's call that is run"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="interleaved repetitions after one that is not counted")
     parser.add_argument("--target", type=Path, help="folder of the target; the padded fixture if absent")
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
@@ -101,9 +112,7 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]
     if args.questions is not None:
         workloads.append(questions(model, args.questions, num_streams, MAX_QUESTION_TOKENS))
     if args.agents is not None:
-        workloads.append(
-            agent_sessions(model, args.agents, num_streams, args.max_prompt_tokens, args.turns, args.tokens)
-        )
+        workloads.append(agent_sessions(model, args.agents, args.every, args.max_call_tokens))
     for workload in workloads:
         if workload.is_recorded:
             yield workload, SamplingParams(temperature=0.0)
@@ -114,20 +123,20 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]
 
 def _race(methods: Seq[Method], workload: Workload, args: argparse.Namespace, law: SamplingParams) -> Iterator[Row]:
     for num_streams in args.streams:
-        part = Workload(workload.name, workload.streams[:num_streams])
+        part = workload.at(num_streams)
+        num_tokens = None if workload.is_recorded else args.tokens
         runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
         for method in methods:
             _measure(method, part, 4, law)  # reads the prompts, and meets every kind of pass
         for _ in range(args.rounds):
             for method in methods:
-                runs[method.name].append(_measure(method, part, args.tokens, law))
+                runs[method.name].append(_measure(method, part, num_tokens, law))
         for name, measured in runs.items():
             yield _row(workload.name, law.temperature, num_streams, name, measured, runs[PLAIN])
 
 
-def _measure(method: Method, workload: Workload, num_tokens: int, law: SamplingParams) -> Measured:
-    engine, verifier = method.engine()
-    return Run(engine, verifier, workload, num_tokens, law).measure(method.before_step)
+def _measure(method: Method, workload: Workload, num_tokens: int | None, law: SamplingParams) -> Measured:
+    return Run(method.engine(), workload, num_tokens, law).measure(method.before_step)
 
 
 def _row(

@@ -81,9 +81,13 @@ def _copy_layer(trained: torch.nn.Module, padded: torch.nn.Module) -> None:
         corner.copy_(weight)
 
 
-def build_fixture(source: Path, out: Path, num_layers: int, mlp_size: int) -> None:
-    """Pads the checkpoint in `source` and writes it, with the tokenizer, into `out` in bfloat16."""
+def build_fixture(source: Path, out: Path, num_layers: int, mlp_size: int, num_positions: int | None = None) -> None:
+    """Pads the checkpoint in `source` and writes it, with the tokenizer, into `out` in bfloat16.
+
+    More positions than it was trained on cost what they cost, and mean nothing; None leaves them alone.
+    """
     padded = pad_model(load_checkpoint(source, torch.bfloat16), num_layers, mlp_size)
+    padded.config.max_position_embeddings = num_positions or padded.config.max_position_embeddings
     padded.save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, out / name)

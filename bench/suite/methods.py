@@ -16,7 +16,7 @@ import torch
 from actors.draft_channel import ChannelProposer
 from actors.settings import DraftKind, DraftSettings, PairSettings
 from bench.draft_child import CORES, own_cores, start_draft
-from bench.suite.recorded_verifier import RecordedVerifier
+from bench.suite.recorded_engine import RecordedEngine
 from bench.suite.shared_target import SharedTarget
 from engine.config import (
     CacheConfig,
@@ -28,7 +28,6 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.methods import proposer_of
 from engine.proposer.model import ModelProposer
@@ -36,9 +35,9 @@ from protos.messages import SpeculationMethod, VerifyMode
 
 PLAIN = "plain"
 _CHAIN = 4  # K of models and heads
-_REPEAT = 8  # K of guesses from repetition, which cost nothing to make
+_REPEAT = 8  # K of n-grams; suffixes end by themselves
 _NODES = 8  # of a tree
-_DRAFT_CACHE = CacheConfig(memory_bytes=1 << 27)
+_DRAFT_CACHE = CacheConfig(memory_bytes=1 << 29)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Method:
     num_threads: int = len(CORES)
     before_step: Callable[[], None] = field(default=lambda: None)
 
-    def engine(self) -> tuple[EngineCore, RecordedVerifier]:
+    def engine(self) -> RecordedEngine:
         """A fresh engine, and this thread on the cores that it may use."""
         torch.set_num_threads(self.num_threads)
         own_cores(CORES[: self.num_threads])

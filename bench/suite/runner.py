@@ -8,9 +8,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from bench.suite.recorded_verifier import RecordedVerifier
+from bench.suite.recorded_engine import RecordedEngine
 from bench.suite.workload import Turn, Workload
-from engine.engine_core import EngineCore
 from protos.messages import GenerateRequest, SamplingParams
 
 
@@ -35,50 +34,62 @@ class Measured:
 class Run:
     """Feeds the streams of a workload to an engine, each turn when the one before it has ended."""
 
-    def __init__(
-        self, engine: EngineCore, verifier: RecordedVerifier, workload: Workload, num_tokens: int, law: SamplingParams
-    ) -> None:
-        """`law` is how all streams are sampled, but for their seeds and lengths."""
+    def __init__(self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, law: SamplingParams) -> None:
+        """`law` is how all streams are sampled, but for their seeds and lengths: at most `num_tokens`, and all of a
+        recording for None."""
         self._engine = engine
-        self._verifier = verifier
         self._num_tokens = num_tokens
         self._law = law
         self._waiting = [deque(stream) for stream in workload.streams]
         self._num_turns = 0
         self._answers: dict[str, Seq[int]] = {}
+        self._history_s = 0.0
 
     def measure(self, before_step: Callable[[], None]) -> Measured:
-        """Run to the end. `before_step` is called before each pass, as the owner of an engine may have to."""
-        self._verifier.answers = self._answers
-        before = self._engine.stats().drafts
+        """Run to the end. `before_step` is called before each pass, as the owner of an engine may have to.
+
+        The clock stands still while history is told.
+        """
+        core = self._engine.core
+        self._engine.verifier.answers = self._answers
+        before = core.stats().drafts
         num_tokens, num_passes = 0, 0
         began_s = time.perf_counter()
         for index in range(len(self._waiting)):
             self._add_turn(index)
-        while self._engine.has_work:
+        while core.has_work:
             before_step()
-            for chunk in self._engine.step():
+            for chunk in core.step():
                 num_tokens += len(chunk.token_ids)
                 num_passes += 1
                 if chunk.finish_reason is not None:
                     self._add_turn(int(chunk.request_id.split("/")[0]))
-        seconds = time.perf_counter() - began_s
-        after = self._engine.stats().drafts
+        seconds = time.perf_counter() - began_s - self._history_s
+        after = core.stats().drafts
         num_drafted = after.num_drafts - before.num_drafts
         earlier = (*before.num_accepted_tokens_per_pos, *[0] * len(after.num_accepted_tokens_per_pos))
         stood = [now - then for now, then in zip(after.num_accepted_tokens_per_pos, earlier, strict=False)]
         return Measured(num_tokens, num_passes, seconds, tuple(count / max(1, num_drafted) for count in stood))
 
     def _add_turn(self, index: int) -> None:
-        if not self._waiting[index]:
-            return
-        turn: Turn = self._waiting[index].popleft()
+        """The next turn of a stream that is run, and the history before it."""
+        waiting = self._waiting[index]
+        began_s = time.perf_counter()
+        while waiting and not waiting[0].is_run:
+            turn = waiting.popleft()
+            self._engine.remember(self._request(index, turn), turn.answer or ())
+        self._history_s += time.perf_counter() - began_s
+        if waiting:
+            turn = waiting.popleft()
+            request = self._request(index, turn)
+            if turn.answer is not None:
+                self._answers[request.request_id] = turn.answer
+            self._engine.core.add(request)
+
+    def _request(self, index: int, turn: Turn) -> GenerateRequest:
         self._num_turns += 1
-        request_id = f"{index}/{self._num_turns}"
-        max_tokens = self._num_tokens
-        if turn.answer is not None:
-            self._answers[request_id] = turn.answer
-            max_tokens = min(len(turn.answer), self._num_tokens)
+        lengths = (self._num_tokens, None if turn.answer is None else len(turn.answer))
+        max_tokens = min(length for length in lengths if length is not None)
         # The same salt for all runs: prompts are read once, and what is timed is decoding.
         sampling = replace(self._law, max_tokens=max_tokens, seed=index)
-        self._engine.add(GenerateRequest(request_id, turn.prompt, sampling))
+        return GenerateRequest(f"{index}/{self._num_turns}", turn.prompt, sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bench.suite.recorded_engine import RecordedEngine
 from bench.suite.recorded_verifier import RecordedVerifier
 from engine.block_manager import BlockManager
 from engine.config import CacheConfig, HeadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -26,13 +27,11 @@ class SharedTarget:
         self._runner = ModelRunner(model, cache, head=head)
         self._blocks = BlockManager(self._runner.num_blocks, self._runner.block_size, self._runner.model_version)
 
-    def engine(
-        self, speculation: SpeculationConfig, make_proposer: Callable[[], Proposer | None]
-    ) -> tuple[EngineCore, RecordedVerifier]:
-        """An engine and its verifier; the target's head drafts where there is one, else what is made here."""
+    def engine(self, speculation: SpeculationConfig, make_proposer: Callable[[], Proposer | None]) -> RecordedEngine:
+        """An engine; the target's head drafts where there is one, else what is made here."""
         scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len, tree=speculation.tree)
         verifier = RecordedVerifier(Sampler())
         head = head_proposer(self._runner, speculation.tree)
         proposer = head or make_proposer() or NoProposer()
-        engine = EngineCore(self._runner, scheduler, self._blocks, proposer, verifier, speculation, head=head)
-        return engine, verifier
+        core = EngineCore(self._runner, scheduler, self._blocks, proposer, verifier, speculation, head=head)
+        return RecordedEngine(core, verifier, proposer, speculation)

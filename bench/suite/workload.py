@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,10 +16,14 @@ from bench.simulator.trace_file import read_lines
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, and the answer that was recorded for it where the workload is a recording."""
+    """A prompt, and the answer that was recorded for it where the workload is a recording.
+
+    A turn that is not run is history: whoever drafts has seen it, as if it had been served, and the target has not.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...] | None = None
+    is_run: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,25 @@ class Workload:
     def is_recorded(self) -> bool:
         return any(turn.answer is not None for stream in self.streams for turn in stream)
 
+    def at(self, num_streams: int) -> Workload:
+        """The workload of so many streams: a part of this one, but the whole of a recording, whose sessions are dealt
+        out so that all streams have about as much to say."""
+        if not self.is_recorded:
+            return Workload(self.name, self.streams[:num_streams])
+        sessions = sorted(enumerate(self.streams), key=lambda each: (-_num_said(each[1]), each[0]))
+        dealt: list[list[int]] = [[] for _ in range(num_streams)]
+        for place, _ in sessions:
+            least = min(dealt, key=lambda places: sum(_num_said(self.streams[each]) for each in places))
+            least.append(place)
+        return Workload(
+            self.name, [[turn for each in sorted(places) for turn in self.streams[each]] for places in dealt]
+        )
+
+
+def _num_said(turns: Seq[Turn]) -> int:
+    """Recorded tokens of the turns that are run."""
+    return sum(len(turn.answer or ()) for turn in turns if turn.is_run)
+
 
 def demo_text(model_path: Path, num_streams: int) -> Workload:
     """Continuations of Python that the demo pair was not trained on."""
@@ -51,24 +75,28 @@ def questions(model_path: Path, path: Path, num_streams: int, max_prompt_tokens:
     return Workload("questions", [[Turn(prompt)] for prompt in prompts])
 
 
-def agent_sessions(
-    model_path: Path, path: Path, num_streams: int, max_prompt_tokens: int, num_turns: int, num_tokens: int
-) -> Workload:
-    """Sessions of an agent, call after call with the recorded answers.
+def agent_sessions(model_path: Path, path: Path, every: int, max_tokens: int) -> Workload:
+    """The sessions of an agent, a stream each, with the recorded answers.
 
-    A session ends with its first call above `max_prompt_tokens`; those with most calls below it come first. Answers are
-    cut after `num_tokens`.
+    Of all calls, session after session, one in `every` is run, whole: early, middle and late ones as often as there
+    are. All others are history, and so are those of more than `max_tokens`, prompt and answer. Raises ValueError where
+    none is left to run.
     """
     sessions: dict[str, list[Turn]] = {}
-    ended: set[str] = set()
     for name, turn in recorded_turns(model_path, path):
-        ended |= {name} if len(turn.prompt) > max_prompt_tokens else set()
-        if name not in ended and turn.answer:
-            sessions.setdefault(name, []).append(Turn(turn.prompt, turn.answer[:num_tokens]))
-    longest = sorted(sessions.values(), key=len, reverse=True)[:num_streams]
-    if len(longest) < num_streams:
-        raise ValueError(f"{path}: {len(longest)} sessions begin within {max_prompt_tokens} tokens, not {num_streams}")
-    return Workload("agent sessions", [session[:num_turns] for session in longest])
+        sessions.setdefault(name, []).append(turn)
+    places = count()
+    streams = [
+        [replace(turn, is_run=next(places) % every == every // 2 and _num_tokens(turn) <= max_tokens) for turn in turns]
+        for turns in sessions.values()
+    ]
+    if not any(_num_said(stream) for stream in streams):
+        raise ValueError(f"{path}: no call is run of one in {every} with {max_tokens} tokens at most; change the two")
+    return Workload("agent sessions", streams)
+
+
+def _num_tokens(turn: Turn) -> int:
+    return len(turn.prompt) + len(turn.answer or ())
 
 
 def recorded_turns(model_path: Path, path: Path) -> list[tuple[str, Turn]]:

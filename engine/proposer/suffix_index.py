@@ -60,6 +60,7 @@ class SuffixIndex:
         self._capacity = capacity
         self._text_start = 0
         self._tokens: list[int] = []  # by position modulo capacity
+        self._recent: tuple[int, ...] = ()  # the last ones, as many as the longest n-gram has
         self._chains = [_Chains(size) for size in _SIZES]
 
     def __len__(self) -> int:
@@ -97,14 +98,15 @@ class SuffixIndex:
             self._forget_first()
         _put(self._tokens, self.end % self._capacity, token_id)
         self.end += 1
+        self._recent = (*self._recent[-_SIZES[-1] + 1 :], token_id)
         for chains in self._chains:
             self._link(chains, self.end - chains.size)
 
     def _link(self, chains: _Chains, place: int) -> None:
         """Note the n-gram that the latest token has completed, if it lies within the text and is all there."""
         previous = _NOWHERE
-        if place >= max(self._text_start, self.start):
-            key = self._key(place, chains.size)
+        if place >= self._text_start and place >= self.start:
+            key = hash(self._recent[-chains.size :])
             previous = chains.heads.get(key, _NOWHERE)
             chains.heads[key] = place
         if place >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.pair import DEMO
 from bench.suffix_replay import replay
 from bench.suite.methods import PLAIN, Suite
 from bench.suite.runner import Run
-from bench.suite.workload import Turn, Workload
+from bench.suite.workload import Turn, Workload, agent_sessions
 from engine.config import CacheConfig
 from engine.proposer.suffix import SuffixProposer
 from models.architecture import llama_config, new_model
@@ -46,9 +48,9 @@ def test_a_recorded_answer_is_said_in_as_few_passes_as_the_drafts_allow(demo: Pa
     with ExitStack() as stack:
         suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
         method = suite.methods([name])[-1]
-        engine, verifier = method.engine()
+        engine = method.engine()
         said: dict[str, list[int]] = {}
-        step = engine.step
+        step = engine.core.step
 
         def recording_step() -> list:
             chunks = step()
@@ -56,10 +58,9 @@ def test_a_recorded_answer_is_said_in_as_few_passes_as_the_drafts_allow(demo: Pa
                 said.setdefault(chunk.request_id, []).extend(chunk.token_ids)
             return chunks
 
-        engine.step = recording_step  # type: ignore[method-assign]
-        measured = Run(
-            engine, verifier, Workload("recorded", [turns, turns[:1]]), 50, SamplingParams(temperature=0.0)
-        ).measure(lambda: None)
+        engine.core.step = recording_step  # type: ignore[method-assign]
+        workload = Workload("recorded", [turns, turns[:1]])
+        measured = Run(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
     assert sorted(map(len, said.values())) == [9, 24, 24]
     assert said["0/1"] == list(PERIODIC)
     assert measured.num_tokens == 57
@@ -74,10 +75,60 @@ def test_a_recorded_answer_is_said_in_as_few_passes_as_the_drafts_allow(demo: Pa
 def test_answers_that_were_not_recorded_come_from_the_target(demo: Path) -> None:
     with ExitStack() as stack:
         suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
-        engine, verifier = suite.methods([PLAIN])[0].engine()
+        engine = suite.methods([PLAIN])[0].engine()
         workload = Workload("free", [[Turn((1, 2, 3))], [Turn((3, 2, 1))]])
-        measured = Run(engine, verifier, workload, 5, SamplingParams(temperature=0.0)).measure(lambda: None)
+        measured = Run(engine, workload, 5, SamplingParams(temperature=0.0)).measure(lambda: None)
     assert (measured.num_tokens, measured.num_passes) == (10, 10)
+
+
+APERIODIC = tuple(range(100, 140))
+
+
+@pytest.mark.parametrize("name", [PLAIN, "suffix", "hybrid"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_history_is_drafted_from_and_not_run(demo: Path, name: str, is_told: bool) -> None:
+    history = [Turn((1, 2, 3), APERIODIC, is_run=False)] if is_told else []
+    with ExitStack() as stack:
+        suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
+        engine = suite.methods([name])[-1].engine()
+        workload = Workload("recorded", [[*history, Turn((9, 2, 3), APERIODIC)]])
+        measured = Run(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
+        assert engine.core.stats().num_running == 0
+    assert measured.num_tokens == 40
+    assert (measured.tokens_per_pass > 4.0) == (is_told and name != PLAIN)
+
+
+def test_a_recording_is_dealt_out_whole_and_evenly() -> None:
+    sessions = [[Turn((1,), (place,) * length)] for place, length in enumerate((2, 9, 4, 5, 1, 3))]
+    workload = Workload("recorded", sessions)
+    for num_streams in (1, 2, 3, 8):
+        streams = workload.at(num_streams).streams
+        assert len(streams) == num_streams
+        assert {turn for stream in streams for turn in stream} == {turn for each in sessions for turn in each}
+    said = [sum(len(turn.answer or ()) for turn in stream) for stream in workload.at(2).streams]
+    assert said == [12, 12]
+    assert Workload("free", [[Turn((1,))], [Turn((2,))]]).at(1).streams == [[Turn((1,))]]
+
+
+def test_calls_of_all_ages_are_run_and_the_rest_is_history(demo: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "calls.jsonl"
+    calls = [
+        {"timestamp": 10 * place + session, "session_id": str(session), "input": "a b c " * place, "output": "x y z"}
+        for place in range(6)
+        for session in range(2)
+    ]
+    trace.write_text("\n".join(json.dumps(call) for call in calls))
+    sessions = agent_sessions(DEMO / "target", trace, every=4, max_tokens=1000).streams
+    assert [[turn.is_run for turn in session] for session in sessions] == [
+        [False, False, True, False, False, False],
+        [True, False, False, False, True, False],
+    ]
+    lengths = [len(turn.prompt) for turn in sessions[0]]
+    assert lengths == sorted(lengths)
+    short = agent_sessions(DEMO / "target", trace, every=1, max_tokens=lengths[3]).streams
+    assert [turn.is_run for turn in short[0]] == [True, True, True, False, False, False]
+    with pytest.raises(ValueError, match="no call is run of one in 4 with 1 tokens"):
+        agent_sessions(DEMO / "target", trace, every=4, max_tokens=1)
 
 
 def test_a_replay_of_suffixes_counts_passes_rows_and_tokens() -> None:
@@ -86,3 +137,6 @@ def test_a_replay_of_suffixes_counts_passes_rows_and_tokens() -> None:
     assert count.num_passes < 24, "the second answer was said before"
     assert count.num_rows > count.num_passes
     assert replay([Turn((1, 2, 3), (5, 6, 7))], 0, SuffixProposer()).num_passes == 3
+    after_history = replay([Turn((1, 2, 3), APERIODIC, is_run=False), Turn((9, 2, 3), APERIODIC)], 16, SuffixProposer())
+    assert after_history.num_tokens == 40
+    assert after_history.num_passes < 8

@@ -1,10 +1,13 @@
 """The padded fixture: equal logits, even spreading, refusal to cut."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.padded_fixture import pad_model, spread
+from models.padded_fixture import DEMO_TARGET, build_fixture, pad_model, spread
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -38,3 +41,11 @@ def test_trained_layers_keep_their_order_among_the_extra_ones() -> None:
 def test_a_smaller_shape_is_refused_by_its_numbers() -> None:
     with pytest.raises(ValueError, match="2 layers"):
         pad_model(tiny_model(), num_layers=2, mlp_size=160)
+
+
+def test_a_fixture_may_hold_longer_texts_than_it_was_trained_on(tmp_path: Path) -> None:
+    trained = json.loads((DEMO_TARGET / "config.json").read_text())
+    for num_positions in (None, 1 << 15):
+        build_fixture(DEMO_TARGET, tmp_path, 13, 800, num_positions)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["max_position_embeddings"] == (num_positions or trained["max_position_embeddings"])
