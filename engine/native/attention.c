@@ -169,6 +169,8 @@ INLINE void merge(float *state, const float *later, int64_t width, __mmask16 lan
 
 /* ---- A unit of keys and values, as the job's tiles read them. ---- */
 
+static const char zeros[MAX_DIM * 4] __attribute__((aligned(64)));
+
 struct unit {
     int64_t begin, count; /* keys [begin, begin + count) */
     int64_t slots[UNIT];
@@ -177,8 +179,17 @@ struct unit {
     int64_t key_strides[UNIT / 16];
 };
 
-/* Slots of the unit's keys; those from `tree_start` on follow `path`, if there is one. */
-static void find_slots(const struct attention *a, const struct span *span, const int32_t *path, struct unit *unit) {
+/* Bytes of a stored head. */
+static int64_t head_bytes(const struct attention *a, int64_t dim) {
+    return a->is_int8 ? dim + 2 : dim * (a->is_bf16 ? 2 : 4);
+}
+
+static int64_t key_bytes(const struct attention *a) { return head_bytes(a, a->key_dim); }
+static int64_t value_bytes(const struct attention *a) { return head_bytes(a, a->value_dim); }
+
+/* Where the unit's keys and values lie; those from `tree_start` on follow `path`, if there is one. */
+static void find_rows(const struct attention *a, const struct job *job, const int32_t *path, struct unit *unit) {
+    const struct span *span = job->span;
     const int32_t *table = a->tables + span->table;
     const int64_t size = a->block_size;
     int64_t end = unit->begin + unit->count;
@@ -192,6 +203,22 @@ static void find_slots(const struct attention *a, const struct span *span, const
     for (; place < unit->begin + unit->count; place++) {
         int64_t node = path[place - span->tree_start];
         unit->slots[place - unit->begin] = table[node / size] * size + node % size;
+    }
+    const char *keys = (const char *)a->keys + job->head * key_bytes(a);
+    const char *values = (const char *)a->values + job->head * value_bytes(a);
+    const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
+    for (int64_t i = 0; i < UNIT; i++) {
+        unit->keys[i] = i < unit->count ? keys + unit->slots[i] * key_stride : zeros;
+        unit->values[i] = i < unit->count ? values + unit->slots[i] * value_stride : zeros;
+    }
+}
+
+/* Ask for two rows of a unit that comes later: blocks lie anywhere, which no processor can foresee. A few at a time, so
+   that they come while others are computed with. */
+INLINE void fetch(const char *const *rows, int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += 64) {
+        _mm_prefetch(rows[0] + at, _MM_HINT_T1);
+        _mm_prefetch(rows[1] + at, _MM_HINT_T1);
     }
 }
 
@@ -209,23 +236,12 @@ INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16,
     }
 }
 
-static const char zeros[MAX_DIM * 4] __attribute__((aligned(64)));
-
-/* Where the unit's keys and values lie; `room` takes those that the kernel cannot read as they are. */
-KERNEL static void find_rows(const struct attention *a, int64_t head, struct unit *unit, char *room) {
-    const int64_t item = a->is_bf16 ? 2 : 4;
-    const int64_t key_bytes = a->is_int8 ? a->key_dim + 2 : a->key_dim * item;
-    const int64_t value_bytes = a->is_int8 ? a->value_dim + 2 : a->value_dim * item;
-    const char *keys = (const char *)a->keys + head * key_bytes;
-    const char *values = (const char *)a->values + head * value_bytes;
-    const int64_t key_stride = a->num_heads * key_bytes, value_stride = a->num_heads * value_bytes;
+/* Bring what the kernel cannot read as it is to `room`, and what it reads often: rows of a pool share few cache sets. */
+KERNEL static void load(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
+    const int64_t item = a->is_bf16 ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = up(a->key_dim, 32), value_width = up(a->value_dim, 32);
     char *room_values = room + UNIT * key_width * item;
     const int64_t count = unit->count;
-    for (int64_t i = 0; i < UNIT; i++) {
-        unit->keys[i] = i < count ? keys + unit->slots[i] * key_stride : zeros;
-        unit->values[i] = i < count ? values + unit->slots[i] * value_stride : zeros;
-    }
     if (a->is_int8)
         for (int64_t i = 0; i < count; i++) {
             load_int8(unit->keys[i], a->key_dim, key_width, a->is_bf16, room + i * key_width * item);
@@ -237,9 +253,10 @@ KERNEL static void find_rows(const struct attention *a, int64_t head, struct uni
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_whole = first + 16 <= count;
+        const int is_run = is_whole && unit->slots[first + 15] == unit->slots[first] + 15;
         if (a->is_int8 && is_whole) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_width * 2;
-        } else if (is_whole && a->key_dim % 32 == 0 && unit->slots[first + 15] == unit->slots[first] + 15) {
+        } else if (is_run && is_read_once && a->key_dim % 32 == 0) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_stride;
         } else {
             char *copy = room + first * key_width * 2;
@@ -255,7 +272,7 @@ KERNEL static void find_rows(const struct attention *a, int64_t head, struct uni
 
 /* V^T of the unit as tiles of 16 dims x 32 keys, [keys / 32, dims / 16]. Two tiles share 32 dims, of which the even one
    has 0-3 8-11 16-19 24-27 and the odd one the others: as they come apart in registers. */
-KERNEL static void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t key_dim,
+KERNEL static void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
                                     bf16 *tiles) {
     const int64_t width = up(dim, 32);
     for (int64_t key = 0; key < unit->count; key += 32)
@@ -264,14 +281,7 @@ KERNEL static void transpose_values(const struct unit *unit, int64_t dim, const 
             __m512i low[16], high[16];
             for (int64_t i = 0; i < 16; i++) {
                 const char *const *rows = unit->values + key + 2 * i;
-                if (next) {
-                    _mm_prefetch(next->values[key + 2 * i] + 2 * d, _MM_HINT_T0);
-                    _mm_prefetch(next->values[key + 2 * i + 1] + 2 * d, _MM_HINT_T0);
-                    if (d < key_dim) {
-                        _mm_prefetch(next->keys[key + 2 * i] + 2 * d, _MM_HINT_T0);
-                        _mm_prefetch(next->keys[key + 2 * i + 1] + 2 * d, _MM_HINT_T0);
-                    }
-                }
+                if (next && d == 0) fetch(next->values + key + 2 * i, num_bytes);
                 __m512i first = _mm512_maskz_loadu_epi16(dims, rows[0] + 2 * d);
                 __m512i second = _mm512_maskz_loadu_epi16(dims, rows[1] + 2 * d);
                 low[i] = _mm512_unpacklo_epi16(first, second);
@@ -364,21 +374,16 @@ INLINE __mmask16 seen(const struct sight *sight, int64_t key) {
 
 /* Scores of one tile to weights, in place or as pairs of bfloat16; peak, total and sums follow the new peak. */
 INLINE void soften(const struct sight *sight, int64_t begin, int64_t num_keys, float *scores, float scale, float *state,
-                   int64_t width, bf16 *weights, int is_masked) {
-    __m512 top = _mm512_set1_ps(FLOOR), top_odd = top;
-    if (is_masked) {
-        for (int64_t key = 0; key < num_keys; key++) {
-            __m512 score = _mm512_loadu_ps(scores + key * LANES);
-            score = _mm512_mask_mov_ps(top_odd, seen(sight, begin + key), score);
-            top = _mm512_max_ps(top, score);
+                   int64_t width, const struct unit *next, int64_t num_bytes, bf16 *weights, int is_masked) {
+    const __m512 floor = _mm512_set1_ps(FLOOR);
+    __m512 tops[4] = {floor, floor, floor, floor};
+    for (int64_t key = 0; key < num_keys; key += 4)
+        for (int i = 0; i < 4; i++) {
+            __m512 score = _mm512_loadu_ps(scores + (key + i) * LANES);
+            if (is_masked) score = _mm512_mask_mov_ps(floor, seen(sight, begin + key + i), score);
+            tops[i] = _mm512_max_ps(tops[i], score);
         }
-    } else {
-        for (int64_t key = 0; key < num_keys; key += 2) {
-            top = _mm512_max_ps(top, _mm512_loadu_ps(scores + key * LANES));
-            top_odd = _mm512_max_ps(top_odd, _mm512_loadu_ps(scores + (key + 1) * LANES));
-        }
-        top = _mm512_max_ps(top, top_odd);
-    }
+    const __m512 top = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
     const __m512 factor = _mm512_set1_ps(scale);
     const __m512 peak = _mm512_loadu_ps(state);
     const __m512 new_peak = _mm512_max_ps(peak, _mm512_mul_ps(top, factor));
@@ -387,6 +392,10 @@ INLINE void soften(const struct sight *sight, int64_t begin, int64_t num_keys, f
                                                 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t key = 0; key < num_keys; key += 2) {
         float *at = scores + key * LANES;
+        if (next) {
+            fetch(next->keys + key, num_bytes);
+            if (!weights) fetch(next->values + key, num_bytes);
+        }
         __m512 even = _mm512_fmsub_ps(_mm512_loadu_ps(at), factor, new_peak);
         __m512 odd = _mm512_fmsub_ps(_mm512_loadu_ps(at + LANES), factor, new_peak);
         even = power_of_two(even, weights != NULL);
@@ -494,8 +503,8 @@ INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, 
 }
 
 /* Add a unit to the states of one or two tiles. */
-INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const bf16 *values, const void *queries,
-                         const struct sight *sights, float *states, int is_pair) {
+INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
+                         const void *queries, const struct sight *sights, float *states, int is_pair) {
     float scores[2 * UNIT * LANES] __attribute__((aligned(64)));
     bf16 weights[2 * UNIT * LANES] __attribute__((aligned(64)));
     const int64_t key_width = up(a->key_dim, 32), width = up(a->value_dim, 32), size = state_size(width);
@@ -512,23 +521,26 @@ INLINE void attend_tiles(const struct attention *a, const struct unit *unit, con
         const int is_masked = unit->begin + num_keys - 1 > sight->lowest ||
                               (sight->window && unit->begin <= sight->highest - sight->window);
         float *state = states + tile * size;
-        if (is_masked && a->is_bf16) soften(sight, unit->begin, num_keys, scored, scale, state, width, weighed, 1);
-        else if (is_masked) soften(sight, unit->begin, num_keys, scored, scale, state, width, NULL, 1);
-        else if (a->is_bf16) soften(sight, unit->begin, num_keys, scored, scale, state, width, weighed, 0);
-        else soften(sight, unit->begin, num_keys, scored, scale, state, width, NULL, 0);
+        const struct unit *later = tile ? NULL : next;
+        const int64_t first = unit->begin, bytes = key_bytes(a);
+        if (is_masked && a->is_bf16)
+            soften(sight, first, num_keys, scored, scale, state, width, NULL, 0, weighed, 1);
+        else if (is_masked) soften(sight, first, num_keys, scored, scale, state, width, NULL, 0, NULL, 1);
+        else if (a->is_bf16) soften(sight, first, num_keys, scored, scale, state, width, later, bytes, weighed, 0);
+        else soften(sight, first, num_keys, scored, scale, state, width, later, bytes, NULL, 0);
     }
     if (a->is_bf16) add_bf16(values, weights, num_keys, width, states + 2 * LANES, size, is_pair);
     else add_f32(unit, a->value_dim, scores, num_keys, states + 2 * LANES, size, is_pair);
 }
 
-KERNEL static void attend_one(const struct attention *a, const struct unit *unit, const bf16 *values,
-                              const void *queries, const struct sight *sights, float *states) {
-    attend_tiles(a, unit, values, queries, sights, states, 0);
+KERNEL static void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
+                              const bf16 *values, const void *queries, const struct sight *sights, float *states) {
+    attend_tiles(a, unit, next, values, queries, sights, states, 0);
 }
 
-KERNEL static void attend_two(const struct attention *a, const struct unit *unit, const bf16 *values,
-                              const void *queries, const struct sight *sights, float *states) {
-    attend_tiles(a, unit, values, queries, sights, states, 1);
+KERNEL static void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
+                              const bf16 *values, const void *queries, const struct sight *sights, float *states) {
+    attend_tiles(a, unit, next, values, queries, sights, states, 1);
 }
 
 /* ---- A job. ---- */
@@ -606,6 +618,11 @@ KERNEL static void look(struct work *w, int64_t token, int64_t first_tile, int64
     }
 }
 
+static void take(const struct work *w, int64_t begin, int64_t end, const int32_t *path, struct unit *unit) {
+    unit->begin = begin, unit->count = least(UNIT, end - begin);
+    find_rows(w->a, w->job, path, unit);
+}
+
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
 KERNEL static void walk(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first, int64_t last) {
     const struct attention *a = w->a;
@@ -622,18 +639,28 @@ KERNEL static void walk(struct work *w, int64_t begin, int64_t end, const int32_
         }
     }
     begin = most(begin, oldest / UNIT * UNIT);
-    struct unit *unit = w->units;
+    struct unit *unit = w->units, *next = unit + 1;
+    if (begin < end) {
+        take(w, begin, end, path, unit);
+        for (int64_t i = 0; i < UNIT; i += 2) {
+            fetch(unit->keys + i, key_bytes(a));
+            fetch(unit->values + i, value_bytes(a));
+        }
+    }
     for (; begin < end; begin += UNIT) {
-        unit->begin = begin, unit->count = least(UNIT, end - begin);
-        find_slots(a, w->job->span, path, unit);
-        find_rows(a, w->job->head, unit, w->room);
-        if (a->is_bf16) transpose_values(unit, a->value_dim, NULL, a->key_dim, w->values);
+        const int has_next = begin + UNIT < end;
+        if (has_next) take(w, begin + UNIT, end, path, next);
+        load(a, unit, w->room, last - first <= FEW_TILES);
+        if (a->is_bf16) transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
         for (int64_t tile = first; tile < last; tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
-            if (tile + 1 < last) attend_two(a, unit, w->values, queries, w->sights + tile, states);
-            else attend_one(a, unit, w->values, queries, w->sights + tile, states);
+            const struct unit *later = has_next && tile == first ? next : NULL;
+            if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->sights + tile, states);
+            else attend_one(a, unit, later, w->values, queries, w->sights + tile, states);
         }
+        struct unit *done = unit;
+        unit = next, next = done;
     }
 }
 
@@ -772,11 +799,11 @@ struct jobs {
     struct merge *merges;
     float *partials;
     int64_t num_jobs, num_merges, num_partials; /* numbers of all partials */
-    double work; /* lanes x keys */
+    double work; /* lanes x keys of one head */
 };
 
 /* The jobs of one span and `lanes` of it; with `jobs->jobs` NULL they are only counted. */
-static void plan_lanes(const struct attention *a, const struct span *span, int64_t head, int64_t first, int64_t lanes,
+static void plan_lanes(const struct attention *a, const struct span *span, int64_t first, int64_t lanes,
                        struct jobs *jobs) {
     const int64_t last_token = (first + lanes - 1) / a->group_size;
     int64_t first_split = 0, last_split = 1;
@@ -790,22 +817,23 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
     }
     const int64_t num_tiles = (lanes + LANES - 1) / LANES, num_splits = last_split - first_split;
     const int64_t size = num_tiles * state_size(up(a->value_dim, 32));
-    struct job job = {span, head, first, lanes, first_split, last_split, NULL, NULL};
-    if (num_splits == 1 || num_tiles > FEW_TILES) {
-        if (jobs->jobs) jobs->jobs[jobs->num_jobs] = job;
-        jobs->num_jobs++;
-        return;
-    }
-    if (jobs->jobs) {
-        struct merge *merge = job.merge = jobs->merges + jobs->num_merges;
-        *merge = (struct merge){jobs->partials + jobs->num_partials, num_splits, size, num_splits};
-        for (int64_t i = 0; i < num_splits; i++) {
+    const int is_split = num_splits > 1 && num_tiles <= FEW_TILES;
+    for (int64_t head = 0; jobs->jobs && head < a->num_heads; head++) {
+        struct job job = {span, head, first, lanes, first_split, last_split, NULL, NULL};
+        if (!is_split) {
+            jobs->jobs[jobs->num_jobs + head] = job;
+            continue;
+        }
+        struct merge *merge = job.merge = jobs->merges + jobs->num_merges + head;
+        *merge = (struct merge){jobs->partials + jobs->num_partials + head * num_splits * size, num_splits, size, num_splits};
+        for (int64_t i = 0; i < num_splits; i++) { /* heads side by side in memory are read side by side */
             job.first_split = first_split + i, job.last_split = job.first_split + 1;
             job.partial = merge->partials + i * size;
-            jobs->jobs[jobs->num_jobs + i] = job;
+            jobs->jobs[jobs->num_jobs + i * a->num_heads + head] = job;
         }
     }
-    jobs->num_jobs += num_splits, jobs->num_merges++, jobs->num_partials += num_splits * size;
+    jobs->num_jobs += a->num_heads * (is_split ? num_splits : 1);
+    if (is_split) jobs->num_merges += a->num_heads, jobs->num_partials += a->num_heads * num_splits * size;
 }
 
 static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
@@ -815,8 +843,7 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
         const int64_t lanes = span->num_rows * a->group_size;
         /* Later rows see more keys: they come first. */
         for (int64_t first = (lanes - 1) / block * block; first >= 0; first -= block)
-            for (int64_t head = 0; head < a->num_heads; head++)
-                plan_lanes(a, span, head, first, least(block, lanes - first), jobs);
+            plan_lanes(a, span, first, least(block, lanes - first), jobs);
     }
 }
 
