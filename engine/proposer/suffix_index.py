@@ -8,7 +8,7 @@ instead of a path of nodes, and forgetting the oldest one costs the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -47,6 +47,18 @@ class _Chains:
         self.heads: dict[int, int] = {}  # hash of an n-gram -> its latest place
         self.previous: list[int] = []  # by place modulo capacity
 
+    def extend(self, tokens: Seq[int], text_start: int) -> None:
+        """Note all n-grams of `tokens` that are not noted yet, for an index that has forgotten nothing.
+
+        Those that begin before `text_start` are none, for they reach into the text before.
+        """
+        heads, previous, first = self.heads, self.previous, len(self.previous)
+        ngrams = zip(*(tokens[first + offset :] for offset in range(self.size)), strict=False)
+        for place, key in enumerate(map(hash, ngrams), first):
+            previous.append(heads.get(key, _NOWHERE) if place >= text_start else _NOWHERE)
+            if place >= text_start:
+                heads[key] = place
+
 
 class SuffixIndex:
     """The last `capacity` tokens of one or several texts; all of them without a capacity.
@@ -60,14 +72,19 @@ class SuffixIndex:
         self._capacity = capacity
         self._text_start = 0
         self._tokens: list[int] = []  # by position modulo capacity
-        self._recent: tuple[int, ...] = ()  # the last ones, as many as the longest n-gram has
         self._chains = [_Chains(size) for size in _SIZES]
 
     def __len__(self) -> int:
         return self.end - self.start
 
-    def extend(self, token_ids: Iterable[int]) -> None:
+    def extend(self, token_ids: Seq[int]) -> None:
         """Take in more tokens of the current text; the cost does not depend on what is held."""
+        if self.end + len(token_ids) <= self._capacity:
+            self._tokens += token_ids
+            self.end += len(token_ids)
+            for chains in self._chains:
+                chains.extend(self._tokens, self._text_start)
+            return
         for token_id in token_ids:
             self._append(token_id)
 
@@ -98,7 +115,6 @@ class SuffixIndex:
             self._forget_first()
         _put(self._tokens, self.end % self._capacity, token_id)
         self.end += 1
-        self._recent = (*self._recent[-_SIZES[-1] + 1 :], token_id)
         for chains in self._chains:
             self._link(chains, self.end - chains.size)
 
@@ -106,7 +122,7 @@ class SuffixIndex:
         """Note the n-gram that the latest token has completed, if it lies within the text and is all there."""
         previous = _NOWHERE
         if place >= self._text_start and place >= self.start:
-            key = hash(self._recent[-chains.size :])
+            key = self._key(place, chains.size)
             previous = chains.heads.get(key, _NOWHERE)
             chains.heads[key] = place
         if place >= 0:
@@ -120,7 +136,7 @@ class SuffixIndex:
         self.start += 1
 
     def _key(self, place: int, size: int) -> int:
-        return hash(tuple(self._tokens[at % self._capacity] for at in range(place, min(place + size, self.end))))
+        return hash(tuple([self._tokens[at % self._capacity] for at in range(place, min(place + size, self.end))]))
 
     def _positions(self, chains: _Chains, suffix: Seq[int]) -> Iterator[int]:
         """Positions after the latest occurrences of the suffix's last n-gram; hashes may collide, so look closer."""

@@ -322,7 +322,7 @@ def test_a_full_index_stops_growing() -> None:
     index = SuffixIndex(capacity=1_000)
     sizes = []
     for _ in range(6):
-        index.extend(dice.randrange(1 << 17) for _ in range(1_000))
+        index.extend([dice.randrange(1 << 17) for _ in range(1_000)])
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert len(index) == 1_000
