@@ -79,7 +79,7 @@ class NativePass:
         layout = _Layout(spans)
         self._layout = [upload(numbers, dtype, _CPU) for numbers, dtype in layout.lists()]
         call = _Call(num_rows=len(self._slots), num_spans=len(layout.spans))
-        call.block_size = cache.block_size
+        call.slots, call.block_size = self._slots.data_ptr(), cache.block_size
         call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVKind.INT8
         for name, tensor in zip(_LAYOUT, self._layout, strict=True):
             setattr(call, name, tensor.data_ptr())
@@ -88,10 +88,6 @@ class NativePass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         cache, call = self._cache, self._call
         query, key, value = (_rowwise(heads) for heads in (query, key, value))
-        if cache.kind is KVKind.INT8:
-            cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        else:
-            call.slots = self._slots.data_ptr()
         _, num_heads, num_rows, key_dim = query.shape
         _, num_kv_heads, _, value_dim = value.shape
         out = query.new_empty(1, num_rows, num_heads, value_dim)

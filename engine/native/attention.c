@@ -9,9 +9,10 @@
    A lane's bits depend on its query and on the keys that it sees, each at its own place, and on nothing else: keys are
    read in units of UNIT that begin at fixed places, each SPLIT of them has softmax and sums of its own
    (arXiv:2205.14135), and splits are merged in their order (arXiv:2311.01282), whoever has read them. A key that a lane
-   does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys up
-   to the last unit that lies before the tree with the other lanes, and the rest by itself. */
+   does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
+   up to the last unit that lies before the tree with the other lanes, and the rest by itself. */
 
+#include <float.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -55,7 +56,7 @@ struct attention {
     const void *new_keys, *new_values; /* [T, H, D] */
     void *keys, *values; /* [N, P, H, D], with a unit behind each head where `is_int8` */
     void *out; /* [T, H * G, D of the values] */
-    const int64_t *slots; /* [T], of the new keys; NULL: they are in the pool */
+    const int64_t *slots; /* [T], of the new keys */
     const float *sinks; /* [H * G] or NULL */
     const struct span *spans;
     const int32_t *tables;
@@ -236,7 +237,8 @@ INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16,
     }
 }
 
-/* Bring what the kernel cannot read as it is to `room`, and what it reads often: rows of a pool share few cache sets. */
+/* Bring to `room` what the kernel cannot read as it is, and keys that it reads often: rows of a pool lie so far apart
+   that they share few sets of the cache. */
 KERNEL static void load(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
     const int64_t item = a->is_bf16 ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = up(a->key_dim, 32), value_width = up(a->value_dim, 32);
@@ -439,8 +441,8 @@ KERNEL static void cap(float *scores, int64_t num_keys, float scaling, float sof
 }
 
 /* sums += V^T P for the first `num_keys` of the unit. */
-INLINE void add_bf16(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums, int64_t size,
-                     int is_pair) {
+INLINE void add_bf16(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
+                     int64_t size, int is_pair) {
     for (int64_t d = 0; d < width; d += 32) {
         float *low = sums + d * LANES, *high = low + 16 * LANES;
         _tile_loadd(0, low, 64);
@@ -503,8 +505,9 @@ INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, 
 }
 
 /* Add a unit to the states of one or two tiles. */
-INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
-                         const void *queries, const struct sight *sights, float *states, int is_pair) {
+INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
+                         const bf16 *values, const void *queries, const struct sight *sights, float *states,
+                         int is_pair) {
     float scores[2 * UNIT * LANES] __attribute__((aligned(64)));
     bf16 weights[2 * UNIT * LANES] __attribute__((aligned(64)));
     const int64_t key_width = up(a->key_dim, 32), width = up(a->value_dim, 32), size = state_size(width);
@@ -761,7 +764,7 @@ KERNEL static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-KERNEL static void run(const struct attention *a, const struct job *job) {
+KERNEL static void compute(const struct attention *a, const struct job *job) {
     struct work w = {.a = a, .job = job, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
     const int64_t item = a->is_bf16 ? 2 : 4, key_width = up(a->key_dim, 32), width = up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
@@ -790,6 +793,13 @@ KERNEL static void run(const struct attention *a, const struct job *job) {
         return;
     }
     for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
+}
+
+static void run(const struct attention *a, const struct job *job) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
+    compute(a, job);
+    _mm_setcsr(mode);
 }
 
 /* ---- All jobs. ---- */
@@ -825,7 +835,8 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
             continue;
         }
         struct merge *merge = job.merge = jobs->merges + jobs->num_merges + head;
-        *merge = (struct merge){jobs->partials + jobs->num_partials + head * num_splits * size, num_splits, size, num_splits};
+        float *partials = jobs->partials + jobs->num_partials + head * num_splits * size;
+        *merge = (struct merge){partials, num_splits, size, num_splits};
         for (int64_t i = 0; i < num_splits; i++) { /* heads side by side in memory are read side by side */
             job.first_split = first_split + i, job.last_split = job.first_split + 1;
             job.partial = merge->partials + i * size;
@@ -847,16 +858,48 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
     }
 }
 
-/* Keep the KV of row `row`. */
+INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is_bf16) {
+    if (!is_bf16) return _mm512_maskz_loadu_ps(lanes, head + d * 4);
+    __m256i bits = _mm256_maskz_loadu_epi16(lanes, head + d * 2);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+/* A head as int8 with its unit, to the bit what engine/int8_heads.py makes of it. */
+KERNEL static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
+    __m512 largest = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += 16) {
+        const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(number_at(head, d, lanes, is_bf16)));
+    }
+    float unit = _mm512_reduce_max_ps(largest) / 127.0f;
+    if (unit < FLT_MIN) unit = FLT_MIN; /* never zero */
+    uint32_t bits;
+    memcpy(&bits, &unit, 4);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000; /* to the nearest bfloat16 */
+    const __m512 units = _mm512_castsi512_ps(_mm512_set1_epi32((int)bits));
+    for (int64_t d = 0; d < dim; d += 16) {
+        const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
+        __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(number_at(head, d, lanes, is_bf16), units));
+        whole = _mm512_min_epi32(_mm512_max_epi32(whole, _mm512_set1_epi32(-127)), _mm512_set1_epi32(127));
+        _mm_mask_storeu_epi8(out + d, lanes, _mm512_cvtepi32_epi8(whole));
+    }
+    const bf16 stored = (bf16)(bits >> 16);
+    memcpy(out + dim, &stored, 2);
+}
+
+static void keep_head(const struct attention *a, const char *head, int64_t dim, char *out) {
+    if (a->is_int8) keep_int8(head, dim, a->is_bf16, out);
+    else memcpy(out, head, head_bytes(a, dim));
+}
+
+/* Keep the KV of a row. */
 static void keep(const struct attention *a, int64_t row) {
     const int64_t item = a->is_bf16 ? 2 : 4;
-    const int64_t key_bytes = a->key_dim * item, value_bytes = a->value_dim * item;
     for (int64_t head = 0; head < a->num_heads; head++) {
         const int64_t at = a->slots[row] * a->num_heads + head;
-        memcpy((char *)a->keys + at * key_bytes,
-               (const char *)a->new_keys + (row * a->key_row + head * a->key_head) * item, key_bytes);
-        memcpy((char *)a->values + at * value_bytes,
-               (const char *)a->new_values + (row * a->value_row + head * a->value_head) * item, value_bytes);
+        const int64_t key = row * a->key_row + head * a->key_head, value = row * a->value_row + head * a->value_head;
+        keep_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
+        keep_head(a, (const char *)a->new_values + value * item, a->value_dim, (char *)a->values + at * value_bytes(a));
     }
 }
 
@@ -879,10 +922,8 @@ KERNEL int outrider_attend(const struct attention *a) {
 #pragma omp parallel if (!is_small)
     {
         if (a->is_bf16) configure();
-        if (a->slots) {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < a->num_rows; row++) keep(a, row);
-        }
+        for (int64_t row = 0; row < a->num_rows; row++) keep(a, row);
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < jobs.num_jobs; i++) run(a, jobs.jobs + i);
         if (a->is_bf16) _tile_release();

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention import LayerOptions
 from engine.config import CacheConfig, ModelConfig
+from engine.int8_heads import to_int8_heads
 from engine.kv_kind import KVKind
 from engine.model_runner import ModelRunner
 from engine.native_attention import NativeAttention
@@ -104,9 +105,14 @@ def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float) -> None:
     world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVKind.INT8)
-    plan = NativeAttention(world.spans, world.cache).whole(slice(0, 0))
-    key = torch.empty(1, 2, 0, 24, dtype=dtype), torch.empty(1, 2, 0, 40, dtype=dtype)
-    out = plan.attend(0, world.query.transpose(0, 1)[None], *key, PLAIN)[0]
+    num_rows = len(world.query)
+    generator, sizes = torch.Generator().manual_seed(1), torch.logspace(-40, 0, num_rows)[:, None]
+    key, value = ((torch.randn(1, 2, num_rows, dim, generator=generator) * sizes).to(dtype) for dim in (24, 40))
+    slots = torch.cat([world.slots(span, span.start, span.end) for span in world.spans])
+    out = NativeAttention(world.spans, world.cache).whole(slots)
+    out = out.attend(0, world.query.transpose(0, 1)[None], key, value, PLAIN)[0]
+    for pool, heads in ((world.cache.keys[0], key), (world.cache.values[0], value)):
+        assert torch.equal(pool.flatten(0, 1)[slots], to_int8_heads(heads[0].transpose(0, 1)))
     torch.testing.assert_close(out.double(), world.expected(PLAIN), rtol=0, atol=atol)
 
 
