@@ -164,7 +164,7 @@ def check_mix(seed: int, num_blocks: int, max_tokens_per_step: int = 256) -> Non
     waiting = make_core(False, num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
     behind = make_core(True, num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
     assert live(behind, arrivals(seed)) == live(waiting, arrivals(seed))
-    assert behind.stats().num_overlapped_passes > 20
+    assert behind.stats().num_overlapped_passes > 10
     assert waiting.stats().num_overlapped_passes == 0
     assert behind.stats().num_used_blocks == 0
     if num_blocks == 200:
