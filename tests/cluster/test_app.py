@@ -51,7 +51,7 @@ def test_limits_reach_the_engine(model: str):
         "model_id": "m",
         "target": {"path": model, "dtype": "float32", "num_threads": 3},
         "draft": {"kind": "model", "path": model, "num_threads": 1},
-        "speculation": {"num_tokens": 6, "verify": "rejection"},
+        "speculation": {"num_tokens": 6, "verify": "rejection", "num_guess_tokens": 9},
         "cache": {"block_size": 32, "memory_gib": 2},
         "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 100},
         "pair": {"max_queued_requests": 5},
@@ -60,7 +60,8 @@ def test_limits_reach_the_engine(model: str):
     settings = settings_of(pair)
     engine = settings.engine
     assert (engine.model.dtype, engine.model.num_threads) == ("float32", 3)
-    assert (engine.speculation.num_tokens, engine.speculation.verify) == (6, "rejection")
+    speculation = engine.speculation
+    assert (speculation.num_tokens, speculation.verify, speculation.guess_limit) == (6, "rejection", 9)
     assert (engine.cache.block_size, engine.cache.memory_bytes) == (32, 2 << 30)
     assert (engine.scheduler.max_tokens_per_step, engine.scheduler.max_model_len) == (512, 100)
     assert settings.max_requests == 13
