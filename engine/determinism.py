@@ -1,7 +1,8 @@
 """What `deterministic: true` asks of a model: the bits of a row's logits depend on the text before it and nothing else.
 
 Then speculation, batches, chunks and prefix hits change no token in any dtype. `engine.exact_rows` and
-`engine.exact_attention` bring it about; here is what they cannot do, and the look at the whole model, at every start.
+`engine.native_attention` (or `engine.exact_attention`) bring it about; here is what they cannot do, and the look at the
+whole model, at every start.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ _OTHER_LENGTH = 11
 Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 
 
-def obstacle(model: PreTrainedModel, records: Seq[LayerRecord]) -> str | None:
-    """Why the model cannot be made deterministic; None if it can."""
+def obstacle(model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool) -> str | None:
+    """Why the model cannot be made deterministic, with our own attention kernel or torch's; None if it can."""
     config = model.config.get_text_config()
     if model.device.type != "cpu":
         return f"it runs on {model.device}, whose products are not deterministic yet; use device cpu"
     if any(getattr(config, key, None) for key in _EXPERT_KEYS):
         return "how many rows an expert gets depends on the whole pass"
-    for record in records:
+    for record in [] if has_own_kernel else records:
         if record.options.softcap is not None or record.options.sinks is not None:
-            return f"layer {record.layer} has a softcap or attention sinks, for which no kernel works in fixed units"
+            return f"layer {record.layer} has a softcap or attention sinks: torch has no kernel in fixed units for them"
         if record.shape.key_dim != record.shape.value_dim:
-            return f"keys and values of layer {record.layer} differ in size, for which no kernel works in fixed units"
+            return (
+                f"keys and values of layer {record.layer} differ in size: torch has no kernel in fixed units for them"
+            )
     return None
 
 

@@ -87,6 +87,7 @@ class NativePass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         cache, call = self._cache, self._call
+        assert query.dtype == key.dtype == value.dtype == cache.dtype, "the kernel is told one dtype"
         query, key, value = (_rowwise(heads) for heads in (query, key, value))
         _, num_heads, num_rows, key_dim = query.shape
         _, num_kv_heads, _, value_dim = value.shape

@@ -25,6 +25,7 @@ from engine.kv_cache import KVCache, LayerShape
 from engine.kv_kind import KVKind
 from engine.llama_decoder import LlamaDecoder
 from engine.model_division import divide
+from engine.native_attention import NativeAttention
 from engine.packed_linear import Linear, pack_linears
 from engine.quantized_linear import Quantization
 from engine.rank import ALONE, Rank
@@ -69,11 +70,11 @@ class PagedModel:
         """
         stock_logits = _stock_logits(model)
         records = record_attention(model)
-        if is_deterministic and (reason := obstacle(model, records)):
-            raise _not_deterministic(model, reason)
         self.vocab_size = stock_logits.shape[-1]
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, rank.device or model.device
+        if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
+            raise _not_deterministic(model, reason)
         self._decoder: LlamaDecoder | StockDecoder
         if LlamaDecoder.fits(model):
             options = [record.options for record in records]
@@ -139,6 +140,10 @@ class PagedModel:
         expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())
+
+    def _is_native(self, plan_attention: PlanAttention) -> bool:
+        cache = self.new_cache(1, _PROBE_BLOCK_SIZE)
+        return isinstance(plan_attention([Span([0], 0, [0], 1)], cache), NativeAttention)
 
     def _first_difference(self, plan_attention: PlanAttention) -> str | None:
         cache = self.new_cache(num_blocks=3, block_size=32)

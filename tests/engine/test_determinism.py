@@ -15,6 +15,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.kv_move import compaction
 from engine.model_runner import ModelRunner
+from engine.native_library import native_library
 from engine.proposer import Proposer
 from engine.proposer.model import ModelProposer
 from engine.proposer.ngram import NgramProposer
@@ -113,7 +114,16 @@ def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(folders: dic
 )
 def test_what_cannot_be_made_deterministic_is_refused(folders: dict[str, Path], family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"target.deterministic is true.*{reason}.*set it to false"):
-        load(folders[family], "float32")
+        load(folders[family], "float32", attention="torch")
+
+
+@pytest.mark.skipif(native_library() is None, reason="no native kernels here: not compiled, or no AMX")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_our_own_kernel_takes_softcaps_too(folders: dict[str, Path], dtype: str) -> None:
+    runner = load(folders["gemma2"], dtype)
+    expected = runner.forward([span(0, LENGTH)])
+    for ends in ((30, 35, 36, 41, LENGTH), (17, *range(18, LENGTH + 1))):
+        assert torch.equal(in_pieces(runner, ends, beside=True), expected)
 
 
 def test_a_model_that_is_not_deterministic_after_all_is_refused(
