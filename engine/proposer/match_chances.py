@@ -12,7 +12,8 @@ _TRUST = 8.0  # votes that the first guess is worth
 
 
 class MatchChances:
-    """Chances by length of the match, all texts together; `n / (n + 1)` for n tokens before anything is known.
+    """Chances by length of the match, all texts together; `n / (n + 2)` for n tokens before anything is known, which
+    lies between what prose and agents turn out to have.
 
     A token with a part of the vote stands so much less often, so what is learned is standing per vote.
     """
@@ -24,7 +25,7 @@ class MatchChances:
     def of(self, match_len: int, share: float) -> float:
         """The chance that a token with this share of the vote stands if all before it do."""
         kind = _kind_of(match_len)
-        first_guess = match_len / (match_len + 1)
+        first_guess = match_len / (match_len + 2)
         return min(1.0, share * (self._stood[kind] + _TRUST * first_guess) / (self._voted[kind] + _TRUST))
 
     def observe(self, match_len: int, share: float, *, stood: bool) -> None:
