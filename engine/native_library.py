@@ -10,19 +10,13 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch  # noqa: F401  # brings the OpenMP that the kernels are linked to
 
 logger = logging.getLogger(__name__)
 
-_FUNCTIONS = (
-    "outrider_has_amx",
-    "outrider_product",
-    "outrider_gated_product",
-    "outrider_float_product",
-    "outrider_quantized_product",
-    "outrider_attend",
-)
+_SOURCES = Path(__file__).with_name("native")
 SWITCH = "OUTRIDER_NATIVE"  # 0: never load them, to compare
 
 
@@ -48,12 +42,12 @@ def _load() -> ctypes.CDLL:
     found = find_spec("engine._native")
     if found is None or found.origin is None:
         raise _Unavailable("they were not compiled when the package was installed, which takes gcc 11 or later on x86")
+    if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.glob("*.c")):
+        raise _Unavailable("their sources have changed since they were compiled; install the package again")
     try:
         library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
     except OSError as error:
         raise _Unavailable(str(error)) from error
-    if not all(hasattr(library, name) for name in _FUNCTIONS):
-        raise _Unavailable("they were compiled from other sources than these; install the package again")
     if not library.outrider_has_amx():
         raise _Unavailable("this processor, or the kernel above it, has no AMX for bfloat16")
     return library
