@@ -28,7 +28,7 @@ enum {
     MAX_TILES = 16,  /* of a job */
     FEW_TILES = 2,   /* up to which the splits of a job are jobs of their own */
     MAX_DIM = 256,   /* of a head */
-    SMALL = 1 << 16, /* lanes x keys below which one thread does all */
+    SMALL = 1 << 14, /* lanes of whole tiles x keys below which one thread does all */
 };
 
 static const float FLOOR = -1e30f; /* finite: a lane that has seen no key yet makes no NaN */
@@ -809,21 +809,21 @@ struct jobs {
     struct merge *merges;
     float *partials;
     int64_t num_jobs, num_merges, num_partials; /* numbers of all partials */
-    double work; /* lanes x keys of one head */
+    double work; /* lanes of whole tiles x keys of one head */
 };
 
 /* The jobs of one span and `lanes` of it; with `jobs->jobs` NULL they are only counted. */
 static void plan_lanes(const struct attention *a, const struct span *span, int64_t first, int64_t lanes,
                        struct jobs *jobs) {
-    const int64_t last_token = (first + lanes - 1) / a->group_size;
+    const int64_t last_token = (first + lanes - 1) / a->group_size, whole = up(lanes, LANES);
     int64_t first_split = 0, last_split = 1;
     if (span->nodes < 0) {
         const int64_t end = span->start + last_token + 1;
         const int64_t oldest = a->window ? most(0, span->start + first / a->group_size - a->window + 1) : 0;
         first_split = oldest / SPLIT, last_split = (end + SPLIT - 1) / SPLIT;
-        jobs->work += (double)lanes * (end - oldest);
+        jobs->work += (double)whole * (end - oldest);
     } else {
-        jobs->work += (double)lanes * (span->tree_start + span->num_rows);
+        jobs->work += (double)whole * (span->tree_start + span->num_rows);
     }
     const int64_t num_tiles = (lanes + LANES - 1) / LANES, num_splits = last_split - first_split;
     const int64_t size = num_tiles * state_size(up(a->value_dim, 32));
