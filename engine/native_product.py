@@ -27,17 +27,22 @@ class NativeProduct:
         self._width = self._num_outputs  # of a row of the result
         self._packed = tiled(weight.detach().bfloat16(), 2)
         library = _library()
+        self._dtype = weight.dtype
         is_float32 = weight.dtype == torch.float32
         self._multiply = library.outrider_float_product if is_float32 else library.outrider_product
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """Whether this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
+        if not has_tiles(weight):
+            return False
         is_widened = weight.dtype == torch.float32 and torch.equal(weight.bfloat16().float(), weight)
-        return has_tiles(weight) and (weight.dtype == torch.bfloat16 or is_widened)
+        return weight.dtype == torch.bfloat16 or is_widened
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""
+        if x.dtype is not self._dtype or x.shape[-1] != self._num_inputs:
+            raise TypeError(f"rows are {x.shape[-1]} {x.dtype}; the weight takes {self._num_inputs} {self._dtype}")
         rows = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._width)
         bias = None if self._bias is None else self._bias.data_ptr()

@@ -43,9 +43,11 @@ class NativeQuantizedProduct:
         return has_tiles(weight, _INPUTS) and weight.dtype == torch.bfloat16 and is_whole
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        rows = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], self._num_outputs)
+        """[..., in] -> [..., out], of the dtype of `x`. Raises TypeError for rows of another length."""
+        if x.shape[-1] != self._num_inputs:
+            raise TypeError(f"rows are of {x.shape[-1]} numbers; the weight takes {self._num_inputs}")
+        rows = x.bfloat16().contiguous()
+        out = rows.new_empty(*x.shape[:-1], self._num_outputs)
         num_rows = rows.numel() // self._num_inputs
         scratch = torch.empty(
             num_rows * (self._num_inputs + _PAD + 4 * (1 + self._num_groups)), dtype=torch.int8, device=x.device
@@ -64,7 +66,7 @@ class NativeQuantizedProduct:
             self._num_inputs // self._num_groups,
             scratch.data_ptr(),
         )
-        return out
+        return out.to(x.dtype)
 
 
 def _address(table: Tensor | None) -> int | None:

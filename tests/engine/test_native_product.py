@@ -151,3 +151,14 @@ def test_the_kernels_can_be_switched_off() -> None:
     code = "from engine.native_library import native_library; print(native_library())"
     done = subprocess.run([sys.executable, "-c", code], env={SWITCH: "0"}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_are_not_the_weights_are_refused(dtype: torch.dtype) -> None:
+    multiply = NativeProduct(_weight(32, 64).to(dtype), None)
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    with pytest.raises(TypeError, match="64"):
+        multiply(torch.zeros(3, 64, dtype=other))
+    with pytest.raises(TypeError, match="32"):
+        multiply(torch.zeros(3, 32, dtype=dtype))

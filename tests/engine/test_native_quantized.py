@@ -95,3 +95,12 @@ def test_only_whole_groups_of_whole_tiles_fit() -> None:
     assert not fits(torch.zeros(32, 128).bfloat16(), 32)
     assert not fits(torch.zeros(32, 384).bfloat16(), 192)
     assert not fits(torch.zeros(48, 128).bfloat16(), 64)
+
+
+def test_the_result_has_the_dtype_of_the_rows() -> None:
+    numbers, scales = _int8((32, 64))
+    multiply = NativeQuantizedProduct(numbers, scales, None, None)
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(multiply(x.float()), multiply(x).float())
+    with pytest.raises(TypeError, match="32"):
+        multiply(x[:, :32])
