@@ -13,7 +13,7 @@ help:  ## list the targets
 
 install: $(DEV_INSTALLED)  ## create .venv with everything Outrider and its tests need
 
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard engine/native/*.c)
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
 	@echo "[1/4] installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
 	@$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Who computes attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AMX."""
+"""Who computes attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX-512."""
 
 from __future__ import annotations
 

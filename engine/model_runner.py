@@ -25,7 +25,7 @@ from engine.kv_kind import KVKind
 from engine.kv_move import KVMove
 from engine.kv_transfer import KVLayout
 from engine.model_loader import load_model, model_version
-from engine.native_library import native_library
+from engine.native_library import native_instructions
 from engine.paged_model import PagedModel
 from engine.pass_graph import Passed
 from engine.position_limit import max_positions
@@ -220,7 +220,7 @@ def _rounding(model: ModelConfig) -> str:
     """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
     if not model.deterministic:
         return "any"
-    kernels = "torch" if native_library() is None else "native"
+    kernels = native_instructions() or "torch's"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
 

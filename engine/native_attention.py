@@ -1,4 +1,4 @@
-"""Paged attention on processors with AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
+"""Paged attention on AVX-512 or AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
 
 It stands where `engine.attention.PagedAttentionPass` stands elsewhere, which gathers blocks into padded batches for
 torch's kernel, and is held to it by the tests and, at every start, by the agreement check of `engine.paged_model`.
@@ -54,8 +54,9 @@ class NativeAttention:
         if not fits(cache):
             raise ConfigError(
                 f"attention is 'native', which reads keys and values in bfloat16, float32 and int8 with heads of up to "
-                f"{_MAX_DIM} numbers on processors with AMX, and these are {cache.kind.name_of(cache.dtype)} with "
-                f"{cache.max_head_dim} on {cache.device}; set it to auto or torch"
+                f"{_MAX_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
+                f"{cache.kind.name_of(cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
+                "set it to auto or torch"
             )
         self._spans = spans
         self._cache = cache

@@ -33,7 +33,8 @@ class NativeQuantizedProduct:
         self._scales, self._bases, self._bias = (
             None if table is None else table.detach().float().contiguous() for table in (scales, bases, bias)
         )
-        self._num_groups = len(scales)
+        self._group_size = self._num_inputs // len(scales)
+        self._num_parts = -(-self._num_inputs // min(self._group_size, _BLOCK))  # that the kernel sums as whole numbers
         self._multiply = _kernel()
 
     @staticmethod
@@ -49,9 +50,8 @@ class NativeQuantizedProduct:
         rows = x.bfloat16().contiguous()
         out = rows.new_empty(*x.shape[:-1], self._num_outputs)
         num_rows = rows.numel() // self._num_inputs
-        scratch = torch.empty(
-            num_rows * (self._num_inputs + _PAD + 4 * (1 + self._num_groups)), dtype=torch.int8, device=x.device
-        )
+        num_bytes = num_rows * (self._num_inputs + _PAD + 4 * (1 + self._num_parts))
+        scratch = torch.empty(num_bytes, dtype=torch.int8, device=x.device)
         self._multiply(
             rows.data_ptr(),
             self._packed.data_ptr(),
@@ -63,7 +63,7 @@ class NativeQuantizedProduct:
             self._num_bits,
             _address(self._scales),
             _address(self._bases),
-            self._num_inputs // self._num_groups,
+            self._group_size,
             scratch.data_ptr(),
         )
         return out.to(x.dtype)

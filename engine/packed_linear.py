@@ -1,4 +1,4 @@
-"""Linear layers whose weight is packed once for the processor: for our kernel where there is AMX, or oneDNN's.
+"""Linear layers whose weight is packed once for the processor: for our kernel on AVX-512 or AMX, or oneDNN's.
 
 oneDNN reads a reordered bf16 weight at nearly the machine's memory speed, `F.linear` at half of it for a few rows. The
 two operators are private to torch: its version is pinned, `can_pack` guards them, and a test compares both ways.

@@ -5,7 +5,7 @@ the outlier columns), so that the product runs on the processor's int8 units. Su
 their order: a row's result does not depend on the rows beside it.
 int4: one scale and one middle per group of inputs.
 
-Both run on our own kernel where there is AMX (`engine.native_quantized`), whose rows become int8 for int4 weights too;
+Both run on our own kernel on AVX-512 or AMX (`engine.native_quantized`), whose rows become int8 for int4 weights too;
 elsewhere on torch's operators: that of int4 computes in bfloat16, wins for up to four rows and is slow with many.
 
 The law that is served is that of the quantised weights; everything above this file is exact with respect to it.

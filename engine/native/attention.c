@@ -1,4 +1,4 @@
-/* Paged attention on AVX-512, and on AMX where keys and values are bfloat16: the pool is read in place.
+/* Paged attention on AVX-512, and on AMX for keys and values in bfloat16: the pool is read in place.
 
    A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
    Everything is computed with lanes side by side in registers: no sum crosses a register.
@@ -12,14 +12,11 @@
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself. */
 
+#include "processor.h"
+
 #include <float.h>
-#include <immintrin.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define KERNEL __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
-#define INLINE KERNEL static inline __attribute__((always_inline))
 
 enum {
     LANES = 16,
@@ -85,12 +82,10 @@ struct merge {
     int64_t num_open;           /* jobs that have not ended */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t up(int64_t a, int64_t unit) { return (a + unit - 1) / unit * unit; }
 
 /* 2^x to 2e-9 of itself, and to 9e-5 where `is_rough`, as weights in bfloat16 may be; exactly 1 at 0. */
-INLINE __m512 power_of_two(__m512 x, int is_rough) {
+AVX INLINE __m512 power_of_two(__m512 x, int is_rough) {
     __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* [0, 1) */
     __m512 sum;
     if (is_rough) {
@@ -109,7 +104,7 @@ INLINE __m512 power_of_two(__m512 x, int is_rough) {
 }
 
 /* rows[i] holds M[i, 0 .. 15] -> M[0 .. 15, i]. */
-INLINE void transpose(__m512i rows[16]) {
+AVX INLINE void transpose(__m512i rows[16]) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
         a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
@@ -135,27 +130,17 @@ INLINE void transpose(__m512i rows[16]) {
     }
 }
 
-KERNEL static void configure(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.rows[i] = 16, config.row_bytes[i] = 64;
-    _tile_loadconfig(&config);
-}
-
 /* ---- The softmax of some lanes over some keys: [peak | total | sums, dim by dim], 16 lanes each. ---- */
 
 static int64_t state_size(int64_t width) { return (width + 2) * LANES; }
 
-INLINE void clear(float *state, int64_t width, __mmask16 lanes) {
+AVX INLINE void clear(float *state, int64_t width, __mmask16 lanes) {
     _mm512_mask_storeu_ps(state, lanes, _mm512_set1_ps(FLOOR));
     for (int64_t i = 1; i < width + 2; i++) _mm512_mask_storeu_ps(state + i * LANES, lanes, _mm512_setzero_ps());
 }
 
 /* Add what `later` has seen to `state`, for some lanes. */
-INLINE void merge(float *state, const float *later, int64_t width, __mmask16 lanes) {
+AVX INLINE void merge(float *state, const float *later, int64_t width, __mmask16 lanes) {
     __m512 peak = _mm512_loadu_ps(state), peak_later = _mm512_loadu_ps(later);
     __m512 top = _mm512_max_ps(peak, peak_later);
     __m512 factor = power_of_two(_mm512_sub_ps(peak, top), 0);
@@ -216,7 +201,7 @@ static void find_rows(const struct attention *a, const struct job *job, const in
 
 /* Ask for two rows of a unit that comes later: blocks lie anywhere, which no processor can foresee. A few at a time, so
    that they come while others are computed with. */
-INLINE void fetch(const char *const *rows, int64_t num_bytes) {
+AVX INLINE void fetch(const char *const *rows, int64_t num_bytes) {
     for (int64_t at = 0; at < num_bytes; at += 64) {
         _mm_prefetch(rows[0] + at, _MM_HINT_T1);
         _mm_prefetch(rows[1] + at, _MM_HINT_T1);
@@ -224,7 +209,7 @@ INLINE void fetch(const char *const *rows, int64_t num_bytes) {
 }
 
 /* A stored head of int8 as numbers of the model's type, zeros up to `width`. */
-INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
+AVX INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
     bf16 bits;
     memcpy(&bits, head + dim, 2);
     const __m512 unit = _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)bits << 16)));
@@ -239,7 +224,7 @@ INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16,
 
 /* Bring to `room` what the kernel cannot read as it is, and keys that it reads often: rows of a pool lie so far apart
    that they share few sets of the cache. */
-KERNEL static void load(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
+AVX static void load(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
     const int64_t item = a->is_bf16 ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = up(a->key_dim, 32), value_width = up(a->value_dim, 32);
     char *room_values = room + UNIT * key_width * item;
@@ -274,7 +259,7 @@ KERNEL static void load(const struct attention *a, struct unit *unit, char *room
 
 /* V^T of the unit as tiles of 16 dims x 32 keys, [keys / 32, dims / 16]. Two tiles share 32 dims, of which the even one
    has 0-3 8-11 16-19 24-27 and the odd one the others: as they come apart in registers. */
-KERNEL static void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
+AVX static void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
                                     bf16 *tiles) {
     const int64_t width = up(dim, 32);
     for (int64_t key = 0; key < unit->count; key += 32)
@@ -302,8 +287,8 @@ KERNEL static void transpose_values(const struct unit *unit, int64_t dim, const 
 /* ---- One or two tiles of lanes over one unit. ---- */
 
 /* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
-INLINE void score_bf16(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width, float *scores,
-                       int is_pair) {
+AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                            float *scores, int is_pair) {
     const int64_t num_tiles = (unit->count + 15) / 16;
     for (int64_t tile = 0; tile < num_keys / 16; tile += 2) {
         const int64_t other = least(tile + 1, num_tiles - 1);
@@ -336,7 +321,34 @@ INLINE void score_bf16(const struct unit *unit, int64_t num_keys, const bf16 *qu
     }
 }
 
-INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float *queries, int64_t dim, int64_t width,
+/* `score_tiles` without AMX. */
+AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                                 float *scores, int is_pair) {
+    const int at_once = is_pair ? 8 : 16; /* keys, whose sums fill the registers */
+    const int64_t last_tile = (unit->count - 1) / 16;
+    for (int64_t key = 0; key < num_keys; key += at_once) {
+        const int64_t tile = least(key / 16, last_tile), stride = unit->key_strides[tile];
+        const char *keys = unit->key_tiles[tile] + key % 16 * stride;
+        __m512 sums[16][2];
+        for (int i = 0; i < at_once; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < width; d += 2) {
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
+            const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(queries + (width + d) * LANES) : first;
+#pragma GCC unroll 16
+            for (int i = 0; i < at_once; i++) {
+                const __m512bh numbers = (__m512bh)broadcast(keys + i * stride + d * 2);
+                sums[i][0] = _mm512_dpbf16_ps(sums[i][0], first, numbers);
+                if (is_pair) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], second, numbers);
+            }
+        }
+        for (int i = 0; i < at_once; i++) {
+            _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
+            if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
+        }
+    }
+}
+
+AVX INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float *queries, int64_t dim, int64_t width,
                       float *scores, int is_pair) {
     for (int64_t key = 0; key < num_keys; key += 8) {
         __m512 sums[8][2];
@@ -366,7 +378,7 @@ struct sight {
     int64_t window;
 };
 
-INLINE __mmask16 seen(const struct sight *sight, int64_t key) {
+AVX INLINE __mmask16 seen(const struct sight *sight, int64_t key) {
     __m512i place = _mm512_set1_epi32((int)key);
     __mmask16 lanes = _mm512_cmple_epi32_mask(place, sight->position);
     if (!sight->window) return lanes;
@@ -375,8 +387,9 @@ INLINE __mmask16 seen(const struct sight *sight, int64_t key) {
 }
 
 /* Scores of one tile to weights, in place or as pairs of bfloat16; peak, total and sums follow the new peak. */
-INLINE void soften(const struct sight *sight, int64_t begin, int64_t num_keys, float *scores, float scale, float *state,
-                   int64_t width, const struct unit *next, int64_t num_bytes, bf16 *weights, int is_masked) {
+AVX INLINE void soften(const struct sight *sight, int64_t begin, int64_t num_keys, float *scores, float scale,
+                       float *state, int64_t width, const struct unit *next, int64_t num_bytes, bf16 *weights,
+                       int is_masked) {
     const __m512 floor = _mm512_set1_ps(FLOOR);
     __m512 tops[4] = {floor, floor, floor, floor};
     for (int64_t key = 0; key < num_keys; key += 4)
@@ -428,7 +441,7 @@ INLINE void soften(const struct sight *sight, int64_t begin, int64_t num_keys, f
 }
 
 /* cap tanh(score * scaling / cap), to 1e-7 of the cap. */
-KERNEL static void cap(float *scores, int64_t num_keys, float scaling, float softcap) {
+AVX static void cap(float *scores, int64_t num_keys, float scaling, float softcap) {
     const __m512 one = _mm512_set1_ps(1.0f), factor = _mm512_set1_ps(2 * LOG2_E * scaling / softcap);
     const __m512 bound = _mm512_set1_ps(60.0f);
     for (int64_t i = 0; i < num_keys * LANES; i += LANES) {
@@ -441,8 +454,8 @@ KERNEL static void cap(float *scores, int64_t num_keys, float scaling, float sof
 }
 
 /* sums += V^T P for the first `num_keys` of the unit. */
-INLINE void add_bf16(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
-                     int64_t size, int is_pair) {
+AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
+                          int64_t size, int is_pair) {
     for (int64_t d = 0; d < width; d += 32) {
         float *low = sums + d * LANES, *high = low + 16 * LANES;
         _tile_loadd(0, low, 64);
@@ -473,8 +486,40 @@ INLINE void add_bf16(const bf16 *values, const bf16 *weights, int64_t num_keys, 
     }
 }
 
-/* The same for `dims` of the sums from `d` on. */
-INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
+/* `add_tiles` without AMX. */
+AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
+                               int64_t size, int is_pair) {
+    const int at_once = is_pair ? 8 : 16; /* dims, whose sums fill the registers */
+    for (int64_t d = 0; d < width; d += at_once) {
+        float *onto = sums + d * LANES;
+        __m512 kept[16][2];
+        for (int i = 0; i < at_once; i++) {
+            kept[i][0] = _mm512_loadu_ps(onto + i * LANES);
+            if (is_pair) kept[i][1] = _mm512_loadu_ps(onto + size + i * LANES);
+        }
+        for (int64_t key = 0; key < num_keys; key += 32) {
+            const bf16 *tile = values + (key / 32 * (width / 16) + d / 16) * 512 + d % 16 * 32;
+            for (int64_t i = 0; i < 32; i += 2) {
+                const bf16 *at = weights + (key + i) * LANES;
+                const __m512bh first = (__m512bh)_mm512_loadu_si512(at);
+                const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(at + UNIT * LANES) : first;
+#pragma GCC unroll 16
+                for (int dim = 0; dim < at_once; dim++) {
+                    const __m512bh numbers = (__m512bh)broadcast(tile + dim * 32 + i);
+                    kept[dim][0] = _mm512_dpbf16_ps(kept[dim][0], first, numbers);
+                    if (is_pair) kept[dim][1] = _mm512_dpbf16_ps(kept[dim][1], second, numbers);
+                }
+            }
+        }
+        for (int i = 0; i < at_once; i++) {
+            _mm512_storeu_ps(onto + i * LANES, kept[i][0]);
+            if (is_pair) _mm512_storeu_ps(onto + size + i * LANES, kept[i][1]);
+        }
+    }
+}
+
+/* The same in float32, for `dims` of the sums from `d` on. */
+AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
                          float *sums, int64_t size, int is_pair) {
     __m512 kept[8][2];
     for (int i = 0; i < dims; i++) {
@@ -497,7 +542,7 @@ INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const flo
     }
 }
 
-INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, int64_t num_keys, float *sums,
+AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, int64_t num_keys, float *sums,
                     int64_t size, int is_pair) {
     int64_t d = 0;
     for (; d + 8 <= dim; d += 8) add_dims_f32(unit, d, 8, weights, num_keys, sums, size, is_pair);
@@ -505,7 +550,7 @@ INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, 
 }
 
 /* Add a unit to the states of one or two tiles. */
-INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
+AMX INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct sight *sights, float *states,
                          int is_pair) {
     float scores[2 * UNIT * LANES] __attribute__((aligned(64)));
@@ -514,7 +559,8 @@ INLINE void attend_tiles(const struct attention *a, const struct unit *unit, con
     const int64_t highest = is_pair ? most(sights[0].highest, sights[1].highest) : sights[0].highest;
     const int64_t num_keys = up(least(unit->count, highest + 1 - unit->begin), 32);
     if (num_keys <= 0) return;
-    if (a->is_bf16) score_bf16(unit, num_keys, queries, key_width, scores, is_pair);
+    if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, key_width, scores, is_pair);
+    else if (a->is_bf16) score_vectors(unit, num_keys, queries, key_width, scores, is_pair);
     else score_f32(unit, num_keys, queries, a->key_dim, key_width, scores, is_pair);
     for (int tile = 0; tile <= is_pair; tile++) {
         const struct sight *sight = sights + tile;
@@ -532,16 +578,18 @@ INLINE void attend_tiles(const struct attention *a, const struct unit *unit, con
         else if (a->is_bf16) soften(sight, first, num_keys, scored, scale, state, width, later, bytes, weighed, 0);
         else soften(sight, first, num_keys, scored, scale, state, width, later, bytes, NULL, 0);
     }
-    if (a->is_bf16) add_bf16(values, weights, num_keys, width, states + 2 * LANES, size, is_pair);
-    else add_f32(unit, a->value_dim, scores, num_keys, states + 2 * LANES, size, is_pair);
+    float *sums = states + 2 * LANES;
+    if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
+    else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
+    else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);
 }
 
-KERNEL static void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
+AMX static void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
                               const bf16 *values, const void *queries, const struct sight *sights, float *states) {
     attend_tiles(a, unit, next, values, queries, sights, states, 0);
 }
 
-KERNEL static void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
+AMX static void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
                               const bf16 *values, const void *queries, const struct sight *sights, float *states) {
     attend_tiles(a, unit, next, values, queries, sights, states, 1);
 }
@@ -581,7 +629,7 @@ static int64_t query_head(const struct work *w, int64_t lane) {
 }
 
 /* Queries of the job's lanes to [tiles, D, LANES], pairs of dims side by side in bfloat16; zeros up to whole widths. */
-KERNEL static void take_queries(struct work *w) {
+AVX static void take_queries(struct work *w) {
     const struct attention *a = w->a;
     const int64_t item = a->is_bf16 ? 2 : 4, bytes = a->key_dim * item, width = up(a->key_dim, 32) * item;
     for (int64_t tile = 0; tile < w->num_tiles; tile++)
@@ -605,7 +653,7 @@ KERNEL static void take_queries(struct work *w) {
 }
 
 /* What the lanes of one token see, or of all tokens where it is -1. */
-KERNEL static void look(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
+AVX static void look(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
         int32_t positions[LANES];
         struct sight *sight = w->sights + tile;
@@ -627,7 +675,7 @@ static void take(const struct work *w, int64_t begin, int64_t end, const int32_t
 }
 
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
-KERNEL static void walk(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first, int64_t last) {
+AVX static void walk(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first, int64_t last) {
     const struct attention *a = w->a;
     const int64_t item = a->is_bf16 ? 2 : 4, query_size = up(a->key_dim, 32) * LANES * item;
     const int64_t size = state_size(up(a->value_dim, 32));
@@ -668,7 +716,7 @@ KERNEL static void walk(struct work *w, int64_t begin, int64_t end, const int32_
 }
 
 /* A tile's result to its rows. */
-KERNEL static void store(const struct work *w, int64_t tile, const float *state) {
+AVX static void store(const struct work *w, int64_t tile, const float *state) {
     const struct attention *a = w->a;
     const int64_t dim = a->value_dim, width = up(dim, 32);
     float sinks[LANES];
@@ -711,7 +759,7 @@ KERNEL static void store(const struct work *w, int64_t tile, const float *state)
 }
 
 /* The last job of some lanes merges what all of them have left. */
-KERNEL static void merge_partials(const struct work *w, float *states) {
+AVX static void merge_partials(const struct work *w, float *states) {
     struct merge *m = w->job->merge;
     if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return;
     const int64_t width = up(w->a->value_dim, 32), size = state_size(width);
@@ -732,7 +780,7 @@ static __mmask16 lanes_of(const struct work *w, int64_t token, int64_t tile) {
 }
 
 /* End a split for the lanes of `token`, or for all where it is -1. */
-KERNEL static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
+AVX static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
     const int64_t width = up(w->a->value_dim, 32), size = state_size(width);
     for (int64_t tile = first; tile < last; tile++) {
         const __mmask16 lanes = lanes_of(w, token, tile);
@@ -742,7 +790,7 @@ KERNEL static void close_split(struct work *w, float *merged, int64_t token, int
 }
 
 /* Nodes of a tree: what lies before it is read by all, up to a whole unit, and the rest by each along its path. */
-KERNEL static void attend_tree(struct work *w, float *merged) {
+AVX static void attend_tree(struct work *w, float *merged) {
     const int64_t shared = w->job->span->tree_start / UNIT * UNIT;
     look(w, -1, 0, w->num_tiles);
     for (int64_t begin = 0; begin < shared; begin += SPLIT) {
@@ -764,7 +812,7 @@ KERNEL static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-KERNEL static void compute(const struct attention *a, const struct job *job) {
+AVX static void compute(const struct attention *a, const struct job *job) {
     struct work w = {.a = a, .job = job, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
     const int64_t item = a->is_bf16 ? 2 : 4, key_width = up(a->key_dim, 32), width = up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
@@ -858,14 +906,14 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
     }
 }
 
-INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is_bf16) {
+AVX INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is_bf16) {
     if (!is_bf16) return _mm512_maskz_loadu_ps(lanes, head + d * 4);
     __m256i bits = _mm256_maskz_loadu_epi16(lanes, head + d * 2);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
 /* A head as int8 with its unit, to the bit what engine/int8_heads.py makes of it. */
-KERNEL static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
+AVX static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
     __m512 largest = _mm512_setzero_ps();
     for (int64_t d = 0; d < dim; d += 16) {
         const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
@@ -904,7 +952,7 @@ static void keep(const struct attention *a, int64_t row) {
 }
 
 /* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
-KERNEL int outrider_attend(const struct attention *a) {
+AMX int outrider_attend(const struct attention *a) {
     struct jobs jobs = {0};
     int64_t block = MAX_TILES * LANES;
     plan(a, &jobs, block);
@@ -921,12 +969,12 @@ KERNEL int outrider_attend(const struct attention *a) {
     plan(a, &jobs, block);
 #pragma omp parallel if (!is_small)
     {
-        if (a->is_bf16) configure();
+        if (a->is_bf16 && outrider_has_tiles) configure_tiles(16, 16);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->num_rows; row++) keep(a, row);
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < jobs.num_jobs; i++) run(a, jobs.jobs + i);
-        if (a->is_bf16) _tile_release();
+        if (a->is_bf16 && outrider_has_tiles) _tile_release();
     }
     free(jobs.jobs);
     return 0;

@@ -1,29 +1,22 @@
 /* Products by a matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16 rows on
-   AMX, of float32 rows (a float32 model whose checkpoint was bfloat16) on AVX-512.
+   AMX or on AVX-512's bfloat16, of float32 rows (a float32 model whose checkpoint was bfloat16) on AVX-512.
 
    W [N, K] lies as a stream of AMX tiles of 1 KB, in the order in which the kernel reads them: for each *pair* of 16
    outputs and another 16, for each 32 inputs, the tile of the one and the tile of the other.
 
        pair 0: [k 0..31 | out 0..15][k 0..31 | out 16..31][k 32..63 | out 0..15] ...      pair 1: ...
 
-   A row of a tile holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ... K - 1 in float32, in that
-   order, however many rows x has: a row's result does not depend on the rows beside it. */
+   A row of a tile, which is a vector too, holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ...
+   K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
 
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define AVX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
-#define INLINE static inline __attribute__((always_inline))
+#include "processor.h"
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
     LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
     FEW_ROWS = 32,      /* that read W as one stream */
+    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, in halves of a tile */
     FLOAT_ROWS = 12,    /* whose sums fill the registers */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
     BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
@@ -42,38 +35,11 @@ struct product {
     int is_gated;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Whether this processor, and the kernel under it, give us AMX. */
-int outrider_has_amx(void) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bf16")) return 0;
-    unsigned a, b, c, d;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    if (!((d >> 22) & 1) || !((d >> 24) & 1)) return 0; /* AMX-BF16, AMX-TILE */
-    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-}
-
-AMX static void configure(int rows_low, int rows_high) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    /* 0 1: sums of low rows, 2 3: of high rows, 4: x low, 5: x high, 6 7: a pair of W */
-    const int rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = rows[i] ? rows[i] : 1;
-        config.row_bytes[i] = 64;
-    }
-    _tile_loadconfig(&config);
-}
-
 /* Sums of up to 32 rows and one pair over `steps` x 32 inputs: onto `sums` [2 x 2 tiles of 16 x 16], or anew.
    A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind, the high rows `high` behind.
    Per step, the cache lines [from, to) of W are fetched for later, `ahead` numbers further on. */
-AMX INLINE void add(const bf16 *x, int64_t stride, int64_t step, int64_t high, const bf16 *w, int64_t steps,
-                    float *sums, int is_first, int has_high, int64_t ahead, int from, int to) {
+AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, int64_t high, const bf16 *w, int64_t steps,
+                          float *sums, int is_first, int has_high, int64_t ahead, int from, int to) {
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -109,6 +75,45 @@ AMX INLINE void add(const bf16 *x, int64_t stride, int64_t step, int64_t high, c
         _tile_stored(2, sums + 512, 64);
         _tile_stored(3, sums + 768, 64);
     }
+}
+
+/* `add_tiles` without AMX, for at most half a tile of rows. */
+AVX INLINE void add_vectors(const int rows, const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps,
+                            float *sums, int is_first, int64_t ahead, int from, int to) {
+    __m512 sum[VECTOR_ROWS][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++)
+            sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
+    for (int64_t k = 0; k < steps; k++) {
+        for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
+        for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(w + line * 32);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(w + TILE + line * 32);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const __m512bh inputs = (__m512bh)broadcast((const char *)x + row * stride + line * 4);
+                sum[row][0] = _mm512_dpbf16_ps(sum[row][0], first, inputs);
+                sum[row][1] = _mm512_dpbf16_ps(sum[row][1], second, inputs);
+            }
+        }
+        x += step, w += 2 * TILE;
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
+}
+
+/* The same for up to 32 rows, half a tile at a time. */
+AVX static void add_halves(int64_t rows, const bf16 *x, int64_t stride, int64_t step, int64_t high, const bf16 *w,
+                           int64_t steps, float *sums, int is_first, int64_t ahead, int from, int to) {
+#define ROWS(n) case n: add_vectors(n, at, stride, step, w, steps, onto, is_first, ahead, from, to); break;
+    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, from = to) {
+        const bf16 *at = x + row / 16 * high + row % 16 * (stride / 2);
+        float *onto = sums + row / 16 * 512 + row % 16 * 16;
+        switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+    }
+#undef ROWS
 }
 
 /* x / (1 + e^-x) to 1e-4 of itself, a twentieth of what bfloat16 rounds away. */
@@ -148,16 +153,17 @@ AMX static void finish(const struct product *p, int64_t row, int64_t rows, int64
     }
 }
 
-/* Up to 32 rows and the pairs [first, last): each pair is read whole, as one stream. */
+/* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
 AMX static void multiply_few(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[1024] __attribute__((aligned(64)));
     const int64_t steps = p->num_inputs / 32, stride = p->num_inputs * 2;
     const bf16 *x = p->x + row * p->num_inputs;
-    configure(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0);
+    if (outrider_has_tiles) configure_tiles(least(rows, 16), most(rows, 16) - 16);
     for (int64_t pair = first; pair < last; pair++) {
         const bf16 *w = p->weight + pair * steps * 2 * TILE;
-        if (rows > 16) add(x, stride, 32, 16 * p->num_inputs, w, steps, sums, 1, 1, PREFETCH, 0, LINES);
-        else add(x, stride, 32, 0, w, steps, sums, 1, 0, PREFETCH, 0, LINES);
+        if (!outrider_has_tiles) add_halves(rows, x, stride, 32, 0, w, steps, sums, 1, PREFETCH, 0, LINES);
+        else if (rows > 16) add_tiles(x, stride, 32, 16 * p->num_inputs, w, steps, sums, 1, 1, PREFETCH, 0, LINES);
+        else add_tiles(x, stride, 32, 0, w, steps, sums, 1, 0, PREFETCH, 0, LINES);
         finish(p, row, rows, pair, sums);
     }
 }
@@ -177,7 +183,7 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
     const int64_t next = p->num_inputs * OUTPUTS; /* weights to the next pair */
-    configure(16, 16);
+    if (outrider_has_tiles) configure_tiles(16, 16);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
         int64_t num_pairs = last - pairs < BLOCK_PAIRS ? last - pairs : BLOCK_PAIRS;
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
@@ -189,10 +195,14 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
                 for (int64_t i = 0; i < rows; i += 32) {
                     float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
                     const bf16 *at = x + i / 16 * steps * TILE;
-                    int from = LINES * i / rows, to = LINES * least(i + 32, rows) / rows; /* of the next pair */
-                    if (rows - i > 16) add(at, 64, TILE, steps * TILE, w, steps, onto, k == 0, 1, next, from, to);
-                    else add(at, 64, TILE, 0, w, steps, onto, k == 0, 0, next, from, to);
-                    if (is_last) finish(p, row + i, rows - i < 32 ? rows - i : 32, pairs + pair, onto);
+                    const int64_t height = least(32, rows - i), high = steps * TILE;
+                    int from = LINES * i / rows, to = LINES * (i + height) / rows; /* of the next pair */
+                    const int is_first = k == 0;
+                    if (!outrider_has_tiles)
+                        add_halves(height, at, 64, TILE, high, w, steps, onto, is_first, next, from, to);
+                    else if (height > 16) add_tiles(at, 64, TILE, high, w, steps, onto, is_first, 1, next, from, to);
+                    else add_tiles(at, 64, TILE, 0, w, steps, onto, is_first, 0, next, from, to);
+                    if (is_last) finish(p, row + i, height, pairs + pair, onto);
                 }
             }
         }
@@ -201,12 +211,13 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
 
 AMX static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
-    const int is_few = p.num_rows <= FEW_ROWS;
+    const int64_t few_rows = outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS;
+    const int is_few = p.num_rows <= few_rows;
     /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
     int64_t pairs = (is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS);
-    int64_t rows = is_few ? FEW_ROWS : BLOCK_ROWS;
+    int64_t rows = is_few ? few_rows : BLOCK_ROWS;
     if (pairs > num_pairs / 8) pairs = num_pairs / 8;
-    if (!is_few && pairs < BLOCK_PAIRS / 2) pairs = p.num_rows > 2 * BLOCK_ROWS ? BLOCK_PAIRS : BLOCK_PAIRS / 2;
+    if (!is_few) pairs = most(pairs, BLOCK_PAIRS / (p.num_rows > 2 * BLOCK_ROWS ? 1 : p.num_rows > BLOCK_ROWS ? 2 : 4));
     if (pairs < 1) pairs = 1;
 #pragma omp parallel
     {
@@ -217,7 +228,7 @@ AMX static void multiply(struct product p) {
                 if (is_few) multiply_few(&p, row, height, pair, last);
                 else multiply_many(&p, row, height, pair, last);
             }
-        _tile_release();
+        if (outrider_has_tiles) _tile_release();
     }
 }
 
@@ -252,7 +263,8 @@ AVX INLINE void add_floats(const int rows, const float *x, int64_t stride, const
                              _mm512_castsi512_ps(_mm512_and_si512(second, high))};
 #pragma GCC unroll 12
             for (int row = 0; row < rows; row++) {
-                __m512 x0 = _mm512_set1_ps(x[row * stride + line * 2]), x1 = _mm512_set1_ps(x[row * stride + line * 2 + 1]);
+                const float *inputs = x + row * stride + line * 2;
+                __m512 x0 = _mm512_set1_ps(inputs[0]), x1 = _mm512_set1_ps(inputs[1]);
                 sum[row][0] = _mm512_fmadd_ps(even[0], x0, sum[row][0]);
                 sum[row][1] = _mm512_fmadd_ps(even[1], x0, sum[row][1]);
                 sum[row][0] = _mm512_fmadd_ps(odd[0], x1, sum[row][0]);
@@ -283,7 +295,8 @@ AVX static void add_some_floats(int64_t rows, const float *x, int64_t stride, co
 #undef ROWS
 }
 
-AVX static void finish_floats(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+AVX static void finish_floats(const struct float_product *p, int64_t row, int64_t rows, int64_t pair,
+                              const float *sums) {
     for (int64_t i = 0; i < rows; i++)
         for (int half = 0; half < OUTPUTS; half += 16) {
             __m512 sum = _mm512_loadu_ps(sums + i * OUTPUTS + half);
@@ -304,8 +317,9 @@ AVX static void multiply_floats(const struct float_product *p, int64_t row, int6
             const int64_t ahead = is_few ? PREFETCH : steps * 2 * TILE;
             for (int64_t i = 0; i < rows; i += FLOAT_ROWS) {
                 const int64_t height = least(FLOAT_ROWS, rows - i);
-                add_some_floats(height, p->x + (row + i) * p->num_inputs + k, p->num_inputs, w, steps, sums + i * OUTPUTS,
-                                k == 0, ahead, LINES * i / rows, LINES * (i + height) / rows);
+                const float *x = p->x + (row + i) * p->num_inputs + k;
+                add_some_floats(height, x, p->num_inputs, w, steps, sums + i * OUTPUTS, k == 0, ahead,
+                                LINES * i / rows, LINES * (i + height) / rows);
             }
         }
         finish_floats(p, row, rows, pair, sums);

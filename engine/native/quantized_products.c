@@ -1,23 +1,21 @@
-/* Products by int8 and int4 weights on AMX: bfloat16 rows become int8 in units of their own (arXiv:2208.07339), sums of
-   whole numbers are exact, and a few float32 operations for each group of inputs turn them into numbers.
+/* Products by int8 and int4 weights on AMX or AVX-512's VNNI: bfloat16 rows become int8 in units of their own
+   (arXiv:2208.07339), sums of whole numbers are exact, and a few float32 operations for each group of inputs turn them
+   into numbers.
 
    W lies as a stream of AMX tiles of 1 KB, for each pair of 16 outputs and another 16, for each 64 inputs, one and the
    other; a row of a tile holds four inputs of 16 outputs. 4 bits: a row of the first tile is in the low halves of
    bytes, the same row of the second in the high ones. A row's result does not depend on the rows beside it. */
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "processor.h"
 
-#define AVX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-int8")))
+#include <math.h>
 
 enum {
     TILE = 1024,         /* bytes: 16 outputs x 64 inputs */
     OUTPUTS = 32,        /* of a pair */
     BLOCK_INPUTS = 1024, /* whose tiles of a pair stay in the first cache while rows go by */
     BLOCK_ROWS = 128,
+    VECTOR_ROWS = 8,     /* half a tile: as many as have their sums in registers */
     PAD = 64,            /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,     /* bytes ahead of the reader */
 };
@@ -27,17 +25,17 @@ typedef uint16_t bf16;
 struct quantized {
     int8_t *x;          /* [rows, num_inputs + PAD], in units of row_units */
     float *row_units;   /* [rows] */
-    float *row_sums;    /* [rows, num_inputs / group] of x */
+    int32_t *row_sums;  /* [rows, parts] of x */
     const uint8_t *weight;
     const float *bias;  /* [num_outputs] or NULL */
     bf16 *out;          /* [rows, num_outputs] */
     int64_t num_rows, num_inputs, num_outputs;
     int bits;           /* of a weight: 8, -127 to 127, or 4, 0 to 15 */
     int64_t group;      /* inputs that share a row of scales and bases: 64 to BLOCK_INPUTS, or all */
+    int64_t part;       /* inputs that are summed as whole numbers: a group's, at most BLOCK_INPUTS */
+    int64_t num_parts;
     const float *scales, *bases; /* [groups, num_outputs]; a weight is number * scale + base; no bases: 0 */
 };
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 AVX static __m512 widened(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
@@ -51,31 +49,16 @@ AVX static void quantize(const struct quantized *p, const bf16 *x, int64_t row) 
     if (unit < 1e-30f) unit = 1e-30f;
     const __m512 inverse = _mm512_set1_ps(1.0f / unit);
     int8_t *to = p->x + row * (p->num_inputs + PAD);
-    for (int64_t group = 0; group * p->group < p->num_inputs; group++) {
+    for (int64_t part = 0; part < p->num_parts; part++) {
         __m512i sum = _mm512_setzero_si512();
-        for (int64_t k = group * p->group; k < least((group + 1) * p->group, p->num_inputs); k += 16) {
+        for (int64_t k = part * p->part; k < least((part + 1) * p->part, p->num_inputs); k += 16) {
             __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(widened(x + k), inverse));
             _mm_storeu_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(numbers));
             sum = _mm512_add_epi32(sum, numbers);
         }
-        p->row_sums[row * (p->num_inputs / p->group) + group] = (float)_mm512_reduce_add_epi32(sum);
+        p->row_sums[row * p->num_parts + part] = _mm512_reduce_add_epi32(sum);
     }
     p->row_units[row] = unit;
-}
-
-AMX static void configure(int64_t rows_low, int64_t rows_high) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    /* 0 1: sums of low rows, 2 3: of high rows, 4: x low, 5: x high, 6 7: a pair of W */
-    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = (uint8_t)(rows[i] ? rows[i] : 1);
-        config.row_bytes[i] = 64;
-    }
-    _tile_loadconfig(&config);
 }
 
 /* The inputs [k, k + 64 steps) of a pair as tiles: where they lie, or made in `tiles`. */
@@ -93,9 +76,9 @@ AVX static const uint8_t *tiles_of(const struct quantized *p, int64_t pair, int6
     return tiles - steps * 2 * TILE;
 }
 
-/* Sums of up to 32 rows of x and one pair over a group, as whole numbers [2 x 2 tiles of 16 x 16]. */
-AMX static inline __attribute__((always_inline)) void add(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
-                                                          int32_t *sums, int has_high, int is_fetching) {
+/* Sums of up to 32 rows of x and one pair over a part, as whole numbers [2 x 2 tiles of 16 x 16]. */
+AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps, int32_t *sums, int has_high,
+                          int is_fetching) {
     _tile_zero(0);
     _tile_zero(1);
     if (has_high) {
@@ -104,7 +87,8 @@ AMX static inline __attribute__((always_inline)) void add(const int8_t *x, int64
     }
     for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
         if (is_fetching)
-            for (int line = 0; line < 2 * TILE; line += 64) _mm_prefetch((const char *)w + PREFETCH + line, _MM_HINT_T1);
+            for (int line = 0; line < 2 * TILE; line += 64)
+                _mm_prefetch((const char *)w + PREFETCH + line, _MM_HINT_T1);
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
         _tile_dpbssd(0, 4, 6);
@@ -124,19 +108,62 @@ AMX static inline __attribute__((always_inline)) void add(const int8_t *x, int64
     }
 }
 
-/* A group's whole numbers, scaled, onto the sums [rows, 32] of up to 32 rows from `row` on. */
-AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t group,
-                      const int32_t *from, float *sums, int is_first) {
-    const int64_t at = group * p->num_outputs + pair * OUTPUTS, num_groups = p->num_inputs / p->group;
+/* `add_tiles` without AMX, for at most half a tile of rows. The instruction takes weights as they are above zero: those
+   of 8 bits are 128 more meanwhile, and sums begin at as much less, `row_sums` being those of x, `num_parts` apart. */
+AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
+                            int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int is_fetching) {
+    const __m512i raise = bits == 8 ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
+    __m512i sum[VECTOR_ROWS][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        sum[row][0] = sum[row][1] = _mm512_set1_epi32(bits == 8 ? -128 * row_sums[row * num_parts] : 0);
+    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE)
+        for (int line = 0; line < 16; line++) { /* four inputs of 32 outputs */
+            if (is_fetching) {
+                _mm_prefetch((const char *)w + PREFETCH + line * 64, _MM_HINT_T1);
+                _mm_prefetch((const char *)w + PREFETCH + TILE + line * 64, _MM_HINT_T1);
+            }
+            const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(w + line * 64), raise);
+            const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(w + TILE + line * 64), raise);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const __m512i inputs = broadcast(x + row * stride + line * 4);
+                sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], first, inputs);
+                sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], second, inputs);
+            }
+        }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_si512(sums + row * 16 + half * 256, sum[row][half]);
+}
+
+/* The same for up to 32 rows, half a tile at a time. */
+AVX static void add_halves(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
+                           int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int is_fetching) {
+#define ROWS(n) case n: add_vectors(n, at, stride, w, steps, onto, of_rows, num_parts, bits, is_fetching); break;
+    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, is_fetching = 0) {
+        const int8_t *at = x + row * stride;
+        int32_t *onto = sums + row / 16 * 512 + row % 16 * 16;
+        const int32_t *of_rows = row_sums + row * num_parts;
+        switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+    }
+#undef ROWS
+}
+
+/* A part's whole numbers, scaled, onto the sums [rows, 32] of up to 32 rows from `row` on. */
+AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t k,
+                      const int32_t *from, float *sums) {
+    const int64_t at = k / p->group * p->num_outputs + pair * OUTPUTS;
     for (int half = 0; half < 2; half++) {
         const __m512 unit = _mm512_loadu_ps(p->scales + at + half * 16);
         const __m512 base = p->bases ? _mm512_loadu_ps(p->bases + at + half * 16) : _mm512_setzero_ps();
         for (int64_t i = 0; i < rows; i++) {
             float *onto = sums + i * OUTPUTS + half * 16;
-            __m512 sum = is_first ? _mm512_setzero_ps() : _mm512_load_ps(onto);
+            __m512 sum = k ? _mm512_load_ps(onto) : _mm512_setzero_ps();
             const int32_t *numbers = from + (i / 16) * 512 + half * 256 + (i % 16) * 16;
             sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(numbers)), unit, sum);
-            sum = _mm512_fmadd_ps(_mm512_set1_ps(p->row_sums[(row + i) * num_groups + group]), base, sum);
+            const int32_t of_row = p->row_sums[(row + i) * p->num_parts + k / p->part];
+            sum = _mm512_fmadd_ps(_mm512_set1_ps((float)of_row), base, sum);
             _mm512_store_ps(onto, sum);
         }
     }
@@ -148,23 +175,29 @@ AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t r
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     int32_t numbers[1024] __attribute__((aligned(64)));
     const int64_t stride = p->num_inputs + PAD;
-    configure(least(rows, 16), rows >= 32 ? 16 : rows > 16 ? rows - 16 : 0);
+    if (outrider_has_tiles) configure_tiles(least(rows, 16), least(most(rows, 16), 32) - 16);
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
             const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
             const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
             for (int64_t i = 0; i < rows; i += 32) {
                 const int64_t height = least(32, rows - i);
-                if (rows > 32 && height < 32) configure(least(height, 16), height > 16 ? height - 16 : 0);
-                for (int64_t j = 0; j < inputs; j += p->group) {
+                const int is_rest = outrider_has_tiles && rows > 32 && height < 32;
+                if (is_rest) configure_tiles(least(height, 16), most(height, 16) - 16);
+                for (int64_t j = 0; j < inputs; j += p->part) {
                     const int8_t *x = p->x + (row + i) * stride + k + j;
-                    const int64_t steps = least(p->group, inputs - j) / 64;
+                    const int32_t *row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
+                    const int64_t steps = least(p->part, inputs - j) / 64;
                     const int is_fetching = p->bits == 8 && i == 0;
-                    if (height > 16) add(x, stride, w + j * OUTPUTS, steps, numbers, 1, is_fetching);
-                    else add(x, stride, w + j * OUTPUTS, steps, numbers, 0, is_fetching);
-                    scale(p, row + i, height, pair, (k + j) / p->group, numbers, sums + i * OUTPUTS, k + j == 0);
+                    const uint8_t *from = w + j * OUTPUTS;
+                    if (!outrider_has_tiles)
+                        add_halves(height, x, stride, from, steps, numbers, row_sums, p->num_parts, p->bits,
+                                   is_fetching);
+                    else if (height > 16) add_tiles(x, stride, from, steps, numbers, 1, is_fetching);
+                    else add_tiles(x, stride, from, steps, numbers, 0, is_fetching);
+                    scale(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
                 }
-                if (rows > 32 && height < 32) configure(16, 16);
+                if (is_rest) configure_tiles(16, 16);
             }
         }
         for (int64_t i = 0; i < rows; i++) {
@@ -183,13 +216,15 @@ AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t r
 
 /* out [rows, N] = x [rows, K] W^T (+ bias), where K is a multiple of 64 and of `group`, and N one of 32;
    `group` is all of K or divides BLOCK_INPUTS.
-   `scratch`: rows * (K + 64) bytes and, behind them, rows * (1 + K / group) floats. */
-AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const float *bias, bf16 *out, int64_t num_rows,
-                                    int64_t num_inputs, int64_t num_outputs, int bits, const float *scales,
-                                    const float *bases, int64_t group, int8_t *scratch) {
+   `scratch`: rows * (K + 64) bytes and, behind them, rows * (1 + parts) * 4. */
+AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const float *bias, bf16 *out,
+                                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
+                                    const float *scales, const float *bases, int64_t group, int8_t *scratch) {
     float *units = (float *)(scratch + num_rows * (num_inputs + PAD));
-    const struct quantized p = {scratch, units, units + num_rows, weight, bias, out, num_rows, num_inputs, num_outputs,
-                                bits, group, scales, bases};
+    int32_t *row_sums = (int32_t *)(units + num_rows);
+    const int64_t part = least(group, BLOCK_INPUTS), num_parts = (num_inputs + part - 1) / part;
+    const struct quantized p = {scratch, units, row_sums, weight, bias, out, num_rows, num_inputs, num_outputs, bits,
+                                group, part, num_parts, scales, bases};
     const int64_t num_pairs = num_outputs / OUTPUTS;
     int64_t pairs = (256 << 10) / (num_inputs * OUTPUTS);
     if (pairs > num_pairs / 8) pairs = num_pairs / 8;
@@ -202,6 +237,6 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
         for (int64_t pair = 0; pair < num_pairs; pair += pairs)
             for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
                 multiply_pairs(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
-        _tile_release();
+        if (outrider_has_tiles) _tile_release();
     }
 }

@@ -13,9 +13,9 @@ from engine.attention_backend import choose_attention
 from engine.exact_attention import ExactAttention
 from engine.kv_cache import KVCache, LayerShape
 from engine.native_attention import NativeAttention
-from engine.native_library import native_library
 from engine.span import Span
 from protos.errors import ConfigError
+from tests.engine.native_kernels import needs_kernels
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_a_processor_without_our_kernels_refuses_native(monkeypatch: pytest.Monk
         choose_attention("native", CPU)
 
 
-@pytest.mark.skipif(native_library() is None, reason="no native kernels here: not compiled, or no AMX")
+@needs_kernels
 def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         plan_attention = choose_attention("auto", CPU)

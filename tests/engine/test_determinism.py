@@ -15,7 +15,6 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.kv_move import compaction
 from engine.model_runner import ModelRunner
-from engine.native_library import native_library
 from engine.proposer import Proposer
 from engine.proposer.model import ModelProposer
 from engine.proposer.ngram import NgramProposer
@@ -23,6 +22,7 @@ from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.families import SERVED, VOCAB_SIZE, write_family
+from tests.engine.native_kernels import needs_kernels
 
 DEMO = Path("models/demo")
 BLOCK_SIZE = 4
@@ -117,7 +117,8 @@ def test_what_cannot_be_made_deterministic_is_refused(folders: dict[str, Path], 
         load(folders[family], "float32", attention="torch")
 
 
-@pytest.mark.skipif(native_library() is None, reason="no native kernels here: not compiled, or no AMX")
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_our_own_kernel_takes_softcaps_too(folders: dict[str, Path], dtype: str) -> None:
     runner = load(folders["gemma2"], dtype)

@@ -17,13 +17,13 @@ from engine.int8_heads import to_int8_heads
 from engine.kv_kind import KVKind
 from engine.model_runner import ModelRunner
 from engine.native_attention import NativeAttention
-from engine.native_library import native_library
 from engine.span import Span
 from engine.tiling import Heads
 from tests.engine.attention_world import AttentionWorld, Extent
 from tests.engine.families import SERVED, write_family
+from tests.engine.native_kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="no native kernels here: not compiled, or no AMX")
+pytestmark = [needs_kernels, pytest.mark.usefixtures("instructions")]
 
 DECODE, VERIFY, CHUNK, FRESH = Extent(37, 1), Extent(20, 5), Extent(9, 19), Extent(0, 3)
 MIXED = [DECODE, VERIFY, CHUNK, FRESH]

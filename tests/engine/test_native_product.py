@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from engine.exact_rows import row_exact
-from engine.native_library import SWITCH, native_library
+from engine.native_library import SWITCH, Instructions, native_instructions
 from engine.native_product import NativeGate, NativeProduct
 from engine.packed_linear import linear_of
-
-needs_kernel = pytest.mark.skipif(native_library() is None, reason="no compiled kernels, or no AMX on this processor")
+from tests.engine.native_kernels import needs_kernels
 
 # Rows around a group of float32 (12), a tile (16), two (32), a block (128); inputs around one (512).
 ROWS = (0, 1, 2, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 300)
@@ -31,13 +31,17 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_a_processor_with_amx_has_the_kernels() -> None:
-    if shutil.which("gcc") is None or "amx_bf16" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("no gcc to compile them, or no AMX on this processor")
-    assert native_library() is not None, "install the package again: `pip install --editable .`"
+def test_a_processor_with_avx512_or_amx_has_the_kernels() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if shutil.which("gcc") is None or not {"avx512_bf16", "avx512_vnni"} <= set(flags):
+        pytest.skip("no gcc to compile them, or no AVX-512 for bfloat16 on this processor")
+    has_tiles = {"amx_bf16", "amx_int8"} <= set(flags)
+    expected = Instructions.AMX if has_tiles else Instructions.AVX512
+    assert native_instructions() is expected, "install the package again: `pip install --editable .`"
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
@@ -51,7 +55,8 @@ def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> N
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-5)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_float32_product_by_what_was_bfloat16_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
@@ -64,7 +69,8 @@ def test_a_float32_product_by_what_was_bfloat16_is_the_plain_one(shape: tuple[in
         torch.testing.assert_close(multiply(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gate_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
@@ -80,7 +86,8 @@ def test_a_gate_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.1, atol=1e-4)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 def test_a_gate_of_any_size_is_finite() -> None:
     weight = torch.eye(32).bfloat16()
     extremes = torch.tensor([-3e38, -1e4, -127.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 127.0, 1e4, 3e38])
@@ -91,7 +98,8 @@ def test_a_gate_of_any_size_is_finite() -> None:
     torch.testing.assert_close(biased.float(), F.silu(x[:, 0].float()), rtol=2**-7, atol=1e-35)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     weight = _weight(*shape)
@@ -109,7 +117,8 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
         assert row_exact(multiply, shape[1], dtype) is multiply
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 def test_threads_do_not_change_a_bit() -> None:
     weight, x = _weight(1024, 1088), torch.randn(300, 1088).bfloat16()
     multiply = NativeProduct(weight, None)
@@ -123,7 +132,8 @@ def test_threads_do_not_change_a_bit() -> None:
         torch.set_num_threads(num_threads)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 def test_leading_dimensions_and_strides_are_those_of_the_input() -> None:
     weight, wide = _weight(64, 32), torch.randn(3, 5, 96).bfloat16()
     product = NativeProduct(weight, None)(wide[..., 32:64])
@@ -147,13 +157,24 @@ def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
     assert torch.equal(linear_of(weight, None)(x), F.linear(x, weight))
 
 
-def test_the_kernels_can_be_switched_off() -> None:
-    code = "from engine.native_library import native_library; print(native_library())"
-    done = subprocess.run([sys.executable, "-c", code], env={SWITCH: "0"}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
+@pytest.mark.parametrize(
+    ("switch", "expected"),
+    [
+        ("0", "None"),
+        pytest.param("avx512", "AVX-512", marks=needs_kernels),
+        ("amx", "OUTRIDER_NATIVE is 'amx'; set it"),
+    ],
+)
+def test_the_kernels_can_be_switched_off_and_held_to_avx512(switch: str, expected: str) -> None:
+    code = "from engine.native_library import native_instructions; print(native_instructions())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {SWITCH: switch}, capture_output=True, text=True
+    )
+    assert expected in (done.stderr if done.returncode else done.stdout)
 
 
-@needs_kernel
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_that_are_not_the_weights_are_refused(dtype: torch.dtype) -> None:
     multiply = NativeProduct(_weight(32, 64).to(dtype), None)

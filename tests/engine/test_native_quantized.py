@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.native_library import native_library
 from engine.native_quantized import NativeQuantizedProduct
+from tests.engine.native_kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="no compiled kernels, or no AMX on this processor")
+pytestmark = [needs_kernels, pytest.mark.usefixtures("instructions")]
 
 ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 127, 128, 129, 300)
 SHAPES = (

@@ -1,0 +1,42 @@
+/* What a processor can do, and how our kernels say what they need of it. */
+
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+/* All kernels but those of AMX run on AVX-512 with bfloat16 and VNNI: AMD's from Zen 4, Intel's from Sapphire Rapids
+   and some before. With -O3 the compiler makes nothing of AMX where it is not asked to. */
+#define VECTORS "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
+#define AVX __attribute__((target(VECTORS)))
+#define AMX __attribute__((target(VECTORS ",amx-tile,amx-bf16,amx-int8")))
+#define INLINE static inline __attribute__((always_inline))
+
+enum processor { NEITHER, ONLY_VECTORS, WITH_TILES };
+
+extern int outrider_has_tiles; /* whether kernels may use AMX; set by `outrider_start` */
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Two pairs of bfloat16, or four of int8, for all 16 lanes. */
+AVX INLINE __m512i broadcast(const void *four_bytes) {
+    int32_t bits;
+    __builtin_memcpy(&bits, four_bytes, 4);
+    return _mm512_set1_epi32(bits);
+}
+
+/* Tiles for sums (0 1: of low rows, 2 3: of high ones), for rows (4: low, 5: high) and for a pair of others (6 7). */
+AMX static inline void configure_tiles(int64_t rows_low, int64_t rows_high) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = (uint8_t)(rows[i] ? rows[i] : 1);
+        config.row_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
