@@ -31,6 +31,7 @@ from engine.pass_graph import Passed
 from engine.position_limit import max_positions
 from engine.quantized_linear import Quantization, can_quantize
 from engine.rank import ALONE, Rank
+from engine.resident_memory import leave_checkpoint, trim_heap
 from engine.span import Span
 from engine.warm_up import warm_up
 from protos.errors import ConfigError
@@ -73,16 +74,20 @@ class ModelRunner:
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         kind = KVKind(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
+        quantization = _quantization(model, device)
+        if device.type == "cpu":
+            leave_checkpoint(stock, quantization.make_linear)
         self.head: Head | None = None if head is None else load_head(head, stock)
         rank.meet()
         self._model = PagedModel(
             stock,
-            _quantization(model, device),
+            quantization,
             self._plan_attention,
             NO_TAP if self.head is None else self.head.tap,
             rank,
             is_deterministic=model.deterministic,
         )
+        trim_heap()
         head_layers = [] if self.head is None else self.head.layer_shapes
         if self.head is not None:
             self.head.lm_head = self._model.lm_head

@@ -1,13 +1,14 @@
-"""Linear layers whose weight is packed once for the processor: for our kernel on AVX-512 or AMX, or oneDNN's.
+"""Linear layers whose weight is packed once for the processor: for our kernels on AVX-512 or AMX, else for oneDNN's.
 
-oneDNN reads a reordered bf16 weight at nearly the machine's memory speed, `F.linear` at half of it for a few rows. The
-two operators are private to torch: its version is pinned, `can_pack` guards them, and a test compares both ways.
+oneDNN reads a reordered bfloat16 weight faster than `F.linear` does for a few rows, and our kernels faster than oneDNN.
+Its two operators are private to torch: torch's version is pinned, `can_pack` guards them, and a test compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,11 @@ _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, a
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of torch and this processor multiply by a reordered `weight`, and gain from it."""
-    if NativeProduct.fits(weight):
-        return True
+    return _can_reorder(weight) or NativeProduct.fits(weight)
+
+
+def _can_reorder(weight: Tensor) -> bool:
+    """`can_pack` without our own kernel."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -44,7 +48,7 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     """`linear_of` without our own kernel."""
-    if not can_pack(weight):
+    if not _can_reorder(weight):
         return partial(F.linear, weight=weight, bias=bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
     multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -98,19 +102,19 @@ def pack_linears(model: nn.Module, make_linear: LinearFactory = linear_of) -> in
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed_twin(child, make_linear)
-            if packed is not None:
-                setattr(parent, name, packed)
+            if gains(child, make_linear):
+                setattr(parent, name, _packed(child, make_linear))
                 num_packed += 1
     return num_packed
 
 
-def _packed_twin(module: nn.Module, make_linear: LinearFactory) -> PackedLinear | None:
-    """None for anything but a plain linear layer: a subclass may compute something else."""
-    if type(module) is nn.Linear:
-        weight, bias = module.weight, module.bias
-    elif type(module) is Conv1D:
-        weight, bias = module.weight.t(), module.bias  # GPT-2's linear, stored as [in, out]
-    else:
-        return None
-    return None if make_linear is linear_of and not can_pack(weight) else PackedLinear(weight, bias, make_linear)
+def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
+    if type(module) is not nn.Linear and type(module) is not Conv1D:
+        return False
+    return make_linear is not linear_of or can_pack(module.weight)
+
+
+def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory) -> PackedLinear:
+    is_transposed = isinstance(linear, Conv1D)  # GPT-2's linear, stored as [in, out]
+    return PackedLinear(linear.weight.t() if is_transposed else linear.weight, linear.bias, make_linear)

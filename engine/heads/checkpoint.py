@@ -74,7 +74,8 @@ def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]
     pickled = [folder / name for name in (*names, "pytorch_model.bin") if (folder / name).is_file()]
     try:
         if files:
-            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+            # Read, not mapped: one small tensor that a head keeps would keep all pages of its file.
+            return {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
         if pickled:
             return dict(torch.load(pickled[0], map_location="cpu", weights_only=True))
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:

@@ -22,7 +22,8 @@ from engine.attention_record import RecordingPass
 from engine.flat_pass import FlatPass
 from engine.heads.tap import Tap
 from engine.kv_cache import LayerShape
-from engine.packed_linear import Linear, pack_linears
+from engine.packed_linear import Linear, linear_of, pack_linears
+from engine.resident_memory import leave_checkpoint
 from protos.errors import ConfigError
 
 _MtpModel: Any = MtpModel  # its decorators hide its signatures
@@ -34,8 +35,11 @@ class MtpHead:
 
     def __init__(self, model: Any, first_layer: int) -> None:
         """Takes over transformers' `MtpModel`, its attention now in layer `first_layer` of the pool."""
+        del model.layers[1:]
+        leave_checkpoint(model, linear_of)
         self.tap = Tap(is_final=True)
-        self.lm_head: Linear = model.shared_head
+        self.lm_head: Linear = model.shared_head  # until the runner puts the target's packed one in its place
+        model.shared_head = torch.nn.Identity()
         self._model = model
         self._layer = model.layers[0]
         self._finish = model.shared_post_norm if model.use_shared_post_norm else torch.nn.Identity()
