@@ -7,9 +7,8 @@ all the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from engine.packed_linear import LinearFactory, gains
 
@@ -17,21 +16,16 @@ from engine.packed_linear import LinearFactory, gains
 def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
     """Give every tensor that packing with `make_linear` will leave memory of its own, one after the other, in place.
 
-    The files are unmapped when the last linear layer is packed. What modules share (a tied embedding) they still share.
-    Tensors on a device have left the files already.
+    The files are unmapped when the last linear layer is packed. Parameters that modules share (a tied embedding) they
+    still share.
     """
-    kept = {id(tensor): tensor for module in model.modules() for tensor in _left_by_packing(module, make_linear)}
-    for tensor in kept.values():
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
-
-
-def _left_by_packing(module: nn.Module, make_linear: LinearFactory) -> Iterator[Tensor]:
-    is_packed = gains(module, make_linear)
-    for name, parameter in module.named_parameters(recurse=False):
-        if not (is_packed and name == "weight"):
-            yield parameter
-    yield from module.buffers(recurse=False)
+    for module in model.modules():
+        is_packed = gains(module, make_linear)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (is_packed and name == "weight"):
+                parameter.data = parameter.data.clone()
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.clone())  # some are views, which would keep what they are views of
 
 
 def trim_heap() -> None:

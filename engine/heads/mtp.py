@@ -36,7 +36,8 @@ class MtpHead:
     def __init__(self, model: Any, first_layer: int) -> None:
         """Takes over transformers' `MtpModel`, its attention now in layer `first_layer` of the pool."""
         del model.layers[1:]
-        leave_checkpoint(model, linear_of)
+        if model.device.type == "cpu":
+            leave_checkpoint(model, linear_of)
         self.tap = Tap(is_final=True)
         self.lm_head: Linear = model.shared_head  # until the runner puts the target's packed one in its place
         model.shared_head = torch.nn.Identity()
