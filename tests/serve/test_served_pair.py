@@ -4,7 +4,10 @@ The tests run in order; the last one takes the application down.
 """
 
 import copy
+import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -140,6 +143,20 @@ def test_a_client_that_leaves_frees_its_blocks(served: ServedPair):
     stream.close()
     eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
     assert served.metric("outrider_num_requests_running") == 0
+
+
+def test_a_client_that_leaves_a_whole_answer_stops_it(served: ServedPair):
+    plain = {"speculation": {"enabled": False}, "ignore_eos": True}  # a step for each token
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": LONG, **plain}).encode()
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    num_steps = served.metric("outrider_num_steps")
+    with socket.create_connection((served.file.http_host, served.file.http_port)) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        time.sleep(0.2)  # most clients send the body after the headers
+        client.sendall(body)
+        eventually(lambda: served.metric("outrider_kv_cache_used_blocks") > 0)
+    eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
+    assert served.metric("outrider_num_steps") - num_steps < LONG - 1
 
 
 def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair, long_text: list[int]):
