@@ -90,8 +90,14 @@ def _join_text_parts(value: object) -> object:
     return "".join(texts)
 
 
+_SAID_ELSEWHERE = {"annotations", "parsed"}  # of an answer that is sent back as it came; `content` says it all
+
+
 class ChatMessageFields(Body):
-    """One message. `developer` is OpenAI's newer name of `system`; templates know the older one."""
+    """One message, an answer of ours as `model_dump()` writes it included.
+
+    `developer` is OpenAI's newer name of `system`; templates know the older one.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
@@ -100,6 +106,10 @@ class ChatMessageFields(Body):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    annotations: Any = None
+    parsed: Any = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _needs_content(self) -> ChatMessageFields:
@@ -109,7 +119,7 @@ class ChatMessageFields(Body):
 
     def for_template(self) -> dict[str, object]:
         """The message as chat templates expect it: the arguments of calls are objects there, not JSON texts."""
-        fields = self.model_dump(exclude_none=True)
+        fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
         if self.tool_calls is not None:
             fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.role == "developer":

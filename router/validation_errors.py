@@ -30,6 +30,7 @@ _LIMITS = {
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
+    "none_required": "left out or null",
     "literal_error": "one of {expected}",
     "enum": "one of {expected}",
 }

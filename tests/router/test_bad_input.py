@@ -181,6 +181,8 @@ async def test_a_fault_of_ours_says_nothing_of_its_inside(http: httpx.AsyncClien
         [{"role": "user"}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": "x", "mood": "good"}],
+        [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}],
+        [{"role": "assistant", "content": "x", "audio": {"id": "a"}}],
         [{"content": "x"}],
         ["x"],
     ],

@@ -301,6 +301,23 @@ async def test_the_template_sees_tools_and_their_answers(
     assert prompt_of(backend, service) == "[user]hi"
 
 
+@pytest.mark.parametrize("parse", [False, True])
+async def test_an_answer_may_be_sent_back_as_it_came(
+    client: openai.AsyncOpenAI, backend: EngineBackend, service: GenerationService, parse: bool
+) -> None:
+    ask = client.chat.completions.parse if parse else client.chat.completions.create
+    answer = await ask(model="fake", messages=USER, tools=STRICT_TOOLS, tool_choice="required", seed=1)
+    message = answer.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls]
+    for form in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+        await client.chat.completions.create(
+            model="fake", messages=[*USER, form, *results], tools=STRICT_TOOLS, max_tokens=1
+        )
+        prompt = prompt_of(backend, service)
+        assert prompt.endswith("[tool]7")
+        assert "null" not in prompt
+
+
 NAMED_OTHER = {"type": "function", "function": {"name": "nothing"}}
 
 
