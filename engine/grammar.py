@@ -22,9 +22,10 @@ class GrammarMatcher:
     to `read`; end tokens are allowed where the grammar accepts, and only there.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        """`matcher` is at the beginning of its grammar and belongs to nobody else."""
+    def __init__(self, matcher: LLMatcher, end_ids: Seq[int]) -> None:
+        """`matcher` is at the beginning of its grammar and belongs to nobody else; `end_ids` end a text."""
         self._matcher = matcher
+        self._end_ids = frozenset(end_ids)
         self._has_failed = False
 
     @property
@@ -38,36 +39,52 @@ class GrammarMatcher:
 
     def num_allowed(self, draft_ids: Seq[int]) -> int:
         """How many leading drafts the grammar lets follow what was read; all ids must be in the vocabulary."""
-        return self._matcher.validate_tokens(list(draft_ids)) if draft_ids else 0
+        if not draft_ids:
+            return 0
+        if self._matcher.is_stopped():  # it says that it allows nothing, and its mask has the end tokens
+            return int(draft_ids[0] in self._end_ids)
+        return self._matcher.validate_tokens(list(draft_ids))
 
     def masks(self, draft_ids: Seq[int]) -> list[TokenMask]:
         """The tokens allowed after 0, 1, ... and all of the drafts, each of which must be allowed itself."""
-        masks = [self._mask()]
+        masks, num_read = [self._mask()], 0
         for draft_id in draft_ids:
-            self._matcher.consume_token(draft_id)
+            num_read += self._advance([draft_id])
             masks.append(self._mask())
-        self._roll_back(len(draft_ids))
+        self._roll_back(num_read)
         return masks
 
     def mask_after(self, draft_ids: Seq[int]) -> TokenMask | None:
         """The tokens allowed after these drafts; None where one of them is not allowed itself."""
         if self.num_allowed(draft_ids) < len(draft_ids):
             return None
-        self._matcher.consume_tokens(list(draft_ids))
+        num_read = self._advance(draft_ids)
         mask = self._mask()
-        self._roll_back(len(draft_ids))
+        self._roll_back(num_read)
         return mask
 
     def forced_ids(self, draft_ids: Seq[int], max_tokens: int) -> list[int]:
-        """At most `max_tokens` tokens that spell what must follow the drafts, as the tokenizer would spell it.
+        """At most `max_tokens` tokens that spell what must follow the drafts, all allowed, as the tokenizer would spell it.
 
         The text is certain where there is any; its tokens are a guess, for the grammar may allow other spellings.
         """
-        if max_tokens <= 0 or not self._matcher.consume_tokens(list(draft_ids)):
+        if max_tokens <= 0:
             return []
-        forced_ids = self._matcher.compute_ff_tokens()
-        self._roll_back(len(draft_ids))
+        num_read = self._advance(draft_ids)
+        forced_ids = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        self._roll_back(num_read)
         return forced_ids[:max_tokens]
+
+    def _advance(self, draft_ids: Seq[int]) -> int:
+        """Read drafts that are allowed; how many there are to roll back.
+
+        Where only the end of the text is left the parser stops: it takes an end token, and does not count it.
+        """
+        for num_read, draft_id in enumerate(draft_ids):
+            if self._matcher.is_stopped():
+                return num_read
+            self._matcher.consume_token(draft_id)
+        return len(draft_ids)
 
     def _mask(self) -> TokenMask:
         mask = self._matcher.compute_bitmask()

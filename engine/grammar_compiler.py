@@ -51,7 +51,7 @@ class GrammarCompiler:
         compiled = self._compile(grammar)
         if isinstance(compiled, str):
             raise RequestError(f"{grammar.param} cannot be used: {compiled}", param=grammar.param)
-        matcher = GrammarMatcher(compiled)
+        matcher = GrammarMatcher(compiled, self._eos_token_ids)
         if not matcher.read(request.output_token_ids):
             raise RequestError(f"{grammar.param} forbids the output generated so far", param=grammar.param)
         return matcher

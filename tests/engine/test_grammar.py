@@ -221,6 +221,17 @@ def test_the_grammar_holds_in_every_verify_mode(
         jsonschema.validate(json.loads(text_of(whole[f"schema-{index}"], tokenizer)), random_schema(index))
 
 
+@pytest.mark.parametrize("verify", VerifyMode)
+def test_a_drafted_end_is_forgotten_like_any_draft(
+    verify: VerifyMode, folder: Path, draft_folder: Path, tokenizer: Tokenizer
+) -> None:
+    """Where the grammar leaves nothing but the end, drafts hold the end token; what stands may end before it."""
+    digits = Grammar(GrammarKind.REGEX, "[0-9]{3}", "guided_regex")
+    engine = build(folder, draft_model(draft_folder), verify=verify)
+    whole = run(engine, [request(f"r{index}", digits, seed=index) for index in range(40)])
+    assert {re.fullmatch("[0-9]{3}", text_of(chunk, tokenizer)) is None for chunk in whole.values()} == {False}
+
+
 def test_a_draft_model_drafts_within_the_grammar(folder: Path) -> None:
     """The target's own weights as the draft: only a draft that knows the grammar guesses all of its tokens."""
     engine = build(folder, draft_model(folder))
