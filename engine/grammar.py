@@ -64,7 +64,7 @@ class GrammarMatcher:
         return mask
 
     def forced_ids(self, draft_ids: Seq[int], max_tokens: int) -> list[int]:
-        """At most `max_tokens` tokens that spell what must follow the drafts, all allowed, as the tokenizer would spell it.
+        """At most `max_tokens` tokens that spell what must follow drafts that are allowed, as the tokenizer would.
 
         The text is certain where there is any; its tokens are a guess, for the grammar may allow other spellings.
         """
