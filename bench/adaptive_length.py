@@ -4,7 +4,9 @@
     python -m bench.adaptive_length --padded --bad-draft --lengths 0 --streams 1 2 4 8 16 32 64
 
 One engine with fixed lengths, that a request asks for, and one with adaptive ones, on the same prompts. The adaptive
-one learns in the warm-up round, as a server does before the first quote. `--padded` builds the padded fixture (0.46 B,
+one learns in the warm-up round, as a server does before the first quote. Every prompt comes `--waves` times, the next
+request as soon as one ends: a load is so many streams at all times, and what is left when no request waits is not
+timed. `--padded` builds the padded fixture (0.46 B,
 bfloat16) in a temporary folder and serves it; without it the target is the demo pair's, or `--target`. `--bad-draft`
 proposes the demo draft's tokens one id off four times in five, for an acceptance of about 0.2. Medians over rounds of
 the ratio to plain decoding in the same round; last, by number of streams, the two ratios that the bars are about:
@@ -93,9 +95,10 @@ def _race(args: argparse.Namespace) -> None:
     fixed = _engine(args, SpeculationConfig(MAX_LENGTH, max_num_tokens=MAX_LENGTH))
     adaptive = _engine(args, SpeculationConfig(4, max_num_tokens=MAX_LENGTH, adaptive=True))
     contenders: list[Contender] = [
-        EngineContender(f"K = {length}", fixed, length, temperatures=args.temperatures) for length in args.lengths
+        EngineContender(f"K = {length}", fixed, length, temperatures=args.temperatures, waves=args.waves)
+        for length in args.lengths
     ]
-    contenders.append(EngineContender(ADAPTIVE, adaptive, temperatures=args.temperatures))
+    contenders.append(EngineContender(ADAPTIVE, adaptive, temperatures=args.temperatures, waves=args.waves))
     prompts = held_out_prompts(DEMO / "target", max(args.streams))
     rows = rows_of(race(contenders, prompts, args.streams, args.tokens, args.rounds))
     print_rows(rows)
@@ -140,6 +143,7 @@ def _parse_args() -> argparse.Namespace:
         "--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of the requests, in turn"
     )
     parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each prompt")
+    parser.add_argument("--waves", type=int, default=3, help="times that each prompt comes")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions after one warm-up round")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--bad-draft", action="store_true", help="spoil the draft's tokens")

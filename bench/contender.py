@@ -23,7 +23,8 @@ class Run:
     """One timed run: the tokens of each prompt, and the wall seconds of all of them together (prefill included).
 
     `arrivals` are, for each prompt, the seconds from the start of the run at which tokens came, one for all that came
-    together; None where a contender does not stream.
+    together; None where a contender does not stream. `num_timed_tokens` are those that came within `seconds`, where a
+    run went on after them.
     """
 
     outputs: list[list[int]]
@@ -32,10 +33,12 @@ class Run:
     step_times: StepTimes | None = None
     channel_times: ChannelTimes | None = None
     arrivals: list[list[float]] | None = None
+    num_timed_tokens: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.outputs)) / self.seconds
+        num_tokens = sum(map(len, self.outputs)) if self.num_timed_tokens is None else self.num_timed_tokens
+        return num_tokens / self.seconds
 
 
 class Contender(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import cycle
@@ -15,7 +16,9 @@ from protos.messages import GenerateRequest, SamplingParams, SpeculationParams
 class EngineContender:
     """An `EngineCore` stepped until all prompts are done; its requests ask for `num_drafts` per pass, if it is given.
 
-    Several contenders may share an engine, which runs for one at a time. Requests take the `temperatures` in turn.
+    Several contenders may share an engine, which runs for one at a time. Requests take the `temperatures` in turn. With
+    several `waves` every prompt comes so many times: as one request ends the next begins, and the clock stops when
+    there is none left to begin, so that as many streams run as there are prompts for as long as is timed.
     """
 
     def __init__(
@@ -25,6 +28,7 @@ class EngineContender:
         num_drafts: int | None = None,
         repetition_penalty: float = 1.0,
         temperatures: Seq[float] = (0.0,),
+        waves: int = 1,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -33,29 +37,50 @@ class EngineContender:
             SamplingParams(temperature=temperature, repetition_penalty=repetition_penalty, seed=index)
             for index, temperature in enumerate(temperatures)
         ]
+        self._waves = waves
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         self._num_runs += 1
-        # A salt per run keeps the prefix cache of the run before out of the comparison.
-        samplings = cycle(replace(each, max_tokens=num_tokens) for each in self._samplings)
-        outputs: dict[str, list[int]] = {}
-        num_passes = 0
+        waiting = self._requests(prompts, num_tokens)
+        outputs: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+        num_passes = num_running = 0
+        seconds = num_timed_tokens = None
         times_before = self.engine.stats().times
         began = time.perf_counter()
-        for (index, prompt), sampling in zip(enumerate(prompts), samplings, strict=False):
-            salt = f"{self.name}, run {self._num_runs}"
-            request = GenerateRequest(str(index), tuple(prompt), sampling, self._speculation, cache_salt=salt)
-            outputs[request.request_id] = []
-            self.engine.add(request)
-        while self.engine.has_work:
+        while waiting or self.engine.has_work:
+            while waiting and num_running < len(prompts):
+                self.engine.add(waiting.popleft())
+                num_running += 1
             for chunk in self.engine.step():
                 outputs[chunk.request_id].extend(chunk.token_ids)
                 num_passes += 1
-        seconds = time.perf_counter() - began
+                num_running -= chunk.finish_reason is not None
+            if self._waves > 1 and seconds is None and not waiting and num_running < len(prompts):
+                seconds, num_timed_tokens = time.perf_counter() - began, sum(map(len, outputs.values()))
+        seconds = seconds or time.perf_counter() - began
         num_generated = sum(map(len, outputs.values()))
         step_times = self.engine.stats().times - times_before
-        return Run(list(outputs.values()), seconds, num_generated / num_passes, step_times)
+        return Run(
+            list(outputs.values()),
+            seconds,
+            num_generated / num_passes,
+            step_times,
+            num_timed_tokens=num_timed_tokens,
+        )
+
+    def _requests(self, prompts: Prompts, num_tokens: int) -> deque[GenerateRequest]:
+        """A salt per run and wave keeps the prefix cache of those before out of the comparison."""
+        samplings = cycle(replace(each, max_tokens=num_tokens) for each in self._samplings)
+        requests: deque[GenerateRequest] = deque()
+        for wave in range(self._waves):
+            salt = f"{self.name}, run {self._num_runs}, wave {wave}"
+            for prompt, sampling in zip(prompts, samplings, strict=False):
+                request_id = str(len(requests))
+                requests.append(
+                    GenerateRequest(request_id, tuple(prompt), sampling, self._speculation, cache_salt=salt)
+                )
+        return requests
 
     def close(self) -> None:
         self.engine.close()
