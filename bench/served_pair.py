@@ -19,14 +19,19 @@ MODEL_ID = "bench"
 
 @dataclass(frozen=True, slots=True)
 class ServedPair:
-    """What a benchmark sets; K is the same for every pass, as it is for those it is compared with."""
+    """What a benchmark sets; K is the same for every pass, as it is for those it is compared with.
+
+    Threads that are None are left to the placement.
+    """
 
     target: Path
     draft: Path
     dtype: str = "bfloat16"
-    num_threads: int = 2
+    num_threads: int | None = 2
     num_draft_tokens: int = 4
     is_deterministic: bool = False
+    num_draft_threads: int | None = None
+    mode: str = "sync"
 
     def deploy(self) -> dict[str, Any]:
         """The root deploy.yaml, changed."""
@@ -41,10 +46,12 @@ class ServedPair:
             "num_threads": self.num_threads,
             "deterministic": self.is_deterministic,
         }
-        args["draft"] = {**args["draft"], "path": str(self.draft.resolve()), "dtype": self.dtype}
+        draft = {"path": str(self.draft.resolve()), "dtype": self.dtype, "num_threads": self.num_draft_threads}
+        args["draft"] |= draft
         args["speculation"] = {
             **args.get("speculation", {}),
             "num_tokens": self.num_draft_tokens,
+            "mode": self.mode,
             "adaptive": False,
         }
         args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}

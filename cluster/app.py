@@ -183,6 +183,7 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
         has_draft_model=config.draft.kind == DraftKind.MODEL,
         target_threads=config.target.num_threads,
         draft_threads=config.draft.num_threads,
+        is_side_by_side=config.speculation.mode == "async",
         num_prefills=config.prefill.max_replicas,
         prefill_threads=config.prefill.num_threads,
         num_ranks=config.target.tensor_parallel_size,

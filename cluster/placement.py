@@ -31,13 +31,17 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What must be placed; thread counts are None where the user left them to us. `draft_gpu` is as in deploy.yaml."""
+    """What must be placed; thread counts are None where the user left them to us. `draft_gpu` is as in deploy.yaml.
+
+    A target and its draft model compute in turn, or side by side where `is_side_by_side`.
+    """
 
     num_pairs: int
     num_ingresses: int
     has_draft_model: bool
     target_threads: int | None = None
     draft_threads: int | None = None
+    is_side_by_side: bool = False
     num_prefills: int = 0
     prefill_threads: int | None = None
     num_ranks: int = 1
@@ -70,8 +74,10 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     """Divide the cluster among its pairs and prefill replicas: on CPU nodes all cores, in equal parts, on GPU nodes a
     device for each rank of a target, one for its draft or none, and a device for each rank of a prefill replica.
 
-    Two processes that want the same cores stall each other at every barrier, so the threads of target and draft
-    together never exceed the cores their pair owns unless the user says so (or there is but one core).
+    Two processes that want the same cores at once stall each other at every barrier, so the threads of a target and a
+    draft side by side never exceed the cores their pair owns unless the user says so (or there is but one core). In
+    turn they have one thread more: the draft's first one computes where the target's sleeps meanwhile, while others of
+    either still spin for some milliseconds after a pass.
 
     Raises:
         ConfigError: the cluster is too small; says what is needed, what is there and which topology was seen.
@@ -105,10 +111,11 @@ class _Threads:
 
 
 def _threads(request: PlacementRequest, num_cores: int) -> _Threads:
-    draft = 0
-    if request.has_draft_model:
-        draft = request.draft_threads or max(1, num_cores // 4)
-    return _Threads(request.target_threads or max(1, (num_cores - draft) // request.num_ranks), draft)
+    if not request.has_draft_model:
+        return _Threads(request.target_threads or max(1, num_cores // request.num_ranks), 0)
+    draft = request.draft_threads or max(1, num_cores // 4)
+    free = num_cores - draft if request.is_side_by_side else num_cores - draft + 1
+    return _Threads(request.target_threads or max(1, free // request.num_ranks), draft)
 
 
 def _claim(threads: _Threads, num_ranks: int, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:

@@ -28,11 +28,13 @@ def total_cpus(placement: PairPlacement) -> float:
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
-def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int):
-    placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs)
+@pytest.mark.parametrize("is_side_by_side", [False, True])
+def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int, is_side_by_side: bool):
+    placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs, is_side_by_side=is_side_by_side)
     assert total_cpus(placement) * num_pairs + 0.2 <= num_cpus + 1e-9
     threads = placement.target.num_threads + placement.draft.num_threads
-    assert threads <= max(2, num_cpus // num_pairs)
+    num_cores = max(1, num_cpus // num_pairs)
+    assert threads == (max(2, num_cores) if is_side_by_side else num_cores + 1)
 
 
 def test_threads_the_user_sets_are_kept():
@@ -47,7 +49,7 @@ def test_without_a_draft_model_the_target_gets_every_core_and_there_is_no_third_
 
 
 def test_pairs_spread_over_nodes():
-    assert plan([NodeResources(8), NodeResources(8)], num_pairs=2).target.num_threads == 6
+    assert plan([NodeResources(8), NodeResources(8)], num_pairs=2).target.num_threads == 7
 
 
 def test_a_pair_gets_two_gpus_where_all_pairs_can():
