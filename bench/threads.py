@@ -3,8 +3,9 @@
     python -m bench.threads --target-threads 1 2 --draft-threads 1 2 --streams 1 8
 
 Every division of a machine's cores is started, warmed up, timed and stopped, in turn, round after round: only one of
-them is alive at a time. Speculative decoding of the padded fixture in bfloat16 with the demo draft. The first row is
-what the placement chooses by itself; ratios are to it, in the same round, their median.
+them is alive at a time. Speculative decoding of the padded fixture (or `--fixture models/demo/target --dtype float32`)
+with the demo draft. The first row of a mode is what the placement chooses by itself; ratios are to it, in the same
+round, their median.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from bench.http_contender import HttpContender
 from bench.pair import CACHE, DEMO, padded_target
@@ -61,8 +63,9 @@ def _divisions(args: argparse.Namespace) -> Iterator[Division]:
 def _run(division: Division, args: argparse.Namespace) -> dict[int, float]:
     """Tokens per second by number of streams."""
     pair = ServedPair(
-        padded_target(),
+        args.fixture or padded_target(),
         DEMO / "draft",
+        args.dtype,
         num_threads=division.target_threads,
         num_draft_threads=division.draft_threads,
         mode=division.mode,
@@ -79,6 +82,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=["sync", "async"], choices=["sync", "async"])
     parser.add_argument("--target-threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--draft-threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--fixture", type=Path, help="folder of the target; the padded fixture if absent")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
     parser.add_argument("--rounds", type=int, default=2, help="each division is started so many times")
