@@ -126,7 +126,7 @@ def _obstacle_to_native(device: torch.device) -> str | None:
     """Why our kernel for processors cannot run on `device`; None if it can."""
     if device.type != "cpu":
         return f"the model runs on {device}, which is no processor"
-    return "there are no native kernels here, and the log says why" if native_library() is None else None
+    return "there is no native kernel for it here, and the log says why" if native_library() is None else None
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

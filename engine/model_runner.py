@@ -225,7 +225,8 @@ def _rounding(model: ModelConfig) -> str:
     """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
     if not model.deterministic:
         return "any"
-    kernels = native_instructions() or "torch's"
+    instructions = native_instructions()
+    kernels = "torch's" if instructions is None else instructions.name
     capability = torch.backends.cpu.get_cpu_capability()
     return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
 

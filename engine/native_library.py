@@ -1,7 +1,7 @@
 """Our kernels in C (`engine/native`): compiled when the package is installed, loaded here, optional everywhere.
 
-They run on AVX-512 with bfloat16, and faster on AMX. Where they are missing or the processor lacks what they need,
-torch computes instead, more slowly.
+Products of float32 rows run on AVX2, all others and attention on AVX-512 with bfloat16, and faster on AMX. Where they
+are missing or the processor lacks what they need, torch computes instead, more slowly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from enum import StrEnum
+from enum import IntEnum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,38 +21,40 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).with_name("native")
-SWITCH = "OUTRIDER_NATIVE"  # 0: never load them; avx512: do without AMX; to compare
+SWITCH = "OUTRIDER_NATIVE"  # 0: never load them; avx2, avx512: use no more than that; to compare
 
 
-class Instructions(StrEnum):
-    """What the kernels compute with: a sum's last bits depend on it."""
+class Instructions(IntEnum):
+    """What the kernels compute with, as `enum instructions`: the last bits of a sum may depend on it."""
 
-    AVX512 = "AVX-512"
-    AMX = "AMX"
-
-
-_INSTRUCTIONS = (None, Instructions.AVX512, Instructions.AMX)  # `enum processor`
-_MAY_USE_TILES = {"": True, "1": True, "avx512": False}
+    AVX2 = 1
+    AVX512 = 2
+    AMX = 3
 
 
-def native_library() -> ctypes.CDLL | None:
-    """The kernels, or None where this process does without; the log says once which and why."""
-    return _loaded()[0]
+_MOST = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.AVX512, "avx2": Instructions.AVX2}
+
+
+def native_library(least: Instructions = Instructions.AVX512) -> ctypes.CDLL | None:
+    """The kernels, or None where they may not use so much; the log says once what they use, or why there are none."""
+    loaded = _loaded()
+    return loaded[0] if loaded is not None and loaded[1] >= least else None
 
 
 def native_instructions() -> Instructions | None:
     """What the kernels use in this process, or None where it does without."""
-    return _loaded()[1]
+    loaded = _loaded()
+    return None if loaded is None else loaded[1]
 
 
 @cache
-def _loaded() -> tuple[ctypes.CDLL, Instructions] | tuple[None, None]:
+def _loaded() -> tuple[ctypes.CDLL, Instructions] | None:
     try:
         library, instructions = _load()
     except _Unavailable as reason:
         logger.info("native kernels: none, torch computes instead: %s", reason)
-        return None, None
-    logger.info("native kernels: %s, from %s", instructions, library._name)
+        return None
+    logger.info("native kernels: %s, from %s", instructions.name, library._name)
     return library, instructions
 
 
@@ -64,9 +66,9 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
     switch = os.environ.get(SWITCH, "")
     if switch == "0":
         raise _Unavailable(f"{SWITCH} is 0")
-    if switch not in _MAY_USE_TILES:
+    if switch not in _MOST:
         raise ConfigError(
-            f"{SWITCH} is {switch!r}; set it to 0 for no kernels, to avx512 for none of AMX, or not at all"
+            f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
         )
     found = find_spec("engine._native")
     if found is None or found.origin is None:
@@ -77,7 +79,6 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
         library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
     except OSError as error:
         raise _Unavailable(str(error)) from error
-    instructions = _INSTRUCTIONS[library.outrider_start(_MAY_USE_TILES[switch])]
-    if instructions is None:
-        raise _Unavailable("this processor has no AVX-512 for bfloat16")
-    return library, instructions
+    if not (used := library.outrider_start(_MOST[switch])):
+        raise _Unavailable("this processor has no AVX2")
+    return library, Instructions(used)

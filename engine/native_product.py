@@ -1,4 +1,4 @@
-"""Products by a bfloat16 weight that is read once, at the speed of memory: `engine/native/products.c`.
+"""Products by a bfloat16 weight that is read once, at the speed of memory: `engine/native/*products.c`.
 
 A step of few rows is limited by the reading of the weights, which oneDNN does at 0.5 to 0.7 of the rate of this kernel
 (docs/performance.md). Every row has the same bits in whatever company it comes, so deterministic models pay nothing.
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.native_library import native_library
+from engine.native_library import Instructions, native_library
 
 OUTPUTS = 32  # of a pair of tiles
 
@@ -34,10 +34,10 @@ class NativeProduct:
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """Whether this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
-        if not has_tiles(weight):
-            return False
-        is_widened = weight.dtype == torch.float32 and torch.equal(weight.bfloat16().float(), weight)
-        return weight.dtype == torch.bfloat16 or is_widened
+        if weight.dtype == torch.bfloat16:
+            return has_tiles(weight)
+        is_candidate = weight.dtype == torch.float32 and has_tiles(weight, least=Instructions.AVX2)
+        return is_candidate and torch.equal(weight.bfloat16().float(), weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""
@@ -64,11 +64,11 @@ class NativeGate(NativeProduct):
         self._width = gate.shape[0]
 
 
-def has_tiles(weight: Tensor, num_inputs: int = 32) -> bool:
+def has_tiles(weight: Tensor, num_inputs: int = 32, least: Instructions = Instructions.AVX512) -> bool:
     """Whether this process has the kernels, and `weight` [out, in] is made of whole tiles of so many inputs."""
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
         return False
-    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library() is not None
+    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library(least) is not None
 
 
 def tiled(weight: Tensor, num_together: int) -> Tensor:
@@ -89,7 +89,7 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = native_library()
+    library = native_library(Instructions.AVX2)
     assert library is not None, "NativeProduct.fits says when there is one"
     for function in (library.outrider_product, library.outrider_gated_product, library.outrider_float_product):
         function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is packed once for the processor: for our kernels on AVX-512 or AMX, else for oneDNN's.
+"""Linear layers whose weight is packed once for the processor: for our kernels where they run, else for oneDNN's.
 
 oneDNN reads a reordered bfloat16 weight faster than `F.linear` does for a few rows, and our kernels faster than oneDNN.
 Its two operators are private to torch: torch's version is pinned, `can_pack` guards them, and a test compares.

@@ -5,10 +5,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-int outrider_has_tiles = 0;
+int outrider_has_wide_floats = 0, outrider_has_tiles = 0;
 
 static int has_vectors(void) {
-    __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
@@ -22,9 +21,17 @@ static int has_tiles(void) {
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
 
-/* Call it before any kernel: one of `enum processor`. */
-int outrider_start(int may_use_tiles) {
-    if (!has_vectors()) return NEITHER;
-    outrider_has_tiles = may_use_tiles && has_tiles();
-    return outrider_has_tiles ? WITH_TILES : ONLY_VECTORS;
+static enum instructions best(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
+    if (!has_vectors()) return WITH_AVX2;
+    return has_tiles() ? WITH_AMX : WITH_AVX512;
+}
+
+/* Call it before any kernel: what they will use, `most` or as much of it as there is; of `enum instructions`. */
+int outrider_start(int most) {
+    const int found = best(), used = found < most ? found : most;
+    outrider_has_wide_floats = most >= WITH_AVX512 && __builtin_cpu_supports("avx512f");
+    outrider_has_tiles = used >= WITH_AMX;
+    return used;
 }

@@ -5,16 +5,19 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* All kernels but those of AMX run on AVX-512 with bfloat16 and VNNI: AMD's from Zen 4, Intel's from Sapphire Rapids
-   and some before. With -O3 the compiler makes nothing of AMX where it is not asked to. */
+/* Products of float32 rows need AVX2, all other kernels AVX-512 with bfloat16 and VNNI (AMD's from Zen 4, Intel's from
+   Sapphire Rapids and some before), and AMX makes them faster. The compiler itself makes nothing of AMX. */
 #define VECTORS "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512F __attribute__((target("avx512f")))
 #define AVX __attribute__((target(VECTORS)))
 #define AMX __attribute__((target(VECTORS ",amx-tile,amx-bf16,amx-int8")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum processor { NEITHER, ONLY_VECTORS, WITH_TILES };
+enum instructions { NONE, WITH_AVX2, WITH_AVX512, WITH_AMX };
 
-extern int outrider_has_tiles; /* whether kernels may use AMX; set by `outrider_start` */
+/* Whether kernels may use AVX-512 for float32, whatever else it can, and AMX; set by `outrider_start`. */
+extern int outrider_has_wide_floats, outrider_has_tiles;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

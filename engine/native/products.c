@@ -1,5 +1,5 @@
-/* Products by a matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16 rows on
-   AMX or on AVX-512's bfloat16, of float32 rows (a float32 model whose checkpoint was bfloat16) on AVX-512.
+/* Products by a matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16 rows, on
+   AMX or on AVX-512's bfloat16. Those of float32 rows are in float_products.c.
 
    W [N, K] lies as a stream of AMX tiles of 1 KB, in the order in which the kernel reads them: for each *pair* of 16
    outputs and another 16, for each 32 inputs, the tile of the one and the tile of the other.
@@ -17,7 +17,6 @@ enum {
     OUTPUTS = 32,       /* of a pair */
     FEW_ROWS = 32,      /* that read W as one stream */
     VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, in halves of a tile */
-    FLOAT_ROWS = 12,    /* whose sums fill the registers */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
     BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
     BLOCK_PAIRS = 8,
@@ -242,100 +241,4 @@ void outrider_product(const bf16 *x, const bf16 *weight, const float *bias, bf16
 void outrider_gated_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
                             int64_t num_inputs, int64_t num_outputs) {
     multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});
-}
-
-/* Sums [rows, 32] of `rows` float32 rows and one pair over `steps` x 32 inputs, onto `sums` or anew. */
-AVX INLINE void add_floats(const int rows, const float *x, int64_t stride, const bf16 *w, int64_t steps, float *sums,
-                           int is_first, int64_t ahead, int from, int to) {
-    const __m512i high = _mm512_set1_epi32(0xffff0000);
-    __m512 sum[FLOAT_ROWS][2];
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++)
-            sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
-    for (int64_t k = 0; k < steps; k++) {
-        for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
-        for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
-            __m512i first = _mm512_loadu_si512(w + line * 32), second = _mm512_loadu_si512(w + TILE + line * 32);
-            __m512 even[2] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
-                              _mm512_castsi512_ps(_mm512_slli_epi32(second, 16))};
-            __m512 odd[2] = {_mm512_castsi512_ps(_mm512_and_si512(first, high)),
-                             _mm512_castsi512_ps(_mm512_and_si512(second, high))};
-#pragma GCC unroll 12
-            for (int row = 0; row < rows; row++) {
-                const float *inputs = x + row * stride + line * 2;
-                __m512 x0 = _mm512_set1_ps(inputs[0]), x1 = _mm512_set1_ps(inputs[1]);
-                sum[row][0] = _mm512_fmadd_ps(even[0], x0, sum[row][0]);
-                sum[row][1] = _mm512_fmadd_ps(even[1], x0, sum[row][1]);
-                sum[row][0] = _mm512_fmadd_ps(odd[0], x1, sum[row][0]);
-                sum[row][1] = _mm512_fmadd_ps(odd[1], x1, sum[row][1]);
-            }
-        }
-        x += 32, w += 2 * TILE;
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, sum[row][half]);
-}
-
-struct float_product {
-    const float *x; /* [rows, num_inputs] */
-    const bf16 *weight;
-    const float *bias;
-    float *out; /* [rows, num_outputs] */
-    int64_t num_rows, num_inputs, num_outputs;
-};
-
-AVX static void add_some_floats(int64_t rows, const float *x, int64_t stride, const bf16 *w, int64_t steps, float *sums,
-                                int is_first, int64_t ahead, int from, int to) {
-#define ROWS(n) case n: add_floats(n, x, stride, w, steps, sums, is_first, ahead, from, to); break;
-    switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-    }
-#undef ROWS
-}
-
-AVX static void finish_floats(const struct float_product *p, int64_t row, int64_t rows, int64_t pair,
-                              const float *sums) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int half = 0; half < OUTPUTS; half += 16) {
-            __m512 sum = _mm512_loadu_ps(sums + i * OUTPUTS + half);
-            if (p->bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(p->bias + pair * OUTPUTS + half));
-            _mm512_storeu_ps(p->out + (row + i) * p->num_outputs + pair * OUTPUTS + half, sum);
-        }
-}
-
-/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
-AVX static void multiply_floats(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int is_few = rows <= FLOAT_ROWS; /* which read a pair whole, as one stream */
-    const int64_t block = is_few ? p->num_inputs : BLOCK_INPUTS;
-    for (int64_t pair = first; pair < last; pair++) {
-        for (int64_t k = 0; k < p->num_inputs; k += block) {
-            const int64_t steps = least(block, p->num_inputs - k) / 32;
-            const bf16 *w = p->weight + (pair * p->num_inputs + k) * OUTPUTS;
-            const int64_t ahead = is_few ? PREFETCH : steps * 2 * TILE;
-            for (int64_t i = 0; i < rows; i += FLOAT_ROWS) {
-                const int64_t height = least(FLOAT_ROWS, rows - i);
-                const float *x = p->x + (row + i) * p->num_inputs + k;
-                add_some_floats(height, x, p->num_inputs, w, steps, sums + i * OUTPUTS, k == 0, ahead,
-                                LINES * i / rows, LINES * (i + height) / rows);
-            }
-        }
-        finish_floats(p, row, rows, pair, sums);
-    }
-}
-
-/* `outrider_product` of float32 rows, to float32. */
-void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
-                                int64_t num_inputs, int64_t num_outputs) {
-    const struct float_product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
-    const int64_t num_pairs = num_outputs / OUTPUTS;
-    int64_t pairs = (256 << 10) / (num_inputs * 2 * OUTPUTS);
-    if (pairs > num_pairs / 8) pairs = num_pairs / 8;
-    if (pairs < 1) pairs = 1;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < num_pairs; pair += pairs)
-        for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-            multiply_floats(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
 }

@@ -33,7 +33,7 @@ def test_a_processor_without_our_kernels_gets_torch_and_the_log_says_so(
 
 def test_a_processor_without_our_kernels_refuses_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backend, "native_library", lambda: None)
-    with pytest.raises(ConfigError, match=r"there are no native kernels here.*set it to auto or torch"):
+    with pytest.raises(ConfigError, match=r"there is no native kernel for it here.*set it to auto or torch"):
         choose_attention("native", CPU)
 
 

@@ -13,13 +13,13 @@ import torch
 from torch.nn import functional as F
 
 from engine.exact_rows import row_exact
-from engine.native_library import SWITCH, Instructions, native_instructions
+from engine.native_library import SWITCH, Instructions, native_instructions, native_library
 from engine.native_product import NativeGate, NativeProduct
 from engine.packed_linear import linear_of
 from tests.engine.native_kernels import needs_kernels
 
-# Rows around a group of float32 (12), a tile (16), two (32), a block (128); inputs around one (512).
-ROWS = (0, 1, 2, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 300)
+# Rows around a group of float32 (3, 12), a tile (16), two (32), a block (120, 128); inputs around one (512).
+ROWS = (0, 1, 2, 3, 4, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 119, 121, 127, 128, 129, 300)
 SHAPES = ((32, 32), (64, 480), (96, 512), (320, 544), (1024, 1088))  # outputs, inputs
 
 
@@ -56,7 +56,7 @@ def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> N
 
 
 @needs_kernels
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_float32_product_by_what_was_bfloat16_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
@@ -103,18 +103,35 @@ def test_a_gate_of_any_size_is_finite() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     weight = _weight(*shape)
-    gate = NativeGate(weight, weight.flip(0), None, None)
-    for multiply, dtype in (
-        (NativeProduct(weight, None), torch.bfloat16),
-        (gate, torch.bfloat16),
-        (NativeProduct(weight.float(), None), torch.float32),
-    ):
-        rows = torch.randn(300, shape[1], generator=_generator()).to(dtype)
-        together = multiply(rows)
-        for num_rows in ROWS[1:]:
-            assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
-            assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
-        assert row_exact(multiply, shape[1], dtype) is multiply
+    for multiply in (NativeProduct(weight, None), NativeGate(weight, weight.flip(0), None, None)):
+        _check_company(multiply, shape[1], torch.bfloat16)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("any_instructions")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_float32_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
+    _check_company(NativeProduct(_weight(*shape).float(), None), shape[1], torch.float32)
+
+
+@needs_kernels
+def test_float32_rows_have_the_same_bits_on_any_instructions() -> None:
+    library, best = native_library(), native_instructions()
+    assert library is not None
+    multiply, rows = NativeProduct(_weight(320, 544).float(), None), torch.randn(14, 544)
+    library.outrider_start(Instructions.AVX2)
+    narrow = multiply(rows)
+    library.outrider_start(best)
+    assert torch.equal(multiply(rows), narrow)
+
+
+def _check_company(multiply: NativeProduct, num_inputs: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(300, num_inputs, generator=_generator()).to(dtype)
+    together = multiply(rows)
+    for num_rows in ROWS[1:]:
+        assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
+        assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
+    assert row_exact(multiply, num_inputs, dtype) is multiply
 
 
 @needs_kernels
@@ -161,12 +178,13 @@ def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
     ("switch", "expected"),
     [
         ("0", "None"),
-        pytest.param("avx512", "AVX-512", marks=needs_kernels),
+        pytest.param("avx512", "AVX512", marks=needs_kernels),
+        pytest.param("avx2", "AVX2", marks=needs_kernels),
         ("amx", "OUTRIDER_NATIVE is 'amx'; set it"),
     ],
 )
 def test_the_kernels_can_be_switched_off_and_held_to_avx512(switch: str, expected: str) -> None:
-    code = "from engine.native_library import native_instructions; print(native_instructions())"
+    code = "from engine.native_library import native_instructions; print(repr(native_instructions()))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {SWITCH: switch}, capture_output=True, text=True
     )

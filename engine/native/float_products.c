@@ -1,0 +1,162 @@
+/* Products of float32 rows by a matrix of bfloat16 (a float32 model whose checkpoint was bfloat16), out = x W^T: half
+   the bytes of float32 weights, and products and sums in float32. On AVX-512 or AVX2.
+
+   W is packed as in products.c, and each output is one sum over the inputs in their order here too: a row's result
+   depends neither on the rows beside it nor on the registers' width. */
+
+#include "processor.h"
+
+enum {
+    TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
+    LINES = 32,         /* of the cache, of two tiles */
+    OUTPUTS = 32,       /* of a pair */
+    WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512 */
+    NARROW_ROWS = 3,    /* those of AVX2 */
+    BLOCK_ROWS = 120,   /* of x that stay in the cache while a pair goes by: a multiple of both */
+    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
+    PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
+};
+
+typedef uint16_t bf16;
+
+struct float_product {
+    const float *x;      /* [rows, num_inputs] */
+    const bf16 *weight;  /* packed */
+    const float *bias;   /* [num_outputs] or NULL */
+    float *out;          /* [rows, num_outputs] */
+    int64_t num_rows, num_inputs, num_outputs;
+};
+
+/* What a few rows read of one pair: `steps` x 32 inputs. Per step the lines [from, to) of W are fetched for later,
+   `ahead` numbers further on. */
+struct part {
+    const float *x;
+    int64_t stride; /* numbers from row to row */
+    const bf16 *w;
+    int64_t steps;
+    int64_t ahead;
+    int from, to;
+};
+
+/* Sums [rows, 32] of a part, onto `sums` or anew. */
+AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_first) {
+    const __m512i high = _mm512_set1_epi32(0xffff0000);
+    __m512 sum[WIDE_ROWS][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++)
+            sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
+    for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
+        for (int line = p.from; line < p.to; line++)
+            _mm_prefetch((const char *)(p.w + p.ahead + line * 32), _MM_HINT_T1);
+        for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
+            __m512i first = _mm512_loadu_si512(p.w + line * 32), second = _mm512_loadu_si512(p.w + TILE + line * 32);
+            __m512 even[2] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
+                              _mm512_castsi512_ps(_mm512_slli_epi32(second, 16))};
+            __m512 odd[2] = {_mm512_castsi512_ps(_mm512_and_si512(first, high)),
+                             _mm512_castsi512_ps(_mm512_and_si512(second, high))};
+#pragma GCC unroll 12
+            for (int row = 0; row < rows; row++) {
+                const float *inputs = p.x + row * p.stride + line * 2;
+                __m512 x0 = _mm512_set1_ps(inputs[0]), x1 = _mm512_set1_ps(inputs[1]);
+                sum[row][0] = _mm512_fmadd_ps(even[0], x0, sum[row][0]);
+                sum[row][1] = _mm512_fmadd_ps(even[1], x0, sum[row][1]);
+                sum[row][0] = _mm512_fmadd_ps(odd[0], x1, sum[row][0]);
+                sum[row][1] = _mm512_fmadd_ps(odd[1], x1, sum[row][1]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, sum[row][half]);
+}
+
+/* The same on AVX2. */
+AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_first) {
+    const __m256i high = _mm256_set1_epi32(0xffff0000);
+    __m256 sum[NARROW_ROWS][4];
+#pragma GCC unroll 3
+    for (int row = 0; row < rows; row++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            sum[row][quarter] = is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + row * OUTPUTS + quarter * 8);
+    for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
+        for (int line = p.from; line < p.to; line++)
+            _mm_prefetch((const char *)(p.w + p.ahead + line * 32), _MM_HINT_T1);
+        for (int line = 0; line < 16; line++)
+#pragma GCC unroll 4
+            for (int quarter = 0; quarter < 4; quarter++) { /* two inputs of 8 outputs */
+                const bf16 *at = p.w + quarter / 2 * TILE + line * 32 + quarter % 2 * 16;
+                const __m256i both = _mm256_loadu_si256((const __m256i *)at);
+                const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+                const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(both, high));
+#pragma GCC unroll 3
+                for (int row = 0; row < rows; row++) {
+                    const float *inputs = p.x + row * p.stride + line * 2;
+                    sum[row][quarter] = _mm256_fmadd_ps(even, _mm256_set1_ps(inputs[0]), sum[row][quarter]);
+                    sum[row][quarter] = _mm256_fmadd_ps(odd, _mm256_set1_ps(inputs[1]), sum[row][quarter]);
+                }
+            }
+    }
+#pragma GCC unroll 3
+    for (int row = 0; row < rows; row++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            _mm256_storeu_ps(sums + row * OUTPUTS + quarter * 8, sum[row][quarter]);
+}
+
+/* Each number of rows has code of its own, whose sums stay in registers. */
+AVX512F static void add_up_to_12(int64_t rows, struct part part, float *sums, int is_first) {
+#define ROWS(n) case n: add_wide(n, part, sums, is_first); break;
+    switch (rows) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+    }
+#undef ROWS
+}
+
+AVX2 static void add_up_to_3(int64_t rows, struct part part, float *sums, int is_first) {
+    if (rows == 1) add_narrow(1, part, sums, is_first);
+    else if (rows == 2) add_narrow(2, part, sums, is_first);
+    else add_narrow(3, part, sums, is_first);
+}
+
+static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    for (int64_t i = 0; i < rows; i++) {
+        float *out = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
+        for (int64_t output = 0; output < OUTPUTS; output++)
+            out[output] = sums[i * OUTPUTS + output] + (p->bias ? p->bias[pair * OUTPUTS + output] : 0.0f);
+    }
+}
+
+/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
+static void multiply(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t at_once = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS;
+    const int is_few = rows <= at_once; /* which read a pair whole, as one stream */
+    const int64_t block = is_few ? p->num_inputs : BLOCK_INPUTS;
+    for (int64_t pair = first; pair < last; pair++) {
+        for (int64_t k = 0; k < p->num_inputs; k += block) {
+            struct part part = {.stride = p->num_inputs, .steps = least(block, p->num_inputs - k) / 32};
+            part.w = p->weight + (pair * p->num_inputs + k) * OUTPUTS;
+            part.ahead = is_few ? PREFETCH : part.steps * 2 * TILE;
+            for (int64_t i = 0; i < rows; i += at_once) {
+                const int64_t height = least(at_once, rows - i);
+                part.x = p->x + (row + i) * p->num_inputs + k;
+                part.from = LINES * i / rows, part.to = LINES * (i + height) / rows;
+                if (outrider_has_wide_floats) add_up_to_12(height, part, sums + i * OUTPUTS, k == 0);
+                else add_up_to_3(height, part, sums + i * OUTPUTS, k == 0);
+            }
+        }
+        finish(p, row, rows, pair, sums);
+    }
+}
+
+/* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
+void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
+                            int64_t num_inputs, int64_t num_outputs) {
+    const struct float_product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
+    const int64_t num_pairs = num_outputs / OUTPUTS;
+    const int64_t pairs = most(1, least((256 << 10) / (num_inputs * 2 * OUTPUTS), num_pairs / 8));
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t pair = 0; pair < num_pairs; pair += pairs)
+        for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
+            multiply(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
+}
