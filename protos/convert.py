@@ -7,20 +7,26 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
+from protos.errors import RequestError
 from protos.messages import SpeculationStats, StepStats, TokenLogprobs
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     """The fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
 
-    So one schema validates both faces. `prompt_token_ids` becomes `prompt`, unless there is a text as well.
+    So one schema validates both faces. `prompt_token_ids` becomes `prompt`.
+
+    Raises:
+        RequestError: there is a text as well.
     """
     fields: dict[str, object] = {}
     for descriptor, value in request.ListFields():
         fields[descriptor.name] = _plain(descriptor.name, value)
     token_ids = fields.pop("prompt_token_ids", None)
     if token_ids is not None:
-        fields.setdefault("prompt", token_ids)
+        if "prompt" in fields:
+            raise RequestError("prompt and prompt_token_ids both say what is continued; send one.", param="prompt")
+        fields["prompt"] = token_ids
     return fields
 
 

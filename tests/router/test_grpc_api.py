@@ -152,6 +152,7 @@ async def test_stop_and_echo_work_as_over_http(stub: outrider_pb2_grpc.Generatio
         (pb2.GenerateRequest(prompt="a"), "INVALID_ARGUMENT", ["model"]),
         (pb2.GenerateRequest(model="fake"), "INVALID_ARGUMENT", ["prompt"]),
         (pb2.GenerateRequest(model="fake", prompt=""), "INVALID_ARGUMENT", ["empty"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", prompt_token_ids=[1]), "INVALID_ARGUMENT", ["send one"]),
         (pb2.GenerateRequest(model="fake", prompt_token_ids=[1, 300]), "INVALID_ARGUMENT", ["300"]),
         (pb2.GenerateRequest(model="fake", prompt="a", temperature=float("nan")), "INVALID_ARGUMENT", ["nan"]),
         (pb2.GenerateRequest(model="fake", prompt="a", top_p=1.5), "INVALID_ARGUMENT", ["top_p", "1.5", "at most 1"]),
