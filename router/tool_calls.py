@@ -51,12 +51,12 @@ class ToolCallParser:
         self._has_content = False
 
     def read(self, delta: Delta) -> Delta:
-        """The delta with its text told apart; a choice that called tools and stopped has finished with `tool_calls`."""
+        """The delta with its text told apart; a choice whose calls are whole, and which stopped, ended with `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
             gains.append(self._flush())
         reason = delta.finish_reason
-        if reason is FinishReason.STOP and self._num_calls:
+        if reason is FinishReason.STOP and self._num_calls and self._state is not _State.ARGUMENTS:
             reason = FinishReason.TOOL_CALLS
         return replace(
             delta,

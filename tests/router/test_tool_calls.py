@@ -108,9 +108,11 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     assert delta.tool_calls[1].arguments == '{"a": '
 
 
-def test_a_call_that_was_cut_short_ends_for_its_length() -> None:
-    cut = read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": '], FinishReason.LENGTH)
-    assert cut == Read("", (("f", '{"a": '),), FinishReason.LENGTH)
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_a_call_that_was_cut_short_ends_for_what_cut_it(reason: FinishReason) -> None:
+    """A client that is told of tool calls reads their arguments as JSON; a stop string may have cut them too."""
+    cut = read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": '], reason)
+    assert cut == Read("", (("f", '{"a": '),), reason)
 
 
 @pytest.mark.parametrize(
