@@ -51,7 +51,7 @@ class ToolCallParser:
         self._has_content = False
 
     def read(self, delta: Delta) -> Delta:
-        """The delta with its text told apart; a choice whose calls are whole, and which stopped, ended with `tool_calls`."""
+        """The delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
             gains.append(self._flush())
