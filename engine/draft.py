@@ -43,11 +43,7 @@ class Draft:
         """The tokens from the first draft down to `node`, itself included; none for -1."""
         if not self.parents:
             return self.token_ids[: node + 1]
-        path: list[int] = []
-        while node >= 0:
-            path.append(self.token_ids[node])
-            node = self.parents[node]
-        return tuple(reversed(path))
+        return tuple(self.token_ids[each] for each in path_to(self.parents, node))
 
     @property
     def depth(self) -> int:
@@ -56,6 +52,15 @@ class Draft:
 
 
 NO_DRAFT = Draft()
+
+
+def path_to(parents: Seq[int], node: int) -> list[int]:
+    """The ancestors of a tree's node from the root on, and itself; none for -1."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 def depths(parents: Seq[int]) -> list[int]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention import LayerOptions
+from engine.draft import path_to
 from engine.index import Index, index_tensor
 from engine.kv_cache import KVCache
 from engine.span import Span
@@ -64,7 +65,7 @@ class ExactAttention:
         return ExactPass(self._cache, slots, self._spans)
 
     def step(self, step: int, slots: Index) -> ExactPass:
-        return ExactPass(self._cache, slots, [_one_token(span, step) for span in self._spans])
+        return ExactPass(self._cache, slots, [span.at_step(step) for span in self._spans])
 
 
 class ExactPass:
@@ -138,31 +139,14 @@ def _chains(spans: Seq[Span], block_size: int) -> Iterator[_Chain]:
     first_row = 0
     for span in spans:
         slots = [block * block_size + offset for block in span.block_table for offset in range(block_size)]
-        num_chained = max(0, min(len(span.token_ids), span.tree_start - span.start))
-        if num_chained:
-            end = span.start + num_chained
-            yield _Chain(range(first_row, first_row + num_chained), range(span.start, end), slots[:end])
-        for step in range(num_chained, len(span.token_ids)):
-            path = _path(span.parents, span.start + step - span.tree_start)
+        if span.num_chained:
+            end = span.start + span.num_chained
+            yield _Chain(range(first_row, first_row + span.num_chained), range(span.start, end), slots[:end])
+        for step in range(span.num_chained, len(span.token_ids)):
+            path = path_to(span.parents, span.start + step - span.tree_start)
             key_slots = [*slots[: span.tree_start], *(slots[span.tree_start + node] for node in path)]
             yield _Chain((first_row + step,), (len(key_slots) - 1,), key_slots)
         first_row += len(span.token_ids)
-
-
-def _path(parents: Seq[int], node: int) -> list[int]:
-    """The node's ancestors from the root on, and itself."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
-
-
-def _one_token(span: Span, step: int) -> Span:
-    """The span when only its token `step` is computed."""
-    num_later = len(span.token_ids) - 1 - step
-    parents = span.parents[: max(0, len(span.parents) - num_later)]
-    return replace(span, token_ids=span.token_ids[step : step + 1], start=span.start + step, parents=parents)
 
 
 def _starts(chain: _Chain) -> range:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from engine.attention import LayerOptions, TorchAttention
+from engine.draft import path_to
 from engine.exact_attention import ExactAttention
 from engine.index import Index, upload
 from engine.kv_cache import KVCache
@@ -65,10 +65,7 @@ class NativeAttention:
         return NativePass(self._cache, slots, self._spans)
 
     def step(self, step: int, slots: Index) -> NativePass:
-        spans = [
-            replace(span, token_ids=span.token_ids[step : step + 1], start=span.start + step) for span in self._spans
-        ]
-        return NativePass(self._cache, slots, spans)
+        return NativePass(self._cache, slots, [span.at_step(step) for span in self._spans])
 
 
 class NativePass:
@@ -119,7 +116,7 @@ class _Layout:
         self._paths: list[int] = []
         first_row = 0
         for span in spans:
-            num_chained = max(0, min(len(span.token_ids), span.tree_start - span.start))
+            num_chained = span.num_chained
             num_nodes = len(span.token_ids) - num_chained
             table, tree = len(self._tables), span.tree_start
             if num_chained:
@@ -128,7 +125,7 @@ class _Layout:
                 first = span.start + num_chained
                 self.spans.append((first_row + num_chained, num_nodes, first, table, tree, len(self._nodes)))
                 for node in range(first - tree, first - tree + num_nodes):
-                    path = _path(span.parents, node)
+                    path = path_to(span.parents, node)
                     self._nodes.append((tree + len(path) - 1, len(self._paths)))
                     self._paths += [tree + step for step in path]
             self._tables += span.block_table
@@ -156,15 +153,6 @@ def fits(cache: KVCache) -> bool:
     if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVKind.FP8:
         return False
     return cache.max_head_dim <= _MAX_DIM and native_library() is not None
-
-
-def _path(parents: Seq[int], node: int) -> list[int]:
-    """The node's ancestors from the root on, and itself."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 def _rowwise(heads: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.draft import depths
 
@@ -38,6 +38,11 @@ class Span:
         return self.end - len(self.parents)
 
     @property
+    def num_chained(self) -> int:
+        """Tokens that come before the tree."""
+        return max(0, min(len(self.token_ids), self.tree_start - self.start))
+
+    @property
     def positions(self) -> Seq[int]:
         """Position of each token."""
         if not self.parents:
@@ -50,6 +55,12 @@ class Span:
     def num_positions(self) -> int:
         """One more than the largest position."""
         return max(self.positions) + 1 if self.parents else self.end
+
+    def at_step(self, step: int) -> Span:
+        """The span when only its token `step` is computed, those before it being in the pool already."""
+        num_later = len(self.token_ids) - 1 - step
+        parents = self.parents[: max(0, len(self.parents) - num_later)]
+        return replace(self, token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
 
     def first_key(self, window: int | None) -> int:
         """The first place that any of the tokens may see, if each sees `window` positions, its own included."""

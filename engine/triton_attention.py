@@ -7,7 +7,7 @@ every start, by the agreement check of `engine.paged_model`. Import it only wher
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache as memoized
 
 import torch
@@ -161,9 +161,7 @@ class TritonAttention:
         return TritonAttentionPass(self._cache, slots, self._spans, self._block_tables)
 
     def step(self, step: int, slots: Index) -> TritonAttentionPass:
-        spans = [
-            replace(span, token_ids=span.token_ids[step : step + 1], start=span.start + step) for span in self._spans
-        ]
+        spans = [span.at_step(step) for span in self._spans]
         return TritonAttentionPass(self._cache, slots, spans, self._block_tables)
 
 

@@ -1,18 +1,24 @@
-"""A pool of random keys and values, spans over it, and a slow oracle: each row alone, in float64."""
+"""What our attention kernels are tested on: spans over a pool of random keys and values, and small models.
+
+The oracle is slow: each row alone, in float64.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.attention import LayerOptions
+from engine.config import CacheConfig, ModelConfig
 from engine.index import index_tensor
 from engine.kv_cache import KVCache, LayerShape
 from engine.kv_kind import KVKind
+from engine.model_runner import ModelRunner
 from engine.span import Span
 from engine.tiling import Heads
 
@@ -26,6 +32,19 @@ class Extent:
     start: int
     num_rows: int
     parents: tuple[int, ...] = ()
+
+
+DECODE, VERIFY, CHUNK, FRESH = Extent(37, 1), Extent(20, 5), Extent(9, 19), Extent(0, 3)
+MIXED = [DECODE, VERIFY, CHUNK, FRESH]
+PLAIN = LayerOptions(scaling=0.3)
+
+BUSHY = (-1, -1, 0, 0, 1, 2, 4, 6)
+TREES = [
+    Extent(30, 8, BUSHY),  # begins with the span
+    Extent(19, 9, BUSHY),  # behind the last committed token
+    Extent(14, 5, BUSHY),  # began before the span: its first three nodes are in the pool
+    Extent(12, 4),  # no tree
+]
 
 
 class AttentionWorld:
@@ -108,6 +127,30 @@ def seen_places(span: Span, row: int, window: int | None) -> list[int]:
         place = first + parent if parent >= 0 else first - 1
     places += range(place, -1, -1)
     return places if window is None else places[:window]
+
+
+def logits_by(attention: str, folder: Path, device: str, kv: str = "auto") -> Tensor:
+    """Of a model's verification and first chunk in one pass, behind what another pass has written."""
+    model = _runner(attention, folder, device, kv)
+    model.forward([Span(range(3, 21), 0, [5, 2, 9], 0)])
+    return model.forward([Span([7, 8], 18, [5, 2, 9], 2), Span(range(30, 37), 0, [1], 1)])
+
+
+def check_steps(attention: str, folder: Path, device: str) -> None:
+    """Steps that are planned together compute what single passes do."""
+    model = _runner(attention, folder, device)
+    tables = [[5, 2], [1, 9]]
+    model.forward([Span(range(3, 10), 0, table, 0) for table in tables])
+    expected = [model.forward([Span([20 + at], 7 + at, table, 1) for table in tables]) for at in range(3)]
+    steps = model.plan_steps([Span([0] * 3, 7, table, 3) for table in tables])
+    for at, (step, logits) in enumerate(zip(steps, expected, strict=True)):
+        step.input_ids.fill_(20 + at)
+        torch.testing.assert_close(model.run(step), logits, rtol=0, atol=1e-5)
+
+
+def _runner(attention: str, folder: Path, device: str, kv: str = "auto") -> ModelRunner:
+    model = ModelConfig(str(folder), dtype="float32", device=device, attention=attention)
+    return ModelRunner(model, CacheConfig(num_blocks=12, block_size=8, dtype=kv))
 
 
 def _one_row(query: Tensor, keys: Tensor, values: Tensor, options: LayerOptions) -> Tensor:

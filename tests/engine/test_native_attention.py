@@ -12,30 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention import LayerOptions
-from engine.config import CacheConfig, ModelConfig
 from engine.int8_heads import to_int8_heads
 from engine.kv_kind import KVKind
-from engine.model_runner import ModelRunner
 from engine.native_attention import NativeAttention
 from engine.span import Span
 from engine.tiling import Heads
-from tests.engine.attention_world import AttentionWorld, Extent
+from tests.engine.attention_world import BUSHY, MIXED, PLAIN, TREES, AttentionWorld, Extent, check_steps, logits_by
 from tests.engine.families import SERVED, write_family
 from tests.engine.native_kernels import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("instructions")]
 
-DECODE, VERIFY, CHUNK, FRESH = Extent(37, 1), Extent(20, 5), Extent(9, 19), Extent(0, 3)
-MIXED = [DECODE, VERIFY, CHUNK, FRESH]
-PLAIN = LayerOptions(scaling=0.3)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-BUSHY = (-1, -1, 0, 0, 1, 2, 4, 6)
-TREES = [
-    Extent(30, 8, BUSHY),  # begins with the span
-    Extent(19, 9, BUSHY),  # behind the last committed token
-    Extent(14, 5, BUSHY),  # began before the span: its first three nodes are in the pool
-    Extent(12, 4),  # no tree
-]
 
 
 def attend(world: AttentionWorld, options: LayerOptions = PLAIN) -> Tensor:
@@ -188,30 +176,14 @@ def test_any_pass_equals_the_oracle(
     check(world, LayerOptions(scaling=heads.key_dim**-0.5, window=window))
 
 
-def runner(folder: Path, attention: str, dtype: str = "float32", kv: str = "auto") -> ModelRunner:
-    config = ModelConfig(str(folder), dtype=dtype, device="cpu", attention=attention)
-    return ModelRunner(config, CacheConfig(num_blocks=12, block_size=8, dtype=kv))
-
-
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_models_logits_are_those_of_the_torch_path(family: str, kv: str, tmp_path: Path) -> None:
     write_family(tmp_path, SERVED[family]())
-    logits = []
-    for attention in ("torch", "native"):
-        model = runner(tmp_path, attention, kv=kv)
-        model.forward([Span(range(3, 21), 0, [5, 2, 9], 0)])
-        logits.append(model.forward([Span([7, 8], 18, [5, 2, 9], 2), Span(range(30, 37), 0, [1], 1)]))
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
+    ours, theirs = (logits_by(attention, tmp_path, "cpu", kv) for attention in ("native", "torch"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_steps_compute_what_single_passes_do(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]())
-    model = runner(tmp_path, "native")
-    tables = [[5, 2], [1, 9]]
-    model.forward([Span(range(3, 10), 0, table, 0) for table in tables])
-    expected = [model.forward([Span([20 + at], 7 + at, table, 1) for table in tables]) for at in range(3)]
-    steps = model.plan_steps([Span([0] * 3, 7, table, 3) for table in tables])
-    for at, (step, logits) in enumerate(zip(steps, expected, strict=True)):
-        step.input_ids.fill_(20 + at)
-        torch.testing.assert_close(model.run(step), logits, rtol=0, atol=1e-5)
+    check_steps("native", tmp_path, "cpu")

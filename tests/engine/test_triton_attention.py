@@ -15,13 +15,22 @@ from torch import Tensor
 
 from engine.attention import LayerOptions, TorchAttention
 from engine.attention_tiles import split_tiles, whole_tiles
-from engine.config import CacheConfig, ModelConfig
 from engine.index import upload
 from engine.kv_kind import KVKind
-from engine.model_runner import ModelRunner
-from engine.span import Span
 from engine.tiling import Heads, Tiling
-from tests.engine.attention_world import DEVICE, AttentionWorld, Extent
+from tests.engine.attention_world import (
+    CHUNK,
+    DECODE,
+    DEVICE,
+    MIXED,
+    PLAIN,
+    TREES,
+    VERIFY,
+    AttentionWorld,
+    Extent,
+    check_steps,
+    logits_by,
+)
 from tests.engine.families import SERVED, write_family
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -33,9 +42,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SMALL = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=2)
 WHOLE = 1 << 30  # keys per split: no split
-DECODE, VERIFY, CHUNK, FRESH = Extent(37, 1), Extent(20, 5), Extent(9, 19), Extent(0, 3)
-MIXED = [DECODE, VERIFY, CHUNK, FRESH]
-PLAIN = LayerOptions(scaling=0.3)
 EIGHT = Heads(num_kv_heads=1, group_size=4, key_dim=16, value_dim=16)
 
 
@@ -93,15 +99,6 @@ def test_softcaps_bound_scores_and_sinks_take_probability(split_tokens: int) -> 
     sinks = torch.linspace(-1.0, 6.0, 4, device=DEVICE)
     options = LayerOptions(scaling=3.0, softcap=2.0, sinks=sinks)
     check(AttentionWorld([DECODE, VERIFY], EIGHT), options, split_tokens=split_tokens)
-
-
-BUSHY = (-1, -1, 0, 0, 1, 2, 4, 6)
-TREES = [
-    Extent(30, 8, BUSHY),  # begins with the span
-    Extent(19, 9, BUSHY),  # behind the last committed token
-    Extent(14, 5, BUSHY),  # began before the span: its first three nodes are in the pool
-    Extent(12, 4),  # no tree
-]
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 8])
@@ -187,32 +184,16 @@ def test_a_pass_computes_what_the_processors_pass_does(window: int | None) -> No
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def runner(folder: Path, attention: str) -> ModelRunner:
-    config = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, attention=attention)
-    return ModelRunner(config, CacheConfig(num_blocks=12, block_size=8))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_models_logits_are_those_of_the_torch_path(family: str, tmp_path: Path) -> None:
     write_family(tmp_path, SERVED[family]())
-    logits = []
-    for attention in ("torch", "triton"):
-        model = runner(tmp_path, attention)
-        model.forward([Span(range(3, 21), 0, [5, 2, 9], 0)])
-        logits.append(model.forward([Span([7, 8], 18, [5, 2, 9], 2), Span(range(30, 37), 0, [1], 1)]))
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
+    ours, theirs = (logits_by(attention, tmp_path, DEVICE.type) for attention in ("triton", "torch"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_steps_compute_what_single_passes_do(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]())
-    model = runner(tmp_path, "triton")
-    tables = [[5, 2], [1, 9]]
-    model.forward([Span(range(3, 10), 0, table, 0) for table in tables])
-    expected = [model.forward([Span([20 + at], 7 + at, table, 1) for table in tables]) for at in range(3)]
-    steps = model.plan_steps([Span([0] * 3, 7, table, 3) for table in tables])
-    for at, (step, logits) in enumerate(zip(steps, expected, strict=True)):
-        step.input_ids.fill_(20 + at)
-        torch.testing.assert_close(model.run(step), logits, rtol=0, atol=1e-5)
+    check_steps("triton", tmp_path, DEVICE.type)
 
 
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
