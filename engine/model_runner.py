@@ -19,7 +19,7 @@ from engine.generation_defaults import eos_token_ids, sampling_defaults
 from engine.graphed_passes import GraphedPasses, RecordedStep, StaticLimits
 from engine.heads.loader import Head, load_head
 from engine.heads.tap import NO_TAP
-from engine.kv_cache import block_bytes, pool_size
+from engine.kv_cache import LayerShape, block_bytes, pool_size
 from engine.kv_heads import HeadParts
 from engine.kv_kind import KVKind
 from engine.kv_move import KVMove
@@ -74,46 +74,17 @@ class ModelRunner:
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         kind = KVKind(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
-        quantization = _quantization(model, device)
-        if device.type == "cpu":
-            leave_checkpoint(stock, quantization.make_linear)
-        self.head: Head | None = None if head is None else load_head(head, stock)
-        rank.meet()
-        self._model = PagedModel(
-            stock,
-            quantization,
-            self._plan_attention,
-            NO_TAP if self.head is None else self.head.tap,
-            rank,
-            is_deterministic=model.deterministic,
-        )
-        trim_heap()
-        head_layers = [] if self.head is None else self.head.layer_shapes
-        if self.head is not None:
-            self.head.lm_head = self._model.lm_head
-        layer_shapes = [*self._model.layer_shapes, *head_layers]
-        rank_shapes = [*self._model.rank_shapes, *head_layers]
+        self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
-        self.block_size = cache.block_size
-        self.bytes_per_block = block_bytes(layer_shapes, cache.block_size, stock.dtype, kind)
-        has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
-        num_bytes = rank.size * block_bytes(rank_shapes, cache.block_size, stock.dtype, kind)
-        self.num_blocks = pool_size(cache, num_bytes) - (has_graphs and cache.num_blocks is None)
-        self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = eos_token_ids(stock)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
-        self.kv_layout = KVLayout(
-            _kv_version(self.model_version, head),
-            kind.name_of(stock.dtype),
-            cache.block_size,
-            tuple(layer_shapes),
-            _rounding(model),
-        )
-        self._heads = HeadParts(layer_shapes, rank_shapes, cache.block_size, stock.dtype, rank.size, kind)
-        # Passes that are recorded have one block more, for their padding, within the budget where there is one.
-        num_blocks = self.num_blocks + has_graphs
-        self._cache = self._model.new_cache(num_blocks, cache.block_size, head_layers, kind)
+        has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
+        self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
+        version = _kv_version(self.model_version, head)
+        layers = (*self._model.layer_shapes, *self._head_layers)
+        self.kv_layout = KVLayout(version, kind.name_of(stock.dtype), cache.block_size, layers, _rounding(model))
+        self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self._features: Tensor | None = None
         self._graphs: GraphedPasses | None = None
         if device.type == "cuda":
@@ -121,6 +92,40 @@ class ModelRunner:
         if has_graphs:
             limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
             self._graphs = GraphedPasses(self._pass, self._cache, self._plan_attention, model.graphs, limits)
+
+    def _take_weights(
+        self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
+    ) -> None:
+        """Make `stock` and its head what computes here, packed and checked; nothing of its files is kept in memory."""
+        quantization = _quantization(model, device)
+        if device.type == "cpu":
+            leave_checkpoint(stock, quantization.make_linear)
+        self.head: Head | None = None if head is None else load_head(head, stock)
+        self._rank.meet()
+        tap = NO_TAP if self.head is None else self.head.tap
+        self._model = PagedModel(
+            stock, quantization, self._plan_attention, tap, self._rank, is_deterministic=model.deterministic
+        )
+        if self.head is not None:
+            self.head.lm_head = self._model.lm_head
+        trim_heap()
+
+    @property
+    def _head_layers(self) -> Seq[LayerShape]:
+        """KV that the head keeps, behind that of the model's layers."""
+        return [] if self.head is None else self.head.layer_shapes
+
+    def _make_pool(self, cache: CacheConfig, kind: KVKind, dtype: torch.dtype, *, has_padding: bool) -> None:
+        """`has_padding`: one block more for the padding of recorded passes, within the budget where there is one."""
+        shapes = [*self._model.layer_shapes, *self._head_layers]
+        rank_shapes = [*self._model.rank_shapes, *self._head_layers]
+        num_ranks = self._rank.size
+        self.block_size = cache.block_size
+        self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
+        num_bytes = num_ranks * block_bytes(rank_shapes, cache.block_size, dtype, kind)
+        self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
+        self._heads = HeadParts(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
+        self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     @property
     def can_overlap(self) -> bool:
