@@ -29,6 +29,7 @@ from cluster.placement import (
     plan_pair,
 )
 from cluster.sections.faces import SERVES_OWN_POLICY
+from cluster.sections.replicas import Scaled
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import (
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
 _DRAIN_S = 30.0
+_WATCHED = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "graceful_shutdown_timeout_s": _DRAIN_S}
 _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
 
@@ -202,19 +204,21 @@ def _nodes() -> list[NodeResources]:
 def _pair_options(
     config: DeployConfig, settings: PairSettings, placement: PairPlacement, router: RouterConfig
 ) -> dict[str, Any]:
-    scaling = config.pair.autoscaling
-    count = {"autoscaling_config": scaling.model_dump()} if scaling else {"num_replicas": config.pair.num_replicas or 1}
     return {
-        **count,
+        **_count(config.pair),
         "ray_actor_options": {"num_cpus": SHELL_CPUS, "num_gpus": placement.num_gpus},
         "placement_group_bundles": placement.bundles,
         "placement_group_strategy": "STRICT_PACK",
         "max_ongoing_requests": settings.max_requests + _EXTRA_CALLS,
-        "health_check_period_s": 2.0,
-        "health_check_timeout_s": 10.0,
-        "graceful_shutdown_timeout_s": _DRAIN_S,
+        **_WATCHED,
         **_request_router_options(router),
     }
+
+
+def _count(section: Scaled) -> dict[str, Any]:
+    if section.autoscaling is not None:
+        return {"autoscaling_config": section.autoscaling.model_dump()}
+    return {"num_replicas": section.num_replicas or 1}
 
 
 def _request_router_options(router: RouterConfig) -> dict[str, Any]:
@@ -238,21 +242,17 @@ def _router_config(config: DeployConfig) -> RouterConfig:
 
 
 def _prefill_options(config: DeployConfig, placement: PairPlacement, share: ProcessShare) -> dict[str, Any]:
-    scaling = config.prefill.autoscaling
-    count = {"autoscaling_config": scaling.model_dump()} if scaling else {"num_replicas": config.prefill.num_replicas}
     # Idle OpenMP threads sleep instead of spinning, since decoding may want the same cores.
     environment = {"OMP_NUM_THREADS": str(share.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {
-        **count,
+        **_count(config.prefill),
         "ray_actor_options": {
             "num_cpus": share.num_cpus,
             "num_gpus": placement.num_prefill_gpus,
             "runtime_env": {"env_vars": environment},
         },
         "max_ongoing_requests": config.scheduler.max_num_sequences + _EXTRA_CALLS,
-        "health_check_period_s": 2.0,
-        "health_check_timeout_s": 10.0,
-        "graceful_shutdown_timeout_s": _DRAIN_S,
+        **_WATCHED,
     }
 
 

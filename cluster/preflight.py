@@ -61,7 +61,7 @@ def _prefill_bytes(config: DeployConfig) -> int:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Twice the files: packing holds a second copy of a layer for a moment, and float32 of bfloat16 files for good."""
+    """Twice the files, which loading takes: what is packed beside what is read, or float32 of bfloat16 files."""
     return 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

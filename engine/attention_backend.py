@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
 _MIN_FLOAT8_CAPABILITY = (8, 9)
+_NATIVE = (NativeAttention, native_or_torch, native_or_exact)
 
 
 class AttentionKind(StrEnum):
@@ -76,7 +77,7 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
 
 def is_triton(plan_attention: PlanAttention) -> bool:
     """Whether that is our kernel on GPUs."""
-    return plan_attention not in (TorchAttention, ExactAttention, NativeAttention, native_or_torch, native_or_exact)
+    return plan_attention not in (TorchAttention, ExactAttention, *_NATIVE)
 
 
 def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.device) -> None:
@@ -86,7 +87,8 @@ def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.dev
         ConfigError: it does not.
     """
     on_gpu = is_triton(plan_attention)
-    here = f"the model runs on {device} with {'Triton' if on_gpu else 'torch'} attention"
+    name = "Triton" if on_gpu else "native" if plan_attention in _NATIVE else "torch"
+    here = f"the model runs on {device} with {name} attention"
     if kind is KVKind.INT8 and (on_gpu or device.type != "cpu"):
         raise ConfigError(
             f"cache.dtype is 'int8', which the attention on processors reads, and {here}; set it to auto, or to "

@@ -72,18 +72,13 @@ def gumbel(keys: Tensor, num_lanes: int) -> Tensor:
     """Standard Gumbel noise for lanes [0, num_lanes) of every key: `[R, num_lanes] float32`, always finite.
 
     A lane is a token id of the target's vocabulary, so that draft and target, and any shard of either, see the same
-    noise for the same token. `gumbel_at` gives the same numbers for chosen lanes.
+    noise for the same token.
     """
     noise = torch.empty(len(keys), num_lanes, dtype=torch.float32, device=keys.device)
     for first, last in _chunks(num_lanes, len(keys), keys.device):
         lanes = torch.arange(first, last, device=keys.device)
         noise[:, first:last] = _gumbel_of(_lane_bits(keys[:, None], lanes))
     return noise
-
-
-def gumbel_at(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The noise of `gumbel` at a few lanes only: `token_ids [R, k] int64` -> `[R, k] float32`."""
-    return _gumbel_of(_lane_bits(keys[:, None], token_ids))
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:

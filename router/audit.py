@@ -1,7 +1,7 @@
 """Was the routing any good: reuse achieved against reuse that was there, counted per request after the fact.
 
-Plain sums of plain numbers; whoever exports metrics reads the fields. Achievable is the most that any live worker held
-when the request was routed, so `achieved / achievable` shows what load balancing gave up and what stale knowledge lost.
+Achievable is the most that any live worker held when the request was routed, so `achieved / achievable` shows what load
+balancing gave up and what stale knowledge lost.
 """
 
 from __future__ import annotations
@@ -53,22 +53,16 @@ class RouteAudit:
     """Sums over all requests observed since the start."""
 
     num_requests: int = 0
-    num_predicted_blocks: int = 0
     num_achievable_blocks: int = 0
     num_achieved_blocks: int = 0
-    num_stale_answers: int = 0
-    num_misroutes: int = 0
     num_unforeseen_hits: int = 0
     num_expected_hits: int = 0  # predicted and found
 
     def observe(self, outcome: RouteOutcome) -> None:
         """Add one request."""
         self.num_requests += 1
-        self.num_predicted_blocks += outcome.predicted_blocks
         self.num_achievable_blocks += outcome.achievable_blocks
         self.num_achieved_blocks += outcome.achieved_blocks
-        self.num_stale_answers += outcome.is_stale
-        self.num_misroutes += outcome.is_misroute
         self.num_unforeseen_hits += outcome.is_unforeseen
         self.num_expected_hits += min(outcome.predicted_blocks, outcome.achieved_blocks) > 0
 

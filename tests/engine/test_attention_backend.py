@@ -9,9 +9,10 @@ import torch
 
 from engine import attention_backend
 from engine.attention import TorchAttention
-from engine.attention_backend import choose_attention
+from engine.attention_backend import check_kv_kind, choose_attention
 from engine.exact_attention import ExactAttention
 from engine.kv_cache import KVCache, LayerShape
+from engine.kv_kind import KVKind
 from engine.native_attention import NativeAttention
 from engine.span import Span
 from protos.errors import ConfigError
@@ -55,6 +56,12 @@ def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(cap
         if kind is TorchAttention:
             with pytest.raises(ConfigError, match=r"attention is 'native', which reads .*set it to auto or torch"):
                 choose_attention("native", CPU)([span], cache)
+
+
+@needs_kernels
+def test_a_refused_pool_names_the_attention_that_does_not_read_it() -> None:
+    with pytest.raises(ConfigError, match=r"runs on cpu with native attention; set it to int8"):
+        check_kv_kind(KVKind.FP8, choose_attention("auto", CPU), CPU)
 
 
 def test_a_processor_without_interpreter_refuses_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.config import CacheConfig, ModelConfig
 from engine.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
 from engine.kv_cache import KVCache, LayerShape, block_bytes
 from engine.kv_kind import KVKind
 from engine.model_runner import ModelRunner
-from engine.proposer.ngram import NgramProposer
 from engine.span import Span
 from protos.errors import ConfigError
-from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.attention_world import DEVICE
 from tests.engine.checkpoints import write_checkpoint
+from tests.engine.drafted_texts import check_drafts_change_no_token
 
 SHAPES = [LayerShape(num_kv_heads=2, key_dim=64, value_dim=32)]
 CPU = torch.device("cpu")
@@ -95,26 +93,7 @@ def test_a_deterministic_model_stays_so(folder: Path) -> None:
 
 
 def test_speculation_changes_no_token(folder: Path) -> None:
-    texts = []
-    for proposer in (None, NgramProposer()):
-        config = EngineConfig(
-            ModelConfig(str(folder), "float32", "cpu"),
-            CacheConfig(num_blocks=64, dtype="int8"),
-            speculation=SpeculationConfig(3),
-        )
-        texts.append(generate(EngineCore.from_config(config, proposer)))
-    assert texts[0] == texts[1]
-
-
-def generate(core: EngineCore) -> dict[str, list[int]]:
-    for index in range(3):
-        sampling = SamplingParams(seed=index, temperature=0.7 * index, max_tokens=40)
-        core.add(GenerateRequest(str(index), tuple(range(1 + index, 20)), sampling))
-    text: dict[str, list[int]] = {str(index): [] for index in range(3)}
-    while core.has_work:
-        for chunk in core.step():
-            text[chunk.request_id] += chunk.token_ids
-    return text
+    check_drafts_change_no_token(ModelConfig(str(folder), "float32", "cpu"), CacheConfig(num_blocks=64, dtype="int8"))
 
 
 def test_engines_with_different_pools_exchange_no_blocks(folder: Path) -> None:

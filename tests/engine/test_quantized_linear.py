@@ -10,16 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import model_runner
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.config import CacheConfig, ModelConfig
 from engine.model_loader import model_version
 from engine.model_runner import ModelRunner
-from engine.proposer.ngram import NgramProposer
 from engine.quantized_linear import Quantization, can_quantize, int4_linear, int8_linear
 from engine.span import Span
 from protos.errors import ConfigError
-from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.checkpoints import write_checkpoint
+from tests.engine.drafted_texts import check_drafts_change_no_token
 
 pytestmark = pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="the processor has no int8 units")
 
@@ -103,25 +101,8 @@ def test_each_quantisation_has_a_version_of_its_own(folder: Path) -> None:
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_speculation_changes_no_token_of_a_quantised_target(folder: Path, quantization: Quantization) -> None:
-    texts = []
-    for proposer in (None, NgramProposer()):
-        model = ModelConfig(str(folder), "float32", quantization=quantization)
-        core = EngineCore.from_config(
-            EngineConfig(model, CacheConfig(num_blocks=64), speculation=SpeculationConfig(3)), proposer
-        )
-        texts.append(generate(core))
-    assert texts[0] == texts[1]
-
-
-def generate(core: EngineCore) -> dict[str, list[int]]:
-    for index in range(3):
-        sampling = SamplingParams(seed=index, temperature=0.7 * index, max_tokens=40)
-        core.add(GenerateRequest(str(index), tuple(range(1 + index, 20)), sampling))
-    text: dict[str, list[int]] = {str(index): [] for index in range(3)}
-    while core.has_work:
-        for chunk in core.step():
-            text[chunk.request_id] += chunk.token_ids
-    return text
+    model = ModelConfig(str(folder), "float32", quantization=quantization)
+    check_drafts_change_no_token(model, CacheConfig(num_blocks=64))
 
 
 def test_a_machine_without_the_units_refuses_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
