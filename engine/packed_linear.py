@@ -26,12 +26,12 @@ _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, a
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch and this processor multiply by a reordered `weight`, and gain from it."""
+    """Whether this process multiplies by a packed `weight`, and gains from it."""
     return _can_reorder(weight) or NativeProduct.fits(weight)
 
 
 def _can_reorder(weight: Tensor) -> bool:
-    """`can_pack` without our own kernel."""
+    """Whether this build of torch does so by oneDNN, which reorders the weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -63,7 +63,7 @@ def can_fuse(weight: Tensor) -> bool:
     """Whether `gated_of` takes such a gate, and gains: below that a second call costs more than it saves."""
     if weight.dtype != torch.bfloat16:
         return False
-    return NativeProduct.fits(weight) or (can_pack(weight) and weight.numel() >= _MIN_FUSED_ELEMENTS)
+    return NativeProduct.fits(weight) or (_can_reorder(weight) and weight.numel() >= _MIN_FUSED_ELEMENTS)
 
 
 def gated_of(gate: nn.Linear, up: nn.Linear) -> Linear:
