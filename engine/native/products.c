@@ -11,14 +11,16 @@
 
 #include "processor.h"
 
+#include <omp.h>
+
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
     LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
-    FEW_ROWS = 32,      /* that read W as one stream */
-    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, in halves of a tile */
+    FEW_ROWS = 16,      /* of a tile, that read W as one stream */
+    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, half a tile */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
-    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
+    BLOCK_INPUTS = 384, /* of a pair, and of a tile of rows, that share the first cache */
     BLOCK_PAIRS = 8,
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
@@ -34,25 +36,20 @@ struct product {
     int is_gated;
 };
 
-/* Sums of up to 32 rows and one pair over `steps` x 32 inputs: onto `sums` [2 x 2 tiles of 16 x 16], or anew.
-   A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind, the high rows `high` behind.
-   Per step, the cache lines [from, to) of W are fetched for later, `ahead` numbers further on. */
-AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, int64_t high, const bf16 *w, int64_t steps,
-                          float *sums, int is_first, int has_high, int64_t ahead, int from, int to) {
+/* Sums of up to 16 rows and one pair over `steps` x 32 inputs: onto `sums` [2 tiles of 16 x 16], or anew.
+   A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind.
+   Per step, the cache lines [from, to) of W are fetched for later, `ahead` numbers further on.
+
+   Two tiles of rows at once would read W half as often, but with all eight tile registers in use loads and products
+   wait for each other where the core's other thread is busy (another machine's, in a cloud): twice the time. */
+AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps, float *sums,
+                          int is_first, int64_t ahead, int from, int to) {
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
-        if (has_high) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
     } else {
         _tile_loadd(0, sums, 64);
         _tile_loadd(1, sums + 256, 64);
-        if (has_high) {
-            _tile_loadd(2, sums + 512, 64);
-            _tile_loadd(3, sums + 768, 64);
-        }
     }
     for (int64_t k = 0; k < steps; k++) {
         for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
@@ -61,19 +58,10 @@ AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, int64_t h
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
-        if (has_high) {
-            _tile_loadd(5, x + high, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
         x += step, w += 2 * TILE;
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
-    if (has_high) {
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-    }
 }
 
 /* `add_tiles` without AMX, for at most half a tile of rows. */
@@ -103,13 +91,13 @@ AVX INLINE void add_vectors(const int rows, const bf16 *x, int64_t stride, int64
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
 }
 
-/* The same for up to 32 rows, half a tile at a time. */
-AVX static void add_halves(int64_t rows, const bf16 *x, int64_t stride, int64_t step, int64_t high, const bf16 *w,
-                           int64_t steps, float *sums, int is_first, int64_t ahead, int from, int to) {
+/* The same for up to 16 rows, half a tile at a time. */
+AVX static void add_halves(int64_t rows, const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps,
+                           float *sums, int is_first, int64_t ahead, int from, int to) {
 #define ROWS(n) case n: add_vectors(n, at, stride, step, w, steps, onto, is_first, ahead, from, to); break;
     for (int64_t row = 0; row < rows; row += VECTOR_ROWS, from = to) {
-        const bf16 *at = x + row / 16 * high + row % 16 * (stride / 2);
-        float *onto = sums + row / 16 * 512 + row % 16 * 16;
+        const bf16 *at = x + row * (stride / 2);
+        float *onto = sums + row * 16;
         switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
     }
 #undef ROWS
@@ -131,39 +119,32 @@ AVX INLINE __m512 silu(__m512 x) {
     return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(whole_power, _mm512_set1_ps(1.0f))));
 }
 
-/* Bias and epilogue of one pair's sums for `rows` rows from `row` on. */
-AMX static void finish(const struct product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
-    __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+/* Bias and epilogue of one row's sums of one pair, which are two rows of tiles. */
+AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const float *sums) {
+    __m512 first = _mm512_loadu_ps(sums), second = _mm512_loadu_ps(sums + 256);
     if (p->bias) {
-        bias[0] = _mm512_loadu_ps(p->bias + pair * OUTPUTS);
-        bias[1] = _mm512_loadu_ps(p->bias + pair * OUTPUTS + 16);
+        first = _mm512_add_ps(first, _mm512_loadu_ps(p->bias + pair * OUTPUTS));
+        second = _mm512_add_ps(second, _mm512_loadu_ps(p->bias + pair * OUTPUTS + 16));
     }
-    for (int64_t i = 0; i < rows; i++) {
-        const float *at = sums + (i / 16) * 512 + (i % 16) * 16;
-        __m512 first = _mm512_add_ps(_mm512_loadu_ps(at), bias[0]);
-        __m512 second = _mm512_add_ps(_mm512_loadu_ps(at + 256), bias[1]);
-        if (p->is_gated) {
-            bf16 *to = p->out + (row + i) * (p->num_outputs / 2) + pair * 16;
-            _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(first), second)));
-        } else {
-            bf16 *to = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
-            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-        }
+    if (p->is_gated) {
+        bf16 *to = p->out + row * (p->num_outputs / 2) + pair * 16;
+        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(first), second)));
+    } else {
+        bf16 *to = p->out + row * p->num_outputs + pair * OUTPUTS;
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
 }
 
 /* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
-AMX static void multiply_few(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    float sums[1024] __attribute__((aligned(64)));
-    const int64_t steps = p->num_inputs / 32, stride = p->num_inputs * 2;
-    const bf16 *x = p->x + row * p->num_inputs;
-    if (outrider_has_tiles) configure_tiles(least(rows, 16), most(rows, 16) - 16);
+AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
+    float sums[16 * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t rows = p->num_rows, steps = p->num_inputs / 32, stride = p->num_inputs * 2;
+    if (outrider_has_tiles) configure_tiles(rows, 0);
     for (int64_t pair = first; pair < last; pair++) {
         const bf16 *w = p->weight + pair * steps * 2 * TILE;
-        if (!outrider_has_tiles) add_halves(rows, x, stride, 32, 0, w, steps, sums, 1, PREFETCH, 0, LINES);
-        else if (rows > 16) add_tiles(x, stride, 32, 16 * p->num_inputs, w, steps, sums, 1, 1, PREFETCH, 0, LINES);
-        else add_tiles(x, stride, 32, 0, w, steps, sums, 1, 0, PREFETCH, 0, LINES);
-        finish(p, row, rows, pair, sums);
+        if (outrider_has_tiles) add_tiles(p->x, stride, 32, w, steps, sums, 1, PREFETCH, 0, LINES);
+        else add_halves(rows, p->x, stride, 32, w, steps, sums, 1, PREFETCH, 0, LINES);
+        for (int64_t row = 0; row < rows; row++) finish(p, row, pair, sums + row * 16);
     }
 }
 
@@ -181,51 +162,57 @@ AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int
 AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
-    const int64_t next = p->num_inputs * OUTPUTS; /* weights to the next pair */
-    if (outrider_has_tiles) configure_tiles(16, 16);
+    if (outrider_has_tiles) configure_tiles(16, 0);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
-        int64_t num_pairs = last - pairs < BLOCK_PAIRS ? last - pairs : BLOCK_PAIRS;
+        const int64_t num_pairs = least(BLOCK_PAIRS, last - pairs);
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
-            int64_t steps = (p->num_inputs - k < BLOCK_INPUTS ? p->num_inputs - k : BLOCK_INPUTS) / 32;
-            int is_last = k + BLOCK_INPUTS >= p->num_inputs;
+            const int64_t steps = least(BLOCK_INPUTS, p->num_inputs - k) / 32;
             if (pairs == first || p->num_inputs > BLOCK_INPUTS) to_tiles(p, row, rows, k, steps, x);
             for (int64_t pair = 0; pair < num_pairs; pair++) {
-                const bf16 *w = p->weight + ((pairs + pair) * p->num_inputs + k) * OUTPUTS;
-                for (int64_t i = 0; i < rows; i += 32) {
+                const int64_t at = (pair * p->num_inputs + k) * OUTPUTS;
+                const bf16 *w = p->weight + pairs * p->num_inputs * OUTPUTS + at;
+                int64_t next = at + p->num_inputs * OUTPUTS; /* the same inputs of the next pair, */
+                if (pair == num_pairs - 1) { /* or the first pair's next, or the first ones of the next pairs */
+                    const int is_last = k + BLOCK_INPUTS >= p->num_inputs;
+                    next = (is_last ? num_pairs * p->num_inputs : k + BLOCK_INPUTS) * OUTPUTS;
+                }
+                for (int64_t i = 0; i < rows; i += 16) {
                     float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
-                    const bf16 *at = x + i / 16 * steps * TILE;
-                    const int64_t height = least(32, rows - i), high = steps * TILE;
-                    int from = LINES * i / rows, to = LINES * (i + height) / rows; /* of the next pair */
-                    const int is_first = k == 0;
-                    if (!outrider_has_tiles)
-                        add_halves(height, at, 64, TILE, high, w, steps, onto, is_first, next, from, to);
-                    else if (height > 16) add_tiles(at, 64, TILE, high, w, steps, onto, is_first, 1, next, from, to);
-                    else add_tiles(at, 64, TILE, 0, w, steps, onto, is_first, 0, next, from, to);
-                    if (is_last) finish(p, row + i, height, pairs + pair, onto);
+                    const bf16 *tiles = x + i * steps * 32;
+                    const int64_t height = least(16, rows - i);
+                    const int from = LINES * i / rows, to = LINES * (i + height) / rows; /* of the next ones */
+                    if (outrider_has_tiles)
+                        add_tiles(tiles, 64, TILE, w, steps, onto, k == 0, next - at, from, to);
+                    else add_halves(height, tiles, 64, TILE, w, steps, onto, k == 0, next - at, from, to);
                 }
             }
         }
+        for (int64_t i = 0; i < rows; i++) /* row by row, for whole cache lines of `out` */
+            for (int64_t pair = 0; pair < num_pairs; pair++)
+                finish(p, row + i, pairs + pair, sums + (pair * BLOCK_ROWS + i / 16 * 16) * OUTPUTS + i % 16 * 16);
     }
 }
 
 AMX static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
-    const int64_t few_rows = outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS;
-    const int is_few = p.num_rows <= few_rows;
+    const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS);
     /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
-    int64_t pairs = (is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS);
-    int64_t rows = is_few ? few_rows : BLOCK_ROWS;
-    if (pairs > num_pairs / 8) pairs = num_pairs / 8;
-    if (!is_few) pairs = most(pairs, BLOCK_PAIRS / (p.num_rows > 2 * BLOCK_ROWS ? 1 : p.num_rows > BLOCK_ROWS ? 2 : 4));
-    if (pairs < 1) pairs = 1;
+    int64_t pairs = least((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
+    if (!is_few) { /* at least BLOCK_PAIRS, or the fewer that give all threads the same */
+        const int64_t threads = omp_get_max_threads(), all = threads * BLOCK_PAIRS;
+        const int64_t parts = (num_pairs + all - 1) / all * threads;
+        pairs = most(pairs, (num_pairs + parts - 1) / parts);
+    }
+    pairs = most(pairs, 1);
+    const int64_t rows = is_few ? most(p.num_rows, 1) : BLOCK_ROWS;
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(dynamic, 1) nowait
         for (int64_t pair = 0; pair < num_pairs; pair += pairs)
             for (int64_t row = 0; row < p.num_rows; row += rows) {
-                int64_t last = least(pair + pairs, num_pairs), height = least(rows, p.num_rows - row);
-                if (is_few) multiply_few(&p, row, height, pair, last);
-                else multiply_many(&p, row, height, pair, last);
+                const int64_t last = least(pair + pairs, num_pairs);
+                if (is_few) multiply_few(&p, pair, last);
+                else multiply_many(&p, row, least(rows, p.num_rows - row), pair, last);
             }
         if (outrider_has_tiles) _tile_release();
     }

@@ -18,9 +18,10 @@ from engine.native_product import NativeGate, NativeProduct
 from engine.packed_linear import linear_of
 from tests.engine.native_kernels import needs_kernels
 
-# Rows around a group of float32 (3, 12), a tile (16), two (32), a block (120, 128); inputs around one (512).
+# Rows around a group of float32 (3, 12), a tile (16), two (32), a block (120, 128); inputs around one of bfloat16 (384)
+# and of float32 (512); more pairs of outputs than a block's, by one, and inputs that end within their third block.
 ROWS = (0, 1, 2, 3, 4, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 119, 121, 127, 128, 129, 300)
-SHAPES = ((32, 32), (64, 480), (96, 512), (320, 544), (1024, 1088))  # outputs, inputs
+SHAPES = ((32, 32), (64, 352), (96, 384), (320, 544), (2336, 800))  # outputs, inputs
 
 
 def _weight(num_outputs: int, num_inputs: int) -> torch.Tensor:
