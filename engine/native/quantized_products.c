@@ -76,15 +76,12 @@ AVX static const uint8_t *tiles_of(const struct quantized *p, int64_t pair, int6
     return tiles - steps * 2 * TILE;
 }
 
-/* Sums of up to 32 rows of x and one pair over a part, as whole numbers [2 x 2 tiles of 16 x 16]. */
-AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps, int32_t *sums, int has_high,
+/* Sums of up to 16 rows of x and one pair over a part, as whole numbers [2 tiles of 16 x 16]. No more rows at once, for
+   the reason in products.c. */
+AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps, int32_t *sums,
                           int is_fetching) {
     _tile_zero(0);
     _tile_zero(1);
-    if (has_high) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
     for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
         if (is_fetching)
             for (int line = 0; line < 2 * TILE; line += 64)
@@ -94,18 +91,9 @@ AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int
         _tile_dpbssd(0, 4, 6);
         _tile_loadd(7, w + TILE, 64);
         _tile_dpbssd(1, 4, 7);
-        if (has_high) {
-            _tile_loadd(5, x + 16 * stride, stride);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
-        }
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
-    if (has_high) {
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-    }
 }
 
 /* `add_tiles` without AMX, for at most half a tile of rows. The instruction takes weights as they are above zero: those
@@ -137,20 +125,20 @@ AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, con
         for (int half = 0; half < 2; half++) _mm512_storeu_si512(sums + row * 16 + half * 256, sum[row][half]);
 }
 
-/* The same for up to 32 rows, half a tile at a time. */
+/* The same for up to 16 rows, half a tile at a time. */
 AVX static void add_halves(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
                            int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int is_fetching) {
 #define ROWS(n) case n: add_vectors(n, at, stride, w, steps, onto, of_rows, num_parts, bits, is_fetching); break;
     for (int64_t row = 0; row < rows; row += VECTOR_ROWS, is_fetching = 0) {
         const int8_t *at = x + row * stride;
-        int32_t *onto = sums + row / 16 * 512 + row % 16 * 16;
+        int32_t *onto = sums + row * 16;
         const int32_t *of_rows = row_sums + row * num_parts;
         switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
     }
 #undef ROWS
 }
 
-/* A part's whole numbers, scaled, onto the sums [rows, 32] of up to 32 rows from `row` on. */
+/* A part's whole numbers, scaled, onto the sums [rows, 32] of up to 16 rows from `row` on. */
 AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t k,
                       const int32_t *from, float *sums) {
     const int64_t at = k / p->group * p->num_outputs + pair * OUTPUTS;
@@ -160,7 +148,7 @@ AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int6
         for (int64_t i = 0; i < rows; i++) {
             float *onto = sums + i * OUTPUTS + half * 16;
             __m512 sum = k ? _mm512_load_ps(onto) : _mm512_setzero_ps();
-            const int32_t *numbers = from + (i / 16) * 512 + half * 256 + (i % 16) * 16;
+            const int32_t *numbers = from + half * 256 + i * 16;
             sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(numbers)), unit, sum);
             const int32_t of_row = p->row_sums[(row + i) * p->num_parts + k / p->part];
             sum = _mm512_fmadd_ps(_mm512_set1_ps((float)of_row), base, sum);
@@ -173,17 +161,17 @@ AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int6
 AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t tiles[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    int32_t numbers[1024] __attribute__((aligned(64)));
+    int32_t numbers[16 * OUTPUTS] __attribute__((aligned(64)));
     const int64_t stride = p->num_inputs + PAD;
-    if (outrider_has_tiles) configure_tiles(least(rows, 16), least(most(rows, 16), 32) - 16);
+    if (outrider_has_tiles) configure_tiles(least(rows, 16), 0);
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
             const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
             const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
-            for (int64_t i = 0; i < rows; i += 32) {
-                const int64_t height = least(32, rows - i);
-                const int is_rest = outrider_has_tiles && rows > 32 && height < 32;
-                if (is_rest) configure_tiles(least(height, 16), most(height, 16) - 16);
+            for (int64_t i = 0; i < rows; i += 16) {
+                const int64_t height = least(16, rows - i);
+                const int is_rest = outrider_has_tiles && rows > 16 && height < 16;
+                if (is_rest) configure_tiles(height, 0);
                 for (int64_t j = 0; j < inputs; j += p->part) {
                     const int8_t *x = p->x + (row + i) * stride + k + j;
                     const int32_t *row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
@@ -193,11 +181,10 @@ AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t r
                     if (!outrider_has_tiles)
                         add_halves(height, x, stride, from, steps, numbers, row_sums, p->num_parts, p->bits,
                                    is_fetching);
-                    else if (height > 16) add_tiles(x, stride, from, steps, numbers, 1, is_fetching);
-                    else add_tiles(x, stride, from, steps, numbers, 0, is_fetching);
+                    else add_tiles(x, stride, from, steps, numbers, is_fetching);
                     scale(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
                 }
-                if (is_rest) configure_tiles(16, 16);
+                if (is_rest) configure_tiles(16, 0);
             }
         }
         for (int64_t i = 0; i < rows; i++) {
