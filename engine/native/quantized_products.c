@@ -12,6 +12,7 @@
 
 enum {
     TILE = 1024,         /* bytes: 16 outputs x 64 inputs */
+    LINES = 32,          /* of the cache, of two tiles */
     OUTPUTS = 32,        /* of a pair */
     BLOCK_INPUTS = 1024, /* whose tiles of a pair stay in the first cache while rows go by */
     BLOCK_ROWS = 128,
@@ -77,15 +78,13 @@ AVX static const uint8_t *tiles_of(const struct quantized *p, int64_t pair, int6
 }
 
 /* Sums of up to 16 rows of x and one pair over a part, as whole numbers [2 tiles of 16 x 16]. No more rows at once, for
-   the reason in products.c. */
+   the reason in products.c. Per step, the cache lines [from, to) of W are fetched for later, `ahead` bytes on. */
 AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps, int32_t *sums,
-                          int is_fetching) {
+                          int64_t ahead, int from, int to) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
-        if (is_fetching)
-            for (int line = 0; line < 2 * TILE; line += 64)
-                _mm_prefetch((const char *)w + PREFETCH + line, _MM_HINT_T1);
+        for (int line = from; line < to; line++) _mm_prefetch((const char *)w + ahead + line * 64, _MM_HINT_T1);
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
         _tile_dpbssd(0, 4, 6);
@@ -99,18 +98,16 @@ AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int
 /* `add_tiles` without AMX, for at most half a tile of rows. The instruction takes weights as they are above zero: those
    of 8 bits are 128 more meanwhile, and sums begin at as much less, `row_sums` being those of x, `num_parts` apart. */
 AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
-                            int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int is_fetching) {
+                            int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int64_t ahead,
+                            int from, int to) {
     const __m512i raise = bits == 8 ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
     __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
         sum[row][0] = sum[row][1] = _mm512_set1_epi32(bits == 8 ? -128 * row_sums[row * num_parts] : 0);
-    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE)
+    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
+        for (int line = from; line < to; line++) _mm_prefetch((const char *)w + ahead + line * 64, _MM_HINT_T1);
         for (int line = 0; line < 16; line++) { /* four inputs of 32 outputs */
-            if (is_fetching) {
-                _mm_prefetch((const char *)w + PREFETCH + line * 64, _MM_HINT_T1);
-                _mm_prefetch((const char *)w + PREFETCH + TILE + line * 64, _MM_HINT_T1);
-            }
             const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(w + line * 64), raise);
             const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(w + TILE + line * 64), raise);
 #pragma GCC unroll 8
@@ -120,6 +117,7 @@ AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, con
                 sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], second, inputs);
             }
         }
+    }
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
         for (int half = 0; half < 2; half++) _mm512_storeu_si512(sums + row * 16 + half * 256, sum[row][half]);
@@ -127,9 +125,10 @@ AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, con
 
 /* The same for up to 16 rows, half a tile at a time. */
 AVX static void add_halves(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
-                           int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int is_fetching) {
-#define ROWS(n) case n: add_vectors(n, at, stride, w, steps, onto, of_rows, num_parts, bits, is_fetching); break;
-    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, is_fetching = 0) {
+                           int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int64_t ahead,
+                           int from, int to) {
+#define ROWS(n) case n: add_vectors(n, at, stride, w, steps, onto, of_rows, num_parts, bits, ahead, from, to); break;
+    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, from = to) {
         const int8_t *at = x + row * stride;
         int32_t *onto = sums + row * 16;
         const int32_t *of_rows = row_sums + row * num_parts;
@@ -168,20 +167,22 @@ AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t r
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
             const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
             const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
+            const int64_t ahead = rows > 16 ? inputs * OUTPUTS : PREFETCH; /* `tiles_of` fetches what has 4 bits */
             for (int64_t i = 0; i < rows; i += 16) {
                 const int64_t height = least(16, rows - i);
+                const int from = p->bits == 8 ? LINES * i / rows : 0;
+                const int to = p->bits == 8 ? LINES * (i + height) / rows : 0;
                 const int is_rest = outrider_has_tiles && rows > 16 && height < 16;
                 if (is_rest) configure_tiles(height, 0);
                 for (int64_t j = 0; j < inputs; j += p->part) {
                     const int8_t *x = p->x + (row + i) * stride + k + j;
                     const int32_t *row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
                     const int64_t steps = least(p->part, inputs - j) / 64;
-                    const int is_fetching = p->bits == 8 && i == 0;
-                    const uint8_t *from = w + j * OUTPUTS;
+                    const uint8_t *at = w + j * OUTPUTS;
                     if (!outrider_has_tiles)
-                        add_halves(height, x, stride, from, steps, numbers, row_sums, p->num_parts, p->bits,
-                                   is_fetching);
-                    else add_tiles(x, stride, from, steps, numbers, is_fetching);
+                        add_halves(height, x, stride, at, steps, numbers, row_sums, p->num_parts, p->bits, ahead,
+                                   from, to);
+                    else add_tiles(x, stride, at, steps, numbers, ahead, from, to);
                     scale(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
                 }
                 if (is_rest) configure_tiles(16, 0);
