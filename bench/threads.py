@@ -23,8 +23,6 @@ from bench.pair import CACHE, DEMO, padded_target
 from bench.prompts import held_out_prompts
 from bench.served_pair import MODEL_ID, ServedPair, served_on
 
-WARM_UP_TOKENS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -73,7 +71,7 @@ def _run(division: Division, args: argparse.Namespace) -> dict[int, float]:
     prompts = held_out_prompts(DEMO / "target", max(args.streams))
     with ExitStack() as stack:
         contender = HttpContender(served_on(CACHE, pair, stack), MODEL_ID, is_speculating=True)
-        contender.run(prompts, WARM_UP_TOKENS)
+        contender.run(prompts, args.tokens)
         return {streams: contender.run(prompts[:streams], args.tokens).tokens_per_second for streams in args.streams}
 
 
