@@ -5,6 +5,10 @@ draft before anybody has drafted. So a length depends on committed tokens, count
 decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
 DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
 
+What drafts cost is what their rows add to a pass, and a prompt that is computed beside them fills what reading the
+weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts themselves are work
+that no draft saves or adds to, so their time is in nobody's account.
+
 No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
 for probes: one draft of one token now and then. While there are some, now and then a pass goes without, to keep the
 baseline measured.
@@ -12,6 +16,7 @@ baseline measured.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -32,6 +37,8 @@ _MAX_SAVED = 10.0  # plain passes' time at most, for a probe
 _MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
 _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
 _MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
+_NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
+_LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
 _WAKE_GAIN = 1.02  # drafts begin where they promise this much; once begun they go on while they gain at all
 
 
@@ -65,6 +72,7 @@ class DraftBudget:
         self._positions = np.arange(max_length)
         self._survival = SurvivalTable(max_length)
         self._row_cost = RowCost()
+        self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_cost = DraftCost()
         self._switches: dict[str, ClassSwitch] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
@@ -79,11 +87,12 @@ class DraftBudget:
         """Measured tokens per second against no speculation, by class of requests."""
         return {name: switch.meter.speedup for name, switch in self._switches.items()}
 
-    def observe(self, passes: Seq[DraftedPass], time: PassTime | None) -> None:
-        """Learn from a pass of these sequences; `time` is None if it also computed prompts, which cost other than rows.
+    def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
+        """Learn from a pass of these sequences and of so many rows of prompts besides.
 
-        Call it once per pass, before `plan`.
+        `time` is None if it also computed what says nothing of other passes. Call it once per pass, before `plan`.
         """
+        self._prompt_rows.append(num_prompt_rows)
         if not passes:
             return
         self._step += 1
@@ -97,8 +106,9 @@ class DraftBudget:
         for each in passes:
             if each.num_asked > 0:
                 self._last_drafted[each.sequence.request_id] = self._step
-        if time is not None:
-            self._observe_time(passes, time, has_newcomer)
+        is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
+        if time is not None and is_comparable:
+            self._observe_time(passes, time, num_prompt_rows, has_newcomer)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
@@ -118,11 +128,11 @@ class DraftBudget:
             return np.minimum(num_possible, self._first_length)
         self._num_steps_since_plain += 1
         period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
-        if self._num_steps_since_plain > period or self._row_cost.max_rows <= num_rows:
+        room = self._row_cost.max_rows - max(self._prompt_rows) - num_rows
+        if self._num_steps_since_plain > period or room <= 0:
             return np.zeros_like(num_possible)
         survivals = self._survivals(sequences, num_possible)
-        num_drafts = min(int(num_possible.sum()), self._row_cost.max_rows - num_rows)
-        row_seconds = self._row_cost.seconds(num_rows, num_rows + num_drafts, _OPTIMISM)
+        row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
         best = allocate(survivals, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
         self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
         needed = 1.0 if self._is_speculating else _WAKE_GAIN
@@ -130,6 +140,14 @@ class DraftBudget:
         self._is_speculating = bool(lengths.any())
         self._probe(sequences, lengths, num_possible, float(row_seconds[0]))
         return lengths
+
+    def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
+        """What `num_rows` to `num_rows + num_drafts` sampled rows are expected to add to the next pass, `[M + 1]`."""
+        beside = np.unique(self._prompt_rows)[:, None]
+        shares = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
+        whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
+        added = np.maximum(whole - self._row_cost.seconds(beside, _OPTIMISM), _LEAST_SHARE * whole)
+        return shares @ added
 
     def _survivals(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
         """`[B, K]`; 0 where a sequence may have no draft."""
@@ -155,11 +173,12 @@ class DraftBudget:
             lengths[min(idle.tolist(), key=lambda index: self._last_drafted[sequences[index].request_id])] = 1
             self._probe_credit_s -= cost_s
 
-    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, has_newcomer: bool) -> None:
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_newcomer: bool) -> None:
         """With a newcomer among the drafted, the draft may have read a prompt: that is no price of drafts."""
         num_asked = sum(each.num_asked for each in passes)
         num_proposed = sum(each.num_proposed for each in passes)
-        self._row_cost.observe(len(passes) + num_proposed, time.target_s)
+        num_rows = len(passes) + num_proposed
+        self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
         if num_asked == 0:
             self._num_steps_since_plain = 0
         else:
@@ -172,14 +191,20 @@ class DraftBudget:
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
         for name, part in members.items():
-            self._switch(name).observe(self._class_step(part, len(passes) + num_proposed, num_asked, time))
+            self._switch(name).observe(self._class_step(part, num_rows, num_prompt_rows, num_asked, time))
 
-    def _class_step(self, part: Seq[DraftedPass], num_rows: int, num_asked: int, time: PassTime) -> ClassStep:
+    def _class_step(
+        self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, num_asked: int, time: PassTime
+    ) -> ClassStep:
         """What the step was to a class: its time without the class's drafts is by the ratio of the two sizes' costs."""
         asked = sum(each.num_asked for each in part)
         proposed = sum(each.num_proposed for each in part)
-        target_s = min(time.target_s, _MAX_SURPRISE * self._row_cost.at(num_rows))
-        share = self._row_cost.at(num_rows - proposed) / self._row_cost.at(num_rows)
+        whole_s, prompts_s = self._row_cost.at(num_prompt_rows + num_rows), self._row_cost.at(num_prompt_rows)
+        plain_s = self._row_cost.at(num_prompt_rows + num_rows - proposed)
+        least_s = _LEAST_SHARE * whole_s
+        added = max(whole_s - prompts_s, least_s) / whole_s  # of the pass's time: what its sampled rows added
+        share = max(plain_s - prompts_s, least_s) / max(whole_s - prompts_s, least_s)
+        target_s = added * min(time.target_s, _MAX_SURPRISE * whole_s)
         longest = max(each.num_asked for each in part)
         expected_s = self._draft_cost.seconds(longest, num_asked)
         draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s

@@ -292,11 +292,11 @@ class EngineCore:
             timer.lap("forward_s")
         self.on_computed(batch)
         sampled = batch.sampled
-        is_pure_decode = all(share.num_tokens == 1 for share in batch.shares)
         chunks = self.scheduler.commit(batch, issued.num_drafts, verified)
         # Nobody has drafted by the plan that was made while this pass was on its way, unless another one follows it.
         is_planned = issued.is_ahead and not self._overlap.has_pass
-        self._plan_drafts(sampled, drafts, verified, is_pure_decode, timer.times(), is_planned)
+        num_prompt_rows = sum(share.num_tokens for share in batch.shares) - len(sampled)
+        self._plan_drafts(sampled, drafts, verified, num_prompt_rows, timer.times(), is_planned)
         timer.lap("commit_s")
         self._tell_proposer(sampled, chunks)
         timer.lap("draft_s")
@@ -350,7 +350,7 @@ class EngineCore:
         sampled: Seq[ScheduledSequence],
         drafts: Seq[CheckedDraft],
         verified: Seq[Verified],
-        is_pure_decode: bool,
+        num_prompt_rows: int,
         times: StepTimes,
         is_planned: bool,
     ) -> None:
@@ -362,9 +362,9 @@ class EngineCore:
             for share, draft, outcome in zip(sampled, drafts, verified, strict=True)
             if outcome.is_exact
         ]
-        is_plain_case = is_pure_decode and len(passes) == len(sampled)
-        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_plain_case else None
-        self._budget.observe(passes, time)
+        is_comparable = len(passes) == len(sampled)
+        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
+        self._budget.observe(passes, time, num_prompt_rows)
         if not is_planned:
             self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 _NUM_RECENT = 9  # passes whose median is the machine's mood, which moves all sizes: up to four hiccups leave it alone
 _SHAPE_RATE = 0.05  # of what a pass surprises by beside the mood, at least so much is this size's own
@@ -31,7 +32,7 @@ _KNOT_ARRAY = np.array(_KNOTS, dtype=np.float64)
 
 
 class RowCost:
-    """Seconds of a pass without prefill by its number of rows: a curve through knots, learned online.
+    """Seconds of a pass by its number of rows, those of prompts too: a curve through knots, learned online.
 
     A machine that is slower for a while is slower at every size, and the choice between two sizes hangs on their ratio.
     So a common mood follows the last few passes, while the knots, which hold the shape, move slowly. Some passes take
@@ -105,20 +106,22 @@ class RowCost:
         return limit
 
     def at(self, num_rows: int) -> float:
-        """Expected seconds of a pass of this size; needs one observed pass."""
+        """Expected seconds of a pass of this size, 0 of an empty one; needs one observed pass."""
+        if num_rows == 0:
+            return 0.0
         if not self._expected:
             self._expected = self._curve(0.0)
         return sum(share * self._expected[min(knot, self._num_known - 1)] for knot, share in _neighbours(num_rows))
 
-    def seconds(self, first: int, last: int, optimism: float = 0.0) -> Floats:
-        """Expected seconds of passes of `first` to `last` rows, `[last - first + 1]`; needs one observed pass.
+    def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
+        """Expected seconds of passes of so many rows, of the same shape, 0 for none; needs one observed pass.
 
         `optimism` lowers each knot by so many standard errors of what is known of it, and takes one whose only pass was
         a hiccup as never seen, so that a size that a slow pass has put in a bad light, or that was not seen for long,
         is tried again.
         """
-        knots = _KNOT_ARRAY[: self._num_known]
-        return np.interp(np.arange(first, last + 1), knots, self._curve(optimism))
+        seconds = np.interp(num_rows, _KNOT_ARRAY[: self._num_known], self._curve(optimism))
+        return np.where(num_rows > 0, seconds, 0.0)
 
     def _curve(self, optimism: float) -> list[float]:
         """Seconds at each knot up to the largest that was seen.

@@ -45,12 +45,16 @@ def new_sequence(index: int, num_drafts: int = MAX_DRAFTS, temperature: float = 
 
 @dataclass
 class SimulatedPair:
-    """`acceptance(index, step)` is the chance of each draft of a sequence; `noise` multiplies what the clock shows."""
+    """`acceptance(index, step)` is the chance of each draft of a sequence; `noise` multiplies what the clock shows.
+
+    A request's first pass reads its prompt, which is `prompt_tokens` rows besides the one that yields a token.
+    """
 
     acceptance: Callable[[int, int], float]
     costs: Costs = Costs()
     noise: float = 0.1
     request_tokens: int = 200
+    prompt_tokens: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     seconds: float = 0.0
     num_tokens: float = 0.0  # expected given the lengths, so that luck is out of the comparison
@@ -62,37 +66,45 @@ class SimulatedPair:
         ids = iter(range(10**9))
         slots = [new_sequence(next(ids)) for _ in range(num_sequences)]
         left = [int(self.rng.integers(1, self.request_tokens + 1)) for _ in slots]
-        if isinstance(budget, DraftBudget):
-            budget.plan(slots)
+        _plan(slots, budget)
         for step in range(num_steps):
-            for slot in range(num_sequences):
-                if left[slot] <= 0:
-                    slots[slot] = new_sequence(next(ids))
-                    left[slot] = self.request_tokens
-                    slots[slot].draft_allowance = 0  # its first pass reads the prompt
-            passes = self._pass(slots, step, budget)
+            ended = [slot for slot in range(num_sequences) if left[slot] <= 0]
+            for slot in ended:
+                slots[slot] = new_sequence(next(ids))
+                left[slot] = self.request_tokens
+                slots[slot].draft_allowance = 0  # its first pass reads the prompt
+            passes = self._pass(slots, step, budget, len(ended) * self.prompt_tokens)
             for slot, each in enumerate(passes):
                 left[slot] -= each.num_accepted + 1
-            if isinstance(budget, DraftBudget):
-                budget.plan(slots)
+            _plan(slots, budget)
         return (self.num_tokens - began_tokens) / (self.seconds - began_s)
 
-    def _pass(self, slots: list[Sequence], step: int, budget: DraftBudget | int) -> list[DraftedPass]:
-        lengths = [each.draft_allowance if isinstance(budget, DraftBudget) else budget for each in slots]
+    def _pass(
+        self, slots: list[Sequence], step: int, budget: DraftBudget | int, num_prompt_rows: int = 0
+    ) -> list[DraftedPass]:
+        lengths = [each.draft_allowance for each in slots]
         passes = []
         for index, (sequence, length) in enumerate(zip(slots, lengths, strict=True)):
             stands = self.rng.random(length) < self.acceptance(index, step)
             num_accepted = int(np.cumprod(stands).sum())
             passes.append(DraftedPass(sequence, length, length, num_accepted))
             self.num_tokens += sum(self.acceptance(index, step) ** i for i in range(length + 1))
-        target_s = self.costs.target_s(len(slots) + sum(lengths))
+        target_s = self.costs.target_s(num_prompt_rows + len(slots) + sum(lengths))
         draft_s = self.costs.draft_s(lengths)
         self.seconds += target_s + draft_s
         self.lengths.append(sum(lengths))
         if isinstance(budget, DraftBudget):
             target_noise, draft_noise = self.rng.lognormal(0.0, self.noise, 2) if self.noise else (1.0, 1.0)
-            budget.observe(passes, PassTime(draft_s * draft_noise, target_s * target_noise))
+            budget.observe(passes, PassTime(draft_s * draft_noise, target_s * target_noise), num_prompt_rows)
         return passes
+
+
+def _plan(slots: list[Sequence], budget: DraftBudget | int) -> None:
+    if isinstance(budget, DraftBudget):
+        budget.plan(slots)
+        return
+    for each in slots:
+        each.draft_allowance = budget
 
 
 def best_fixed(num_sequences: int, acceptance: float, costs: Costs) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from tests.engine.simulated_pair import (
 
 ROOFLINE = Costs()
 LINEAR = Costs(weights_s=0.004, row_s=0.001, fixed_s=0.002, draft_step_s=0.0006, draft_row_s=0.0001)
+PROCESSOR = Costs(weights_s=0.050, row_s=0.0013, fixed_s=0.004, draft_step_s=0.002, draft_row_s=0.0001)
 HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 
@@ -39,6 +40,17 @@ def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, 
     pair, budget = SimulatedPair(lambda index, step: 0.8, costs), new_budget()
     pair.run(num_streams, 150, budget)
     assert pair.run(num_streams, 350, budget) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 8, 32])
+def test_where_requests_come_and_go_no_fixed_length_is_five_percent_better(num_streams: int) -> None:
+    def pair() -> SimulatedPair:
+        return SimulatedPair(lambda index, step: 0.72, PROCESSOR, request_tokens=32, prompt_tokens=96)
+
+    best = max(pair().run(num_streams, 400, length) for length in (0, 1, 2, 4, 6, 8))
+    adaptive, budget = pair(), new_budget()
+    adaptive.run(num_streams, 150, budget)
+    assert adaptive.run(num_streams, 350, budget) >= 0.95 * best
 
 
 def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:

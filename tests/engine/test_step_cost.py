@@ -62,7 +62,7 @@ def test_a_size_whose_only_pass_was_a_hiccup_is_tried_again() -> None:
     cost = learned([2, 4], 100, noise=0.0)
     cost.observe(16, 6 * true_s(16))
     assert seconds(cost, 16) > 1.3 * true_s(16)
-    assert cost.seconds(16, 16, 1.0)[0] <= 1.01 * true_s(4)
+    assert cost.seconds(np.array([16]), 1.0)[0] <= 1.01 * true_s(4)
     for _ in range(3):
         cost.observe(16, true_s(16))
     assert seconds(cost, 16) == pytest.approx(true_s(16), rel=0.1)
@@ -78,13 +78,13 @@ def test_a_size_never_seen_costs_what_the_next_smaller_does_until_it_is_seen() -
 
 def test_optimism_is_for_what_is_little_known() -> None:
     cost = learned([4] * 50 + [64], 102)
-    often, seldom = (float(cost.seconds(size, size, 1.0)[0]) / seconds(cost, size) for size in (4, 64))
+    often, seldom = (float(cost.seconds(np.array([size]), 1.0)[0]) / seconds(cost, size) for size in (4, 64))
     assert seldom < often < 1.0
 
 
 def test_no_cost_falls_with_size() -> None:
     cost = learned([4, 6, 8, 12, 16, 24, 32], 60, noise=0.5)
-    assert (np.diff(cost.seconds(1, 99)) >= 0).all()
+    assert (np.diff(cost.seconds(np.arange(1, 100))) >= 0).all()
 
 
 def test_draft_time_is_split_into_steps_and_tokens() -> None:
