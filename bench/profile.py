@@ -32,7 +32,7 @@ from bench.pair import padded_target
 from engine.config import CacheConfig, ModelConfig
 from engine.model_runner import ModelRunner
 from engine.native_attention import NativePass
-from engine.native_library import native_library
+from engine.native_library import native_instructions
 from engine.native_product import NativeProduct
 from engine.native_quantized import NativeQuantizedProduct
 from engine.packed_linear import LinearFactory, linear_of, torch_linear_of
@@ -79,7 +79,7 @@ class ModelSize:
         shapes = [shape for name, shape in _shapes(folder) if len(shape) == 2 and not any(s in name for s in skipped)]
         num_weights = sum(rows * columns for rows, columns in shapes)
         num_output_weights = config.vocab_size * config.hidden_size
-        is_narrow = dtype != "float32" or (config.dtype == torch.bfloat16 and native_library() is not None)
+        is_narrow = dtype != "float32" or (config.dtype == torch.bfloat16 and native_instructions() is not None)
         bytes_each = {"int8": 1.0, "int4": 0.5}.get(quantization, 2.0 if is_narrow else 4.0)
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         width = config.num_hidden_layers * config.num_attention_heads * head_size
