@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -14,7 +16,10 @@ from protos.errors import RequestError
 from protos.messages import GenerateRequest, Grammar, GrammarKind
 
 MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
+MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
 _NUM_CACHED = 64
+_STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
+_RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
 
 
 class GrammarCompiler:
@@ -35,7 +40,7 @@ class GrammarCompiler:
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile ahead of `matcher`, from any thread; a grammar that is wrong is reported there."""
-        if len(grammar.source) <= MAX_SOURCE_BYTES:
+        if _excess(grammar) is None:
             self._compile(grammar)
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
@@ -59,10 +64,8 @@ class GrammarCompiler:
     def _check(self, grammar: Grammar, request: GenerateRequest) -> None:
         sampling = request.sampling
         param = grammar.param
-        if len(grammar.source) > MAX_SOURCE_BYTES:
-            raise RequestError(
-                f"{param} has {len(grammar.source)} characters; at most {MAX_SOURCE_BYTES} are compiled", param=param
-            )
+        if (excess := _excess(grammar)) is not None:
+            raise RequestError(f"{param} has {excess} are compiled", param=param)
         if sampling.min_tokens > 0:
             raise RequestError(
                 f"min_tokens is {sampling.min_tokens}, but {param} says where the output may end; "
@@ -81,12 +84,22 @@ class GrammarCompiler:
         key = (grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = self._new_matcher(grammar)
+                self._compiled[key] = self._new_matcher_on_deep_stack(grammar)
             self._compiled.move_to_end(key)
             while len(self._compiled) > _NUM_CACHED:
                 self._compiled.popitem(last=False)
             compiled = self._compiled[key]
             return compiled if isinstance(compiled, str) else compiled.deep_copy()
+
+    def _new_matcher_on_deep_stack(self, grammar: Grammar) -> LLMatcher | str:
+        """In a thread of its own: an overflow of the stack would end the process. Untouched stack costs nothing."""
+        with ThreadPoolExecutor(1) as pool:
+            usual_bytes = threading.stack_size(_STACK_BYTES)  # of all threads started until it is set back
+            try:
+                made = pool.submit(self._new_matcher, grammar)
+            finally:
+                threading.stack_size(usual_bytes)
+            return made.result()
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher | str:
         try:
@@ -108,6 +121,16 @@ class GrammarCompiler:
             text = self._tokenizer_file.read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids))
         return self._tokenizer
+
+
+def _excess(grammar: Grammar) -> str | None:
+    """What a grammar has too much of, and the limit; None where it is small enough to compile."""
+    if len(grammar.source) > MAX_SOURCE_BYTES:
+        return f"{len(grammar.source)} characters; at most {MAX_SOURCE_BYTES}"
+    if grammar.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):
+        return None
+    num_rules = len(_RULE.findall(grammar.source))
+    return f"{num_rules} rules or references; at most {MAX_RULES}" if num_rules > MAX_RULES else None
 
 
 def _library_source(grammar: Grammar) -> str:

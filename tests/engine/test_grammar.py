@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
-from engine.grammar_compiler import MAX_SOURCE_BYTES, GrammarCompiler
+from engine.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
 from engine.proposer import Proposer
 from engine.proposer.model import ModelProposer
 from engine.proposer.ngram import NgramProposer
@@ -248,6 +248,18 @@ def test_bad_words_yield_to_the_grammar(folder: Path, tokenizer: Tokenizer) -> N
     assert text_of(whole["x"], tokenizer) == "aaaaa"
 
 
+def nested_rules(depth: int) -> str:
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(depth - 1))
+    return f'start: r0\n{rules}r{depth - 1}: "a"\n'
+
+
+def nested_schema(depth: int) -> str:
+    steps = [
+        {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]} for i in range(depth)
+    ]
+    return json.dumps({"$defs": {f"d{i}": step for i, step in enumerate([*steps, {"type": "null"}])}, **steps[0]})
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "words"),
     [
@@ -261,6 +273,8 @@ def test_bad_words_yield_to_the_grammar(folder: Path, tokenizer: Tokenizer) -> N
         (GrammarKind.GRAMMAR, "start: foo", "foo"),
         (GrammarKind.GRAMMAR, 'root ::= "a" | foo', "foo"),
         (GrammarKind.REGEX, "a" * (MAX_SOURCE_BYTES + 1), "at most"),
+        (GrammarKind.GRAMMAR, nested_rules(MAX_RULES), "1001 rules or references; at most 1000"),
+        (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES), "1001 rules or references; at most 1000"),
     ],
 )
 def test_a_bad_grammar_is_refused_with_its_fault(kind: GrammarKind, source: str, words: str, folder: Path) -> None:
@@ -270,6 +284,19 @@ def test_a_bad_grammar_is_refused_with_its_fault(kind: GrammarKind, source: str,
             engine.add(request("x", Grammar(kind, source, "the_param")))
         assert refused.value.param == "the_param"
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.GRAMMAR, nested_rules(MAX_RULES - 1)),
+        (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES - 1)),
+    ],
+)
+def test_rules_may_be_nested_as_deep_as_there_may_be_rules(kind: GrammarKind, source: str, folder: Path) -> None:
+    """The library recurses over them: on a thread's usual stack the second of these ends the process."""
+    whole = run(build(folder), [request("x", Grammar(kind, source, "the_param"), max_tokens=8)])
+    assert whole["x"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def test_what_contradicts_a_grammar_is_refused(folder: Path) -> None:
