@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,6 +10,7 @@ from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
 from router.body import Body
 from router.generation_fields import GenerationFields, TokenCount, TokenCountOrZero
+from router.json_text import read_json
 from router.tools import Tool, ToolUse, tool_use
 
 _MAX_LOGPROBS = 20
@@ -132,11 +132,9 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError("a message's tool call has no function with a name.", param="messages")
     arguments = function.get("arguments") or "{}"
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError as error:
-        raise RequestError(f"the arguments of a message's tool call are not JSON: {error}.", param="messages") from None
-    return {**call, "function": {**function, "arguments": parsed}}
+    if isinstance(arguments, str):
+        arguments = read_json(arguments, "the arguments of a message's tool call", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ChatCompletionRequest(GenerationFields):

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
 from router.body import Body
+from router.json_text import read_json
 
 # One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
 _WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
@@ -109,10 +110,7 @@ def schema_source(param: str, schema: object) -> str:
         RequestError: it is not a schema, nor the text of one.
     """
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise RequestError(f"{param} is not valid JSON: {error}.", param=param) from None
+        schema = read_json(schema, param, param)
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
     if isinstance(schema, dict):

@@ -106,7 +106,7 @@ class ToolCallParser:
 
     def _read_head(self) -> _Gain | None:
         head = self._head.match(self._held)
-        if head is not None and (name := self._tool_name(json.loads(head[1]))) is not None:
+        if head is not None and (name := self._tool_name(_parse(head[1]))) is not None:
             self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
             self._extent = JsonExtent()
             return self._new_call(name, "")
@@ -117,7 +117,8 @@ class ToolCallParser:
         """A complete call that is written in another order, or no call at all."""
         body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
         self._state = _State.TEXT
-        call = _parse(body)
+        parsed = _parse(body)
+        call = parsed if isinstance(parsed, dict) else {}
         name, arguments = self._tool_name(call.get("name")), call.get(self._format.arguments_key)
         if name is not None and isinstance(arguments, dict):
             return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
@@ -172,12 +173,14 @@ class ToolCallParser:
         return None if index < 0 else index
 
 
-def _parse(text: str) -> dict[str, object]:
+def _parse(text: str) -> object:
+    """The value that the model spelt; None where it is no JSON, or JSON of what cannot be sent (half a character)."""
     try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value: object = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
 
 
 def _num_held(text: str, mark: str) -> int:

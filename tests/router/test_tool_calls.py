@@ -63,6 +63,15 @@ HERMES_TEXTS: dict[str, Read] = {
     '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': Read("", (("f", '{"a": 1}'),), DONE),
     "<tool_call>nonsense</tool_call>": Read("<tool_call>nonsense</tool_call>", (), STOP),
     '<tool_call>{"name": 5}</tool_call>': Read('<tool_call>{"name": 5}</tool_call>', (), STOP),
+    **{  # no JSON, half a character, and deeper than Python reads
+        f"<tool_call>{body}</tool_call>": Read(f"<tool_call>{body}</tool_call>", (), STOP)
+        for body in (
+            r'{"name": "\q", "arguments": {}}',
+            r'{"name": "\ud800", "arguments": {}}',
+            r'{"arguments": {"a": "\ud800"}, "name": "f"}',
+            '{"arguments": ' + "[" * 5000,
+        )
+    },
     '<tool_call>\n{"name": "f", ': Read('<tool_call>\n{"name": "f", ', (), STOP),
 }
 LLAMA_TEXTS: dict[str, Read] = {

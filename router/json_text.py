@@ -1,0 +1,21 @@
+"""JSON that a client sends as a text inside its body: a schema, the arguments of a call."""
+
+from __future__ import annotations
+
+import json
+
+from protos.errors import RequestError
+
+
+def read_json(text: str, name: str, param: str) -> object:
+    """The value that `text` spells; `name` is what the client would call it.
+
+    Raises:
+        RequestError: it is not JSON, or is nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name} is not valid JSON: {error}.", param=param) from None
+    except RecursionError:
+        raise RequestError(f"{name} is nested too deeply; send a flatter value.", param=param) from None
