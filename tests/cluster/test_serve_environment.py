@@ -1,0 +1,46 @@
+"""Two clusters on one machine keep out of each other's way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from cluster import ports
+from cluster.serve_environment import set_variables
+
+FIRST, LAST = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    monkeypatch.setattr(os, "environ", kept)
+
+
+@pytest.fixture
+def other_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A port on which another cluster's replica serves gRPC; one more row of ports is left."""
+    monkeypatch.setattr(ports, "_OURS", range(27_000, 27_200))
+    monkeypatch.setattr(ports.random, "sample", lambda rows, count: list(rows))
+    with socket.socket() as replica:
+        replica.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does: a second one may listen there
+        replica.bind(("0.0.0.0", 27_005))
+        replica.listen()
+        yield 27_005
+
+
+def test_replicas_listen_for_grpc_where_no_other_cluster_does(other_cluster: int) -> None:
+    set_variables()
+    chosen = range(int(os.environ[FIRST]), int(os.environ[LAST]) + 1)
+    assert len(chosen) == 100
+    assert other_cluster not in chosen
+
+
+def test_an_operator_s_own_ports_are_kept() -> None:
+    os.environ[FIRST] = "41000"
+    set_variables()
+    assert os.environ[FIRST] == "41000"
+    assert LAST not in os.environ
