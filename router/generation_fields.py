@@ -122,6 +122,7 @@ class GenerationFields(Constraints):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     # Refused unless they ask for nothing (`_NOT_SERVED`).
     functions: Any = None

@@ -108,7 +108,8 @@ class OpenAIApi:
         """The text of token ids."""
         body = await read_body(request, DetokenizeRequest, self._max_body_bytes)
         self._check_optional_model(body.model)
-        check_token_ids(body.tokens, await self._service.card(), "tokens")
+        if body.tokens:
+            check_token_ids(body.tokens, await self._service.card(), "tokens")
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return JSONResponse({"prompt": text})
 

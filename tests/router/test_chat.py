@@ -116,6 +116,7 @@ async def test_neutral_values_of_unserved_parameters_are_accepted(client: openai
         metadata={"a": "b"},
         store=False,
         service_tier="auto",
+        prompt_cache_options={"mode": "implicit"},
         parallel_tool_calls=True,
         reasoning_effort="low",
     )

@@ -25,6 +25,12 @@ async def test_text_becomes_tokens_and_text_again(http: httpx.AsyncClient) -> No
     assert (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": "aé"}
 
 
+async def test_no_text_is_no_tokens(http: httpx.AsyncClient) -> None:
+    tokens = (await http.post("/tokenize", json={"prompt": ""})).json()["tokens"]
+    assert tokens == []
+    assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": ""}
+
+
 async def test_a_chat_becomes_the_tokens_that_generation_would_see(http: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "hi"}]
     answer = (await http.post("/tokenize", json={"model": "fake", "messages": messages})).json()
