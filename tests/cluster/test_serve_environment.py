@@ -23,13 +23,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A port on which another cluster's replica serves gRPC; one more row of ports is left."""
-    monkeypatch.setattr(ports, "_OURS", range(27_000, 27_200))
+    two_rows = ports.free_ports(200)
+    monkeypatch.setattr(ports, "_OURS", two_rows)
     monkeypatch.setattr(ports.random, "sample", lambda rows, count: list(rows))
     with socket.socket() as replica:
         replica.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does: a second one may listen there
-        replica.bind(("0.0.0.0", 27_005))
+        replica.bind(("0.0.0.0", two_rows[5]))
         replica.listen()
-        yield 27_005
+        yield two_rows[5]
 
 
 def test_replicas_listen_for_grpc_where_no_other_cluster_does(other_cluster: int) -> None:
