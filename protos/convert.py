@@ -41,8 +41,10 @@ def _plain(name: str, value: object) -> object:
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
-def logprobs_message(logprobs: TokenLogprobs) -> pb2.TokenLogprobs:
-    """One position's log-probabilities as its message."""
+def logprobs_message(token_id: int, logprobs: TokenLogprobs | None) -> pb2.TokenLogprobs:
+    """One position's log-probabilities as its message; None where nothing predicts the token."""
+    if logprobs is None:
+        return pb2.TokenLogprobs(token_id=token_id)
     return pb2.TokenLogprobs(
         token_id=logprobs.token_id,
         logprob=logprobs.logprob,

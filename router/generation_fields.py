@@ -99,7 +99,7 @@ class GenerationFields(Constraints):
     # Ours, named as in vLLM where it has them.
     top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None  # float32 divides by it
     min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None

@@ -92,7 +92,8 @@ class GrpcApi:
 
     async def _tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
         self._authenticate(context)
-        self._service.check_model(request.model)
+        if request.model:
+            self._service.check_model(request.model)
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         tokens = await self._service.files.tokenizer.encode_async(request.prompt, add_special_tokens=add_special_tokens)
         card = await self._service.card()
@@ -222,7 +223,8 @@ def _chunk(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
 
 
 def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
-    return [convert.logprobs_message(position) for position in delta.logprobs if position is not None]
+    """One per token, where they are wanted."""
+    return [convert.logprobs_message(*each) for each in zip(delta.token_ids, delta.logprobs, strict=False)]
 
 
 def _usage(usage: Usage) -> pb2.Usage:

@@ -36,7 +36,7 @@ def test_every_request_field_is_one_of_the_http_body() -> None:
 
 
 def test_logprobs_keep_their_order() -> None:
-    message = convert.logprobs_message(TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))
+    message = convert.logprobs_message(3, TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))
     assert (message.token_id, message.logprob) == (3, -0.5)
     assert [(top.token_id, top.logprob) for top in message.top] == [(3, -0.5), (4, -1.0)]
 

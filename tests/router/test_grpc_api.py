@@ -145,6 +145,15 @@ async def test_stop_and_echo_work_as_over_http(stub: outrider_pb2_grpc.Generatio
     assert list(answer.choices[0].token_ids) == []
 
 
+async def test_an_echo_s_logprobs_stand_beside_its_tokens(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    request = pb2.GenerateRequest(model="fake", prompt="abc", max_tokens=2, echo=True, logprobs=0)
+    choice = (await stub.Generate(request)).choices[0]
+    streamed = [each async for chunk in stub.GenerateStream(request) for each in chunk.logprobs]
+    for logprobs in (choice.logprobs, streamed):
+        assert [each.token_id for each in logprobs] == list(choice.token_ids) == ids("abcde")
+        assert [each.HasField("logprob") for each in logprobs] == [False, True, True, True, True]
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [
@@ -211,6 +220,7 @@ async def test_a_deadline_stops_the_generation(stub: outrider_pb2_grpc.Generatio
 async def test_tokenize_and_get_model(stub: outrider_pb2_grpc.GenerationStub) -> None:
     tokens = await stub.Tokenize(pb2.TokenizeRequest(model="fake", prompt="abc"))
     assert (list(tokens.tokens), tokens.count, tokens.max_model_len) == (ids("abc"), 3, 128)
+    assert await stub.Tokenize(pb2.TokenizeRequest(prompt="abc")) == tokens  # of the model that is served
     model = await stub.GetModel(pb2.GetModelRequest())
     assert (model.id, model.max_model_len, model.vocab_size) == ("fake", 128, 300)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
