@@ -152,7 +152,7 @@ class TreeConfig:
     """Drafts that branch while at most `max_batch` sequences decode: in larger batches every row of a pass costs.
 
     A tree has `num_nodes`. `parents` are a static tree's shape, as in `engine.draft.Draft`; without them it is the best
-    one for the acceptance of `engine.tree_shape`.
+    one for the acceptance of `engine.proposer.tree_shape`.
     """
 
     kind: TreeKind = TreeKind.DYNAMIC
