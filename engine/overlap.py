@@ -29,13 +29,11 @@ from engine.batch import Batch
 from engine.checked_draft import NOTHING
 from engine.index import index_tensor
 from engine.issued_pass import IssuedPass
-from engine.row import GREEDY_BELOW
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceStatus
 from engine.span import Span
 from engine.verifier import Verified, VerifyTask
 from engine.verifier.verifier import Verifier
-from protos.messages import VerifyMode
 
 
 class FedRunner(Protocol):
@@ -149,9 +147,8 @@ class _Read:
 
 def _is_plain(task: VerifyTask) -> bool:
     """Whether its token is what the sampler picks, and its logits are of no further use."""
-    law = task.sequence.sampling
-    is_picked = task.sequence.verify is VerifyMode.COUPLED or law.temperature < GREEDY_BELOW
-    return is_picked and not task.draft.token_ids and law.num_logprobs is None
+    sequence = task.sequence
+    return sequence.is_matched and not task.draft.token_ids and sequence.sampling.num_logprobs is None
 
 
 def _of_running(issued: IssuedPass) -> IssuedPass | None:

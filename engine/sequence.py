@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
 from engine.grammar import GrammarMatcher
+from engine.row import GREEDY_BELOW
 from protos.block_keys import BlockKey
 from protos.messages import (
     FinishReason,
@@ -80,6 +81,15 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def is_matched(self) -> bool:
+        """Drafts are verified by matching, as those of greedy requests are in every mode: all emit the argmax."""
+        return self.verify is VerifyMode.COUPLED or self.is_greedy
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from engine.batch import ScheduledSequence
 from engine.draft import Draft
 from engine.proposer import Proposer
 from engine.proposer.guess import Guesser
-from engine.row import GREEDY_BELOW
 from engine.sequence import Sequence
 from engine.survival import SurvivalTable
 
@@ -62,9 +61,8 @@ class GuessFirst:
                 drafts.append(next(answers))
                 continue
             draft = Draft(turn.token_ids[: share.max_draft_tokens]) if turn.is_guess else next(answers)
-            turn.token_ids = (
-                () if draft.parents else draft.token_ids
-            )  # how a tree fared does not show in what was committed
+            # How a tree fared does not show in what was committed.
+            turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
 
@@ -129,4 +127,4 @@ class GuessFirst:
 
 
 def _kind_of_other(sequence: Sequence) -> str:
-    return "other, greedy" if sequence.sampling.temperature < GREEDY_BELOW else "other, sampled"
+    return "other, greedy" if sequence.is_greedy else "other, sampled"

@@ -17,10 +17,8 @@ from engine.proposer.guess import Guess
 from engine.proposer.match_chances import MatchChances
 from engine.proposer.shared_texts import NoiseId, SharedTexts
 from engine.proposer.suffix_index import MAX_MATCH, SuffixIndex
-from engine.row import GREEDY_BELOW
 from engine.sequence import Sequence
 from protos.errors import ConfigError
-from protos.messages import VerifyMode
 
 _UNTAUGHT = MatchChances()  # what was learned from a text of the same seed would tell of its noise
 
@@ -97,7 +95,7 @@ class SuffixProposer:
         occurrences = followed.index.occurrences(suffix)
         if (shared := self._texts_for(sequence)) is not None:
             occurrences += shared.occurrences(suffix)
-        chances = self._chances if _is_noise_public(sequence) else _UNTAUGHT
+        chances = self._chances if sequence.is_matched else _UNTAUGHT
         guessed: list[VotedToken] = []
         chance = 1.0
         for token in continuation(occurrences):
@@ -125,14 +123,9 @@ class SuffixProposer:
         test would be biased by it.
         """
         tenant_id = sequence.request.cache_salt
-        if not _is_noise_public(sequence) and self._shared.know(tenant_id, _noise_of(sequence)):
+        if not sequence.is_matched and self._shared.know(tenant_id, _noise_of(sequence)):
             return None
         return self._shared.of(tenant_id)
-
-
-def _is_noise_public(sequence: Sequence) -> bool:
-    """Whether drafts, and how long they are, may depend on what the same noise has done to other texts."""
-    return sequence.verify is VerifyMode.COUPLED or sequence.sampling.temperature < GREEDY_BELOW
 
 
 def _noise_of(sequence: Sequence) -> NoiseId:

@@ -18,7 +18,6 @@ from engine.proposer.chain import masked, row_after
 from engine.row import Row
 from engine.sequence import Sequence
 from engine.span import Span
-from protos.messages import VerifyMode
 
 ROOT = -1
 
@@ -146,8 +145,3 @@ class Tree:
             path.append(self._nodes[node].child.token_id)
             node = self._nodes[node].parent
         return masked(row_after(self.spoken, self.spoken.token_ids, tuple(reversed(path))), self.spoken)
-
-
-def is_matched(sequence: Sequence) -> bool:
-    """Whether drafts are verified by matching, as those of greedy requests are in every mode."""
-    return sequence.verify is VerifyMode.COUPLED or row_after(sequence, sequence.token_ids, ()).is_greedy

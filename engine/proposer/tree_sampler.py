@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from engine.noise import Purpose, random_bits
-from engine.proposer.tree import Child, Tree, is_matched
+from engine.proposer.tree import Child, Tree
 from engine.row import Row
 from engine.sampler import Sampler, draft_lanes, pass_keys
 from engine.sparse_law import WEIGHT_BITS, choose, quantize, sparse_laws
@@ -27,11 +27,11 @@ class TreeSampler:
         """Add the children of every tree's level; `logits [R, V] float32` have a row for each node of the levels."""
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
-        is_coupled = [is_matched(tree.spoken) for tree in trees for _ in tree.level]
+        are_matched = [tree.spoken.is_matched for tree in trees for _ in tree.level]
         scores = self._sampler.process(logits, rows)
         children: list[list[Child]] = [[]] * len(rows)
         for choose_children, flag in ((self._best, True), (self._drawn, False)):
-            chosen = [index for index, each in enumerate(is_coupled) if each is flag]
+            chosen = [index for index, each in enumerate(are_matched) if each is flag]
             if chosen:
                 found = choose_children(scores[chosen], [rows[i] for i in chosen], [wanted[i] for i in chosen])
                 for index, siblings in zip(chosen, found, strict=True):

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from engine.config import TreeConfig, TreeKind
 from engine.draft import depths
-from engine.proposer.tree import Child, Node, Shape, is_matched
+from engine.proposer.tree import Child, Node, Shape
 from engine.sequence import Sequence
 
 # How often the first, second, ... child stands. The first is the demo pair's at T=1; the rest is assumed.
@@ -87,7 +87,7 @@ def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...
 
 def shape_of(config: TreeConfig, sequence: Sequence, num_nodes: int, max_depth: int) -> Shape:
     """The shape of one pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
-    if config.kind is TreeKind.DYNAMIC and is_matched(sequence):
+    if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
         return DynamicShape(num_nodes)
     if config.parents:
         return StaticShape(trimmed(config.parents, num_nodes, max_depth))

@@ -29,8 +29,8 @@ class Trial:
 
     @property
     def mode(self) -> VerifyMode:
-        """How the task is verified; a greedy one always by matching, since every mode then emits the argmax."""
-        return VerifyMode.COUPLED if self.rows[0].is_greedy else self.task.sequence.verify
+        """How the task is verified; a greedy one always by matching."""
+        return VerifyMode.COUPLED if self.task.sequence.is_matched else self.task.sequence.verify
 
     @property
     def is_tree(self) -> bool:
