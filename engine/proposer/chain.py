@@ -16,6 +16,7 @@ from engine.sequence import Sequence
 from engine.span import Span
 from protos.messages import VerifyMode
 
+_MAX_STEPS = 16  # of one plan
 _LAW_SIZE = 32  # of T=1 drafts, laws of 8, 32 and 128 tokens accept 63, 68 and 71% in a synthetic study
 
 
@@ -25,7 +26,8 @@ class Chain:
     `row` sees `token_ids` grow: it always stands for the next token. To the row the prefix is committed, so a chain
     behind tokens that are merely likely is the chain that they would get once they are committed.
 
-    Tokens are the target's; the draft model reads `lead` more of them than there are before the drafts.
+    Tokens are the target's. Those that are fed lie `lead` slots behind their positions: the draft model may read more
+    tokens than the target has before the drafts, or less.
     """
 
     def __init__(
@@ -49,6 +51,11 @@ class Chain:
         """The token to be fed next."""
         return self.token_ids[-1] if self.token_ids else self.row.token_ids[-1]
 
+    @property
+    def next_place(self) -> int:
+        """Where the token to be fed next lies."""
+        return self.row.position - 1 + self._lead
+
     def draft(self) -> Draft:
         return Draft(tuple(self.token_ids), tuple(self.laws))
 
@@ -56,9 +63,11 @@ class Chain:
         """`row`, with what the grammar allows there."""
         return masked(self.row, self.sequence)
 
-    def steps(self, num_steps: int) -> Span:
-        """The next `num_steps` tokens to be fed, the first of them known, in the slots of their positions."""
-        return Span([0] * num_steps, self.row.position - 1 + self._lead, self.block_table, num_steps)
+
+def next_steps(chains: Seq[Chain]) -> list[Span]:
+    """The next tokens that each chain feeds back, the first of them known, in their slots; equally many of all."""
+    num_steps = min(_MAX_STEPS, *(chain.num_left for chain in chains))
+    return [Span([0] * num_steps, chain.next_place, chain.block_table, num_steps) for chain in chains]
 
 
 def row_after(sequence: Sequence, prefix_ids: Seq[int], draft_ids: Seq[int]) -> Row:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model_runner import ModelRunner
-from engine.proposer.chain import Chain, ChainSampler
+from engine.proposer.chain import Chain, ChainSampler, next_steps
 from engine.proposer.mirror import Mirror
 from engine.proposer.mirrors import Mirrors
 from engine.proposer.tree import Tree
@@ -18,8 +18,6 @@ from engine.proposer.tree_sampler import TreeSampler
 from engine.sampler import Sampler
 from engine.span import Span
 from engine.translation.translation import Translation
-
-_MAX_STEPS_PER_PLAN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +78,8 @@ class DraftModel:
     def grow(self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Feed every chain its own last token until all are long enough; False if it was stopped before."""
         while chains := [chain for chain in chains if chain.num_left > 0]:
-            num_steps = min(_MAX_STEPS_PER_PLAN, *(chain.num_left for chain in chains))
             token_ids = torch.tensor([chain.last_id for chain in chains])
-            for step in self.runner.plan_own_steps([chain.steps(num_steps) for chain in chains]):
+            for step in self.runner.plan_own_steps(next_steps(chains)):
                 if is_stopped():
                     return False
                 step.input_ids.copy_(self.translation.feed(token_ids))

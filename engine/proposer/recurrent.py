@@ -17,12 +17,10 @@ from engine.config import TreeConfig
 from engine.heads.passed_rows import PassedRows
 from engine.heads.recurrent import RecurrentHead
 from engine.model_runner import ModelRunner
-from engine.proposer.chain import Chain
+from engine.proposer.chain import Chain, next_steps
 from engine.proposer.state_proposer import StateProposer
 from engine.proposer.tree import Tree
 from engine.span import Span
-
-_MAX_STEPS_PER_PLAN = 16
 
 
 class RecurrentProposer(StateProposer):
@@ -53,8 +51,7 @@ class RecurrentProposer(StateProposer):
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
                 chains, states, token_ids = [chains[row] for row in growing], states[growing], token_ids[growing]
-            num_steps = min(_MAX_STEPS_PER_PLAN, *(chain.num_left for chain in chains))
-            for step in self._runner.plan_steps([_steps(chain, num_steps) for chain in chains]):
+            for step in self._runner.plan_steps(next_steps(chains)):
                 step.input_ids.copy_(token_ids)
                 states = self._head.forward(step, states)
                 token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
@@ -75,12 +72,6 @@ class RecurrentProposer(StateProposer):
             if trees:
                 spans = [replace(span, start=span.start - 1) for span in (tree.span() for tree in trees)]
                 states = self._head.forward(self._runner.lay_out(spans), states[parents])
-
-
-def _steps(chain: Chain, num_steps: int) -> Span:
-    """The next pairs of the chain: a draft model would have them one slot later."""
-    span = chain.steps(num_steps)
-    return replace(span, start=span.start - 1)
 
 
 def _parent_rows(trees: Seq[Tree], levels: Seq[Seq[int]]) -> list[int]:

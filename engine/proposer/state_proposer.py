@@ -75,7 +75,8 @@ class StateProposer(ABC):
 
     def _chain(self, share: ScheduledSequence) -> Chain:
         sequence = share.sequence
-        return Chain(sequence, sequence.token_ids, sequence.block_table, self._depth(share))
+        # A head feeds a draft beside the state before it, in the slot of that state: a draft model would one later.
+        return Chain(sequence, sequence.token_ids, sequence.block_table, self._depth(share), lead=-1)
 
     def _tree(self, share: ScheduledSequence) -> Tree:
         assert self._tree_config is not None, "without one there are chains"
