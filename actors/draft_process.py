@@ -11,7 +11,7 @@ from actors.draft_server import DraftServer
 from actors.frames import FrameListener
 from actors.settings import PairSettings
 from engine.pass_shapes import sized
-from engine.proposer.foreign import Drafter, load_drafter
+from engine.proposer.drafter import Drafter, load_drafter
 
 _PROMPT_SHARE = 4  # a draft reads as many times the target's tokens per step, and is still done sooner
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bench.prompts import held_out_prompts
 from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
-from engine.proposer.foreign import load_drafter
+from engine.proposer.drafter import load_drafter
 from engine.translation.choice import choose_vocabulary
 from models.corpus import collect
 from models.tokenizer import SPECIAL_TOKENS

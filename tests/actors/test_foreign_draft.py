@@ -12,7 +12,7 @@ import pytest
 from actors.draft_server import DraftServer
 from actors.frames import FrameListener
 from engine.config import CacheConfig, DraftVocabulary, ModelConfig, SchedulerConfig
-from engine.proposer.foreign import load_drafter
+from engine.proposer.drafter import load_drafter
 from tests.actors.test_disciplines import connected, generate, new_engine, requests
 from tests.engine.checkpoints import Folders
 from tests.engine.foreign_pair import write_foreign_pair

@@ -25,7 +25,7 @@ from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.noise import gumbel
 from engine.proposer import Proposer
-from engine.proposer.foreign import load_drafter
+from engine.proposer.drafter import load_drafter
 from engine.proposer.model import ModelProposer
 from engine.proposer.text import TextProposer
 from engine.sampler import Purpose, row_keys

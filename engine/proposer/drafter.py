@@ -36,22 +36,16 @@ def load_drafter(
         ConfigError: the model cannot be served, does not fit the target, or cannot draft in this way.
     """
     choice = choose_vocabulary(target_path, model.path, vocabulary)
-    size = choice.target_tokens.vocab_size
     if choice.vocabulary is DraftVocabulary.TEXT:
         _check_text(choice, vocabulary, tree, fan_out)
         return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
-    if choice.vocabulary is DraftVocabulary.SAME:
-        proposer = ModelProposer.from_config(model, cache, scheduler, size, tree)
-    else:
-        proposer = ModelProposer.from_config(
-            model,
-            cache,
-            scheduler,
-            size,
-            tree,
-            translation=SharedTokens(choice.require_pair()),
-            tokenizer_path=target_path,
-        )
+    translation, tokenizer_path = None, None
+    if choice.vocabulary is DraftVocabulary.INTERSECTION:
+        translation, tokenizer_path = SharedTokens(choice.require_pair()), target_path
+    vocab_size = choice.target_tokens.vocab_size
+    proposer = ModelProposer.from_config(
+        model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
+    )
     return Drafter(proposer, None if fan_out is None else proposer.lookahead(fan_out))
 
 
