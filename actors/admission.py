@@ -14,10 +14,6 @@ class Admission:
         self._num_inside = 0
         self._usual_duration_s = 1.0
 
-    @property
-    def num_inside(self) -> int:
-        return self._num_inside
-
     def enter(self) -> None:
         """Take a place.
 

@@ -11,8 +11,6 @@ from prometheus_client.registry import Collector
 from actors.direct_blocks import DirectStats
 from engine.engine_stats import EngineStats
 
-_PREFIX = "outrider_prefill_replica"
-
 
 class PrefillMetrics(Collector):
     """All `outrider_prefill_replica_*` metrics."""
@@ -37,24 +35,20 @@ class PrefillMetrics(Collector):
         if stats is None:
             return
         computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens
-        yield CounterMetricFamily(f"{_PREFIX}_computed_tokens", "Prompt tokens computed.", value=computed)
-        yield CounterMetricFamily(
-            f"{_PREFIX}_cached_tokens", "Prompt tokens found in its prefix cache.", value=stats.num_prefix_hit_tokens
-        )
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_queued_tokens", "Prompt tokens to be computed.", value=stats.num_queued_prefill_tokens
-        )
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_tokens_per_second", "Measured speed, 0 before that.", value=stats.prefill_tokens_per_s
-        )
-        yield CounterMetricFamily(
-            f"{_PREFIX}_direct_chunks", "Chunks left for pairs to read by NIXL.", value=self._direct.num_chunks
-        )
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_direct_bytes", "Size of the blocks that lie here to be read.", value=self._direct.kept_bytes
-        )
-        yield GaugeMetricFamily(f"{_PREFIX}_orders_running", "Orders that hold blocks.", value=stats.num_running)
-        yield GaugeMetricFamily(f"{_PREFIX}_orders_waiting", "Orders in the queue.", value=stats.num_waiting)
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", value=stats.kv_usage
-        )
+        yield _counter("computed_tokens", "Prompt tokens computed.", computed)
+        yield _counter("cached_tokens", "Prompt tokens found in its prefix cache.", stats.num_prefix_hit_tokens)
+        yield _gauge("queued_tokens", "Prompt tokens to be computed.", stats.num_queued_prefill_tokens)
+        yield _gauge("tokens_per_second", "Measured speed, 0 before that.", stats.prefill_tokens_per_s)
+        yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", self._direct.num_chunks)
+        yield _gauge("direct_bytes", "Size of the blocks that lie here to be read.", self._direct.kept_bytes)
+        yield _gauge("orders_running", "Orders that hold blocks.", stats.num_running)
+        yield _gauge("orders_waiting", "Orders in the queue.", stats.num_waiting)
+        yield _gauge("kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", stats.kv_usage)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"outrider_prefill_replica_{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"outrider_prefill_replica_{name}", text, value=value)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import add, sub
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +26,15 @@ class StepTimes:
         return self.receive_s + self.schedule_s + self.draft_s + self.forward_s + self.sample_s + self.commit_s
 
     def __add__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(
-            self.receive_s + other.receive_s,
-            self.schedule_s + other.schedule_s,
-            self.draft_s + other.draft_s,
-            self.forward_s + other.forward_s,
-            self.sample_s + other.sample_s,
-            self.commit_s + other.commit_s,
-            self.num_steps + other.num_steps,
-        )
+        return self._by_field(other, add)
 
     def __sub__(self, other: StepTimes) -> StepTimes:
         """The steps since `other`, an earlier total."""
-        return StepTimes(
-            self.receive_s - other.receive_s,
-            self.schedule_s - other.schedule_s,
-            self.draft_s - other.draft_s,
-            self.forward_s - other.forward_s,
-            self.sample_s - other.sample_s,
-            self.commit_s - other.commit_s,
-            self.num_steps - other.num_steps,
-        )
+        return self._by_field(other, sub)
+
+    def _by_field(self, other: StepTimes, operation: Callable[[Any, Any], Any]) -> StepTimes:
+        names = [field.name for field in fields(self)]
+        return StepTimes(*(operation(getattr(self, name), getattr(other, name)) for name in names))
 
 
 class StepTimer:

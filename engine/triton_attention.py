@@ -87,12 +87,18 @@ def paged_attention(
     assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018
     _, block_size, num_kv_heads, key_dim = keys.shape
     value_dim = values.shape[-1]
-    value_width = max(16, power_of_two(value_dim))
     num_rows, num_heads, _ = query.shape
     tiling, masks = launch.tiling, launch.masks
+    sizes = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP_SIZE": num_heads // num_kv_heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": max(16, power_of_two(value_dim)),
+        "BLOCK_M": tiling.block_m,
+    }
     out = query.new_empty(num_rows, num_heads, value_dim)
     lanes = (launch.num_partials, num_kv_heads, tiling.block_m)
-    sums = query.new_empty(*lanes, value_width, dtype=torch.float32)
+    sums = query.new_empty(*lanes, sizes["VALUE_WIDTH"], dtype=torch.float32)
     peaks, totals = query.new_empty(2, *lanes, dtype=torch.float32)
     with torch.cuda.device_of(query):
         attend_tiles[(launch.tiles.shape[0] * num_kv_heads,)](
@@ -113,17 +119,13 @@ def paged_attention(
             options.scaling,
             query.stride(0),
             query.stride(1),
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP_SIZE=num_heads // num_kv_heads,
+            **sizes,
             BLOCK_SIZE=block_size,
             KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
             KEY_WIDTH=max(16, power_of_two(key_dim)),
-            VALUE_WIDTH=value_width,
             WINDOW=options.window or 0,
             SOFTCAP=options.softcap or 0.0,
             OPERAND=_operand(query.dtype),
-            BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -137,11 +139,7 @@ def paged_attention(
                 sums,
                 peaks,
                 totals,
-                NUM_KV_HEADS=num_kv_heads,
-                GROUP_SIZE=num_heads // num_kv_heads,
-                VALUE_DIM=value_dim,
-                VALUE_WIDTH=value_width,
-                BLOCK_M=tiling.block_m,
+                **sizes,
                 BLOCK_S=_SPLITS_AT_A_TIME,
                 num_warps=1,
             )
