@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.errors import RequestError
-from protos.messages import Grammar, ModelCard, SpeculationMethod, SpeculationMode
+from protos.messages import Grammar, ModelCard, SpeculationMode
 from router.generation_fields import GenerationFields, SpeculationFields
 
 
@@ -41,13 +41,12 @@ def _conflict(
     num_logprobs: int | None,
 ) -> str | None:
     """What the request asks for that a text partly written by the draft cannot give."""
-    is_off = wishes.enabled is False or wishes.num_tokens == 0 or wishes.method == SpeculationMethod.NONE
     conflicts = (
         (fields.seed is not None, f"seed {fields.seed}: the output would not be reproducible"),
         (num_logprobs is not None, "logprobs: the target has not sampled every token"),
         (grammar is not None, f"{grammar and grammar.param}: the draft's steps keep to no grammar"),
         (num_choices > 1, f"{num_choices} choices: it is for one at a time"),
         (fields.prediction is not None, "prediction: both would draft the same text"),
-        (is_off, "speculation that is switched off (enabled, num_tokens or method)"),
+        (wishes.is_off, "speculation that is switched off (enabled, num_tokens or method)"),
     )
     return next((reason for is_so, reason in conflicts if is_so), None)

@@ -75,7 +75,7 @@ def generate_requests(
             param="n",
         )
     if params.fields.prediction is not None:
-        check_prediction(params, card)
+        _check_prediction(params, card)
     check_approximate(params.fields, card, num_choices, grammar=params.grammar, num_logprobs=params.num_logprobs)
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
@@ -219,7 +219,7 @@ def _speculation(wishes: SpeculationFields | None, card: ModelCard) -> Speculati
     )
 
 
-def check_prediction(params: GenerateParams, card: ModelCard) -> None:
+def _check_prediction(params: GenerateParams, card: ModelCard) -> None:
     """Raises `RequestError` where a prediction could not be used, or could not be used exactly."""
     fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
     if len(params.prompts) > 1:
@@ -227,9 +227,8 @@ def check_prediction(params: GenerateParams, card: ModelCard) -> None:
             f"prediction is for one prompt, and prompt holds {len(params.prompts)}; send them one by one.",
             param="prediction",
         )
-    is_off = wishes.enabled is False or wishes.num_tokens == 0 or wishes.method == SpeculationMethod.NONE
-    if is_off or card.max_draft_tokens == 0:
-        where = "this request" if is_off else "this deployment"
+    if wishes.is_off or card.max_draft_tokens == 0:
+        where = "this request" if wishes.is_off else "this deployment"
         raise RequestError(
             f"prediction is a draft, and {where} drafts nothing (speculation); leave one of them out.",
             param="prediction",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
-from protos.messages import MAX_STEP_SCORE, SpeculationMode, VerifyMode
+from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationMode, VerifyMode
 from router.body import Body
 from router.structured_output import Constraints
 
@@ -55,6 +55,11 @@ class SpeculationFields(Body):
     method: str | None = None  # one of those the deployment offers
     mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact, unless the request says otherwise
     threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
+
+    @property
+    def is_off(self) -> bool:
+        """The request asks for plain decoding, in any of three ways."""
+        return self.enabled is False or self.num_tokens == 0 or self.method == SpeculationMethod.NONE
 
 
 class PredictionPart(Body):
