@@ -31,8 +31,6 @@ enum {
 static const float FLOOR = -1e30f; /* finite: a lane that has seen no key yet makes no NaN */
 static const float LOG2_E = 1.44269504f;
 
-typedef uint16_t bf16;
-
 struct span {
     int64_t first_row; /* in the pass */
     int64_t num_rows;

@@ -17,8 +17,6 @@ enum {
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
 
-typedef uint16_t bf16;
-
 struct float_product {
     const float *x;      /* [rows, num_inputs] */
     const bf16 *weight;  /* packed */
@@ -47,8 +45,7 @@ AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_
         for (int half = 0; half < 2; half++)
             sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
     for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
-        for (int line = p.from; line < p.to; line++)
-            _mm_prefetch((const char *)(p.w + p.ahead + line * 32), _MM_HINT_T1);
+        fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
             __m512i first = _mm512_loadu_si512(p.w + line * 32), second = _mm512_loadu_si512(p.w + TILE + line * 32);
             __m512 even[2] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
@@ -80,8 +77,7 @@ AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_f
         for (int quarter = 0; quarter < 4; quarter++)
             sum[row][quarter] = is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + row * OUTPUTS + quarter * 8);
     for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
-        for (int line = p.from; line < p.to; line++)
-            _mm_prefetch((const char *)(p.w + p.ahead + line * 32), _MM_HINT_T1);
+        fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++)
 #pragma GCC unroll 4
             for (int quarter = 0; quarter < 4; quarter++) { /* two inputs of 8 outputs */

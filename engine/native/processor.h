@@ -14,6 +14,8 @@
 #define AMX __attribute__((target(VECTORS ",amx-tile,amx-bf16,amx-int8")))
 #define INLINE static inline __attribute__((always_inline))
 
+typedef uint16_t bf16;
+
 enum instructions { NONE, WITH_AVX2, WITH_AVX512, WITH_AMX };
 
 /* Whether kernels may use AVX-512 for float32, whatever else it can, and AMX; set by `outrider_start`. */
@@ -21,6 +23,11 @@ extern int outrider_has_wide_floats, outrider_has_tiles;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Have the cache lines [from, to) of what lies at `at` fetched for later. */
+INLINE void fetch_lines(const void *at, int from, int to) {
+    for (int line = from; line < to; line++) _mm_prefetch((const char *)at + line * 64, _MM_HINT_T1);
+}
 
 /* Two pairs of bfloat16, or four of int8, for all 16 lanes. */
 AVX INLINE __m512i broadcast(const void *four_bytes) {

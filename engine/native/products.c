@@ -25,8 +25,6 @@ enum {
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
 
-typedef uint16_t bf16;
-
 struct product {
     const bf16 *x;       /* [rows, num_inputs] */
     const bf16 *weight;  /* packed */
@@ -36,14 +34,22 @@ struct product {
     int is_gated;
 };
 
-/* Sums of up to 16 rows and one pair over `steps` x 32 inputs: onto `sums` [2 tiles of 16 x 16], or anew.
-   A tile of x has rows `stride` bytes apart, the next 32 inputs `step` numbers behind.
-   Per step, the cache lines [from, to) of W are fetched for later, `ahead` numbers further on.
+/* What up to 16 rows read of one pair: `steps` x 32 inputs. A tile of x has rows `stride` numbers apart, the next 32
+   inputs `step` numbers behind. Per step the lines [from, to) of W are fetched for later, `ahead` numbers further on. */
+struct part {
+    const bf16 *x;
+    int64_t stride, step;
+    const bf16 *w;
+    int64_t steps;
+    int64_t ahead;
+    int from, to;
+};
+
+/* Sums [2 tiles of 16 x 16] of a part, onto `sums` or anew.
 
    Two tiles of rows at once would read W half as often, but with all eight tile registers in use loads and products
    wait for each other where the core's other thread is busy (another machine's, in a cloud): twice the time. */
-AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps, float *sums,
-                          int is_first, int64_t ahead, int from, int to) {
+AMX INLINE void add_tiles(struct part p, float *sums, int is_first) {
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -51,40 +57,37 @@ AMX INLINE void add_tiles(const bf16 *x, int64_t stride, int64_t step, const bf1
         _tile_loadd(0, sums, 64);
         _tile_loadd(1, sums + 256, 64);
     }
-    for (int64_t k = 0; k < steps; k++) {
-        for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
-        _tile_loadd(4, x, stride);
-        _tile_loadd(6, w, 64);
+    for (int64_t k = 0; k < p.steps; k++, p.x += p.step, p.w += 2 * TILE) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
+        _tile_loadd(4, p.x, p.stride * 2);
+        _tile_loadd(6, p.w, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + TILE, 64);
+        _tile_loadd(7, p.w + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
-        x += step, w += 2 * TILE;
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
 }
 
 /* `add_tiles` without AMX, for at most half a tile of rows. */
-AVX INLINE void add_vectors(const int rows, const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps,
-                            float *sums, int is_first, int64_t ahead, int from, int to) {
+AVX INLINE void add_vectors(const int rows, struct part p, float *sums, int is_first) {
     __m512 sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
         for (int half = 0; half < 2; half++)
             sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
-    for (int64_t k = 0; k < steps; k++) {
-        for (int line = from; line < to; line++) _mm_prefetch((const char *)(w + ahead + line * 32), _MM_HINT_T1);
+    for (int64_t k = 0; k < p.steps; k++, p.x += p.step, p.w += 2 * TILE) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
-            const __m512bh first = (__m512bh)_mm512_loadu_si512(w + line * 32);
-            const __m512bh second = (__m512bh)_mm512_loadu_si512(w + TILE + line * 32);
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(p.w + line * 32);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(p.w + TILE + line * 32);
 #pragma GCC unroll 8
             for (int row = 0; row < rows; row++) {
-                const __m512bh inputs = (__m512bh)broadcast((const char *)x + row * stride + line * 4);
+                const __m512bh inputs = (__m512bh)broadcast(p.x + row * p.stride + line * 2);
                 sum[row][0] = _mm512_dpbf16_ps(sum[row][0], first, inputs);
                 sum[row][1] = _mm512_dpbf16_ps(sum[row][1], second, inputs);
             }
         }
-        x += step, w += 2 * TILE;
     }
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
@@ -92,15 +95,18 @@ AVX INLINE void add_vectors(const int rows, const bf16 *x, int64_t stride, int64
 }
 
 /* The same for up to 16 rows, half a tile at a time. */
-AVX static void add_halves(int64_t rows, const bf16 *x, int64_t stride, int64_t step, const bf16 *w, int64_t steps,
-                           float *sums, int is_first, int64_t ahead, int from, int to) {
-#define ROWS(n) case n: add_vectors(n, at, stride, step, w, steps, onto, is_first, ahead, from, to); break;
-    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, from = to) {
-        const bf16 *at = x + row * (stride / 2);
-        float *onto = sums + row * 16;
-        switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+AVX static void add_halves(int64_t rows, struct part part, float *sums, int is_first) {
+#define ROWS(n) case n: add_vectors(n, part, sums, is_first); break;
+    for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
+        switch (least(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+        part.x += VECTOR_ROWS * part.stride, part.from = part.to;
     }
 #undef ROWS
+}
+
+AMX INLINE void add(int64_t rows, struct part part, float *sums, int is_first) {
+    if (outrider_has_tiles) add_tiles(part, sums, is_first);
+    else add_halves(rows, part, sums, is_first);
 }
 
 /* x / (1 + e^-x) to 1e-4 of itself, a twentieth of what bfloat16 rounds away. */
@@ -138,12 +144,11 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
 /* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
 AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
     float sums[16 * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t rows = p->num_rows, steps = p->num_inputs / 32, stride = p->num_inputs * 2;
+    const int64_t rows = p->num_rows, stride = p->num_inputs;
     if (outrider_has_tiles) configure_tiles(rows, 0);
     for (int64_t pair = first; pair < last; pair++) {
-        const bf16 *w = p->weight + pair * steps * 2 * TILE;
-        if (outrider_has_tiles) add_tiles(p->x, stride, 32, w, steps, sums, 1, PREFETCH, 0, LINES);
-        else add_halves(rows, p->x, stride, 32, w, steps, sums, 1, PREFETCH, 0, LINES);
+        const bf16 *w = p->weight + pair * p->num_inputs * OUTPUTS;
+        add(rows, (struct part){p->x, stride, 32, w, stride / 32, PREFETCH, 0, LINES}, sums, 1);
         for (int64_t row = 0; row < rows; row++) finish(p, row, pair, sums + row * 16);
     }
 }
@@ -176,14 +181,12 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
                     const int is_last = k + BLOCK_INPUTS >= p->num_inputs;
                     next = (is_last ? num_pairs * p->num_inputs : k + BLOCK_INPUTS) * OUTPUTS;
                 }
+                struct part part = {.stride = 32, .step = TILE, .w = w, .steps = steps, .ahead = next - at};
                 for (int64_t i = 0; i < rows; i += 16) {
-                    float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
-                    const bf16 *tiles = x + i * steps * 32;
                     const int64_t height = least(16, rows - i);
-                    const int from = LINES * i / rows, to = LINES * (i + height) / rows; /* of the next ones */
-                    if (outrider_has_tiles)
-                        add_tiles(tiles, 64, TILE, w, steps, onto, k == 0, next - at, from, to);
-                    else add_halves(height, tiles, 64, TILE, w, steps, onto, k == 0, next - at, from, to);
+                    part.x = x + i * steps * 32;
+                    part.from = LINES * i / rows, part.to = LINES * (i + height) / rows; /* of the next ones */
+                    add(height, part, sums + (pair * BLOCK_ROWS + i) * OUTPUTS, k == 0);
                 }
             }
         }

@@ -8,8 +8,6 @@
 
 #include "processor.h"
 
-#include <math.h>
-
 enum {
     TILE = 1024,         /* bytes: 16 outputs x 64 inputs */
     LINES = 32,          /* of the cache, of two tiles */
@@ -20,8 +18,6 @@ enum {
     PAD = 64,            /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,     /* bytes ahead of the reader */
 };
-
-typedef uint16_t bf16;
 
 struct quantized {
     int8_t *x;          /* [rows, num_inputs + PAD], in units of row_units */
@@ -77,18 +73,30 @@ AVX static const uint8_t *tiles_of(const struct quantized *p, int64_t pair, int6
     return tiles - steps * 2 * TILE;
 }
 
-/* Sums of up to 16 rows of x and one pair over a part, as whole numbers [2 tiles of 16 x 16]. No more rows at once, for
-   the reason in products.c. Per step, the cache lines [from, to) of W are fetched for later, `ahead` bytes on. */
-AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps, int32_t *sums,
-                          int64_t ahead, int from, int to) {
+/* What up to 16 rows read of one pair: `steps` x 64 inputs of rows `stride` bytes apart. Per step the lines [from, to)
+   of W are fetched for later, `ahead` bytes further on. */
+struct part {
+    const int8_t *x;
+    int64_t stride;
+    const uint8_t *w;
+    int64_t steps;
+    int64_t ahead;
+    int from, to;
+    const int32_t *row_sums; /* of x, `num_parts` apart */
+    int64_t num_parts;
+    int bits;
+};
+
+/* Sums of a part, as whole numbers [2 tiles of 16 x 16]. No more rows at once, for the reason in products.c. */
+AMX INLINE void add_tiles(struct part p, int32_t *sums) {
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
-        for (int line = from; line < to; line++) _mm_prefetch((const char *)w + ahead + line * 64, _MM_HINT_T1);
-        _tile_loadd(4, x, stride);
-        _tile_loadd(6, w, 64);
+    for (int64_t step = 0; step < p.steps; step++, p.x += 64, p.w += 2 * TILE) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
+        _tile_loadd(4, p.x, p.stride);
+        _tile_loadd(6, p.w, 64);
         _tile_dpbssd(0, 4, 6);
-        _tile_loadd(7, w + TILE, 64);
+        _tile_loadd(7, p.w + TILE, 64);
         _tile_dpbssd(1, 4, 7);
     }
     _tile_stored(0, sums, 64);
@@ -96,23 +104,21 @@ AMX INLINE void add_tiles(const int8_t *x, int64_t stride, const uint8_t *w, int
 }
 
 /* `add_tiles` without AMX, for at most half a tile of rows. The instruction takes weights as they are above zero: those
-   of 8 bits are 128 more meanwhile, and sums begin at as much less, `row_sums` being those of x, `num_parts` apart. */
-AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
-                            int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int64_t ahead,
-                            int from, int to) {
-    const __m512i raise = bits == 8 ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
+   of 8 bits are 128 more meanwhile, and sums begin at as much less. */
+AVX INLINE void add_vectors(const int rows, struct part p, int32_t *sums) {
+    const __m512i raise = p.bits == 8 ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
     __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
-        sum[row][0] = sum[row][1] = _mm512_set1_epi32(bits == 8 ? -128 * row_sums[row * num_parts] : 0);
-    for (int64_t step = 0; step < steps; step++, x += 64, w += 2 * TILE) {
-        for (int line = from; line < to; line++) _mm_prefetch((const char *)w + ahead + line * 64, _MM_HINT_T1);
+        sum[row][0] = sum[row][1] = _mm512_set1_epi32(p.bits == 8 ? -128 * p.row_sums[row * p.num_parts] : 0);
+    for (int64_t step = 0; step < p.steps; step++, p.x += 64, p.w += 2 * TILE) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++) { /* four inputs of 32 outputs */
-            const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(w + line * 64), raise);
-            const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(w + TILE + line * 64), raise);
+            const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(p.w + line * 64), raise);
+            const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(p.w + TILE + line * 64), raise);
 #pragma GCC unroll 8
             for (int row = 0; row < rows; row++) {
-                const __m512i inputs = broadcast(x + row * stride + line * 4);
+                const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
                 sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], first, inputs);
                 sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], second, inputs);
             }
@@ -124,15 +130,11 @@ AVX INLINE void add_vectors(const int rows, const int8_t *x, int64_t stride, con
 }
 
 /* The same for up to 16 rows, half a tile at a time. */
-AVX static void add_halves(int64_t rows, const int8_t *x, int64_t stride, const uint8_t *w, int64_t steps,
-                           int32_t *sums, const int32_t *row_sums, int64_t num_parts, int bits, int64_t ahead,
-                           int from, int to) {
-#define ROWS(n) case n: add_vectors(n, at, stride, w, steps, onto, of_rows, num_parts, bits, ahead, from, to); break;
-    for (int64_t row = 0; row < rows; row += VECTOR_ROWS, from = to) {
-        const int8_t *at = x + row * stride;
-        int32_t *onto = sums + row * 16;
-        const int32_t *of_rows = row_sums + row * num_parts;
-        switch (least(VECTOR_ROWS, rows - row)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+AVX static void add_halves(int64_t rows, struct part part, int32_t *sums) {
+#define ROWS(n) case n: add_vectors(n, part, sums); break;
+    for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
+        switch (least(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+        part.x += VECTOR_ROWS * part.stride, part.row_sums += VECTOR_ROWS * part.num_parts, part.from = part.to;
     }
 #undef ROWS
 }
@@ -156,49 +158,51 @@ AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int6
     }
 }
 
-/* The pairs [first, last) of `rows` rows from `row` on, at most BLOCK_ROWS. */
-AMX static void multiply_pairs(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+/* The sums [rows, 32] of a pair, in the rows' own units, to `out`. */
+AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    for (int64_t i = 0; i < rows; i++) {
+        const __m512 unit = _mm512_set1_ps(p->row_units[row + i]);
+        __m512 result[2];
+        for (int half = 0; half < 2; half++) {
+            const float *bias = p->bias + pair * OUTPUTS + half * 16;
+            const __m512 more = p->bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+            result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), unit, more);
+        }
+        _mm512_storeu_si512(p->out + (row + i) * p->num_outputs + pair * OUTPUTS,
+                            (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
+    }
+}
+
+/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
+AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t tiles[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     int32_t numbers[16 * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t stride = p->num_inputs + PAD;
     if (outrider_has_tiles) configure_tiles(least(rows, 16), 0);
+    struct part part = {.stride = p->num_inputs + PAD, .num_parts = p->num_parts, .bits = p->bits};
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
             const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
             const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
-            const int64_t ahead = rows > 16 ? inputs * OUTPUTS : PREFETCH; /* `tiles_of` fetches what has 4 bits */
+            part.ahead = rows > 16 ? inputs * OUTPUTS : PREFETCH;
             for (int64_t i = 0; i < rows; i += 16) {
                 const int64_t height = least(16, rows - i);
-                const int from = p->bits == 8 ? LINES * i / rows : 0;
-                const int to = p->bits == 8 ? LINES * (i + height) / rows : 0;
+                if (p->bits == 8) /* `tiles_of` fetches what has 4 */
+                    part.from = LINES * i / rows, part.to = LINES * (i + height) / rows;
                 const int is_rest = outrider_has_tiles && rows > 16 && height < 16;
                 if (is_rest) configure_tiles(height, 0);
                 for (int64_t j = 0; j < inputs; j += p->part) {
-                    const int8_t *x = p->x + (row + i) * stride + k + j;
-                    const int32_t *row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
-                    const int64_t steps = least(p->part, inputs - j) / 64;
-                    const uint8_t *at = w + j * OUTPUTS;
-                    if (!outrider_has_tiles)
-                        add_halves(height, x, stride, at, steps, numbers, row_sums, p->num_parts, p->bits, ahead,
-                                   from, to);
-                    else add_tiles(x, stride, at, steps, numbers, ahead, from, to);
+                    part.x = p->x + (row + i) * part.stride + k + j;
+                    part.row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
+                    part.w = w + j * OUTPUTS, part.steps = least(p->part, inputs - j) / 64;
+                    if (outrider_has_tiles) add_tiles(part, numbers);
+                    else add_halves(height, part, numbers);
                     scale(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
                 }
                 if (is_rest) configure_tiles(16, 0);
             }
         }
-        for (int64_t i = 0; i < rows; i++) {
-            const __m512 unit = _mm512_set1_ps(p->row_units[row + i]);
-            __m512 result[2];
-            for (int half = 0; half < 2; half++) {
-                const float *bias = p->bias + pair * OUTPUTS + half * 16;
-                const __m512 more = p->bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
-                result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), unit, more);
-            }
-            _mm512_storeu_si512(p->out + (row + i) * p->num_outputs + pair * OUTPUTS,
-                                (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
-        }
+        finish(p, row, rows, pair, sums);
     }
 }
 
@@ -214,9 +218,7 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
     const struct quantized p = {scratch, units, row_sums, weight, bias, out, num_rows, num_inputs, num_outputs, bits,
                                 group, part, num_parts, scales, bases};
     const int64_t num_pairs = num_outputs / OUTPUTS;
-    int64_t pairs = (256 << 10) / (num_inputs * OUTPUTS);
-    if (pairs > num_pairs / 8) pairs = num_pairs / 8;
-    if (pairs < 1) pairs = 1;
+    const int64_t pairs = most(1, least((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
 #pragma omp parallel
     {
 #pragma omp for
@@ -224,7 +226,7 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
 #pragma omp for collapse(2) schedule(dynamic, 1) nowait
         for (int64_t pair = 0; pair < num_pairs; pair += pairs)
             for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-                multiply_pairs(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
+                multiply(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
         if (outrider_has_tiles) _tile_release();
     }
 }
