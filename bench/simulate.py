@@ -12,6 +12,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -143,13 +144,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=_positive, default=0.7, help="share of time that random routing keeps the workers' prefill busy")
     add("--policies", type=_policies, default=DEFAULT_POLICIES, help=f"of {','.join(POLICIES)}")
     add("--lines", type=_positive_int, help="read only the first lines: requests, or whole sessions")
-    add("--json", type=Path, help="write one row per policy here")
-    add("--plot", type=Path, help="draw the table here (needs matplotlib); by default beside the rows of --json")
+    add("--json", type=_output_file, help="write one row per policy here")
+    add(
+        "--plot", type=_output_file, help="draw the table here (needs matplotlib); by default beside the rows of --json"
+    )
     add("--load-signal-age", type=_not_negative, default=perfect.delay_s, help="seconds")
     add("--load-signal-loss", type=_probability, default=perfect.loss)
     add("--event-delay", type=_not_negative, default=perfect.delay_s, help="seconds, of KV events")
     add("--event-loss", type=_probability, default=perfect.loss)
-    add("--prefill-workers", type=int, default=0, help="workers that only prefill, for all others")
+    add("--prefill-workers", type=_count, default=0, help="workers that only prefill, for all others")
     add("--prefill-rate", type=_positive, default=rates.prefill_tokens_per_s, help="tokens per second")
     add("--decode-slowdown", type=_not_negative, default=rates.decode_slowdown, help="per decoding context token")
     add("--decode-rate", type=_positive, default=rates.decode_tokens_per_s, help="tokens per second and stream")
@@ -171,18 +174,33 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0, or not finite")
     return value
 
 
 def _not_negative(text: str) -> float:
     value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"{value} is below 0, or not finite")
     return value
+
+
+def _output_file(text: str) -> Path:
+    """Looked at before anything is simulated."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, or in a folder that does not exist")
+    return path
 
 
 def _probability(text: str) -> float:

@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +50,7 @@ class _Interrupt:
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
+        self._is_breaking = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
@@ -55,6 +58,19 @@ class _Interrupt:
         if self.is_set.is_set():
             raise KeyboardInterrupt
         self.is_set.set()
+        if self._is_breaking:
+            raise _InterruptedError
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """The first signal ends what is done in here at once, by `_InterruptedError`."""
+        self._is_breaking = True
+        try:
+            if self.is_set.is_set():
+                raise _InterruptedError
+            yield
+        finally:
+            self._is_breaking = False
 
 
 class _InterruptedError(Exception):
@@ -69,7 +85,8 @@ def _serve(file: DeployFile) -> None:
         _report("[2/4] starting a Ray cluster on this machine")
         cluster.start()
         _report(f"[3/4] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
-        cluster.deploy(file)
+        with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
+            cluster.deploy(file)
         cluster.wait_running(_Progress(interrupt, began_s))
         _report(f"[4/4] ready after {time.monotonic() - began_s:.0f} s\n\n{_invitation(file)}")
         interrupt.is_set.wait()

@@ -7,6 +7,7 @@ honour with those it can. Nothing is ignored. The rest of the code sees frozen d
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -146,7 +147,7 @@ def parse_config(args: dict[str, Any]) -> DeployConfig:
 def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -> str:
     where = ".".join(("args", *map(str, path)))
     if kind == "extra_forbidden":
-        return f"{where}: unknown key{_nearest(path)}"
+        return unknown_key(where, str(path[-1]), _keys_at(path[:-1]))
     if kind == "missing":
         return f"{where}: missing; it has no default"
     if kind == "value_error":
@@ -154,10 +155,11 @@ def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -
     return f"{where}: {message[0].lower()}{message[1:]}, and it is {value!r}"
 
 
-def _nearest(path: tuple[int | str, ...]) -> str:
-    valid = _keys_at(path[:-1])
-    close = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid keys here are {', '.join(valid)}"
+def unknown_key(where: str, key: str, valid: Sequence[str]) -> str:
+    """What is wrong with the key at the path `where`, and which of the `valid` ones may have been meant."""
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    remedy = f"did you mean {close[0]!r}?" if close else f"valid keys here are {', '.join(valid)}"
+    return f"{where}: unknown key; {remedy}"
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:

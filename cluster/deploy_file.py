@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
-from ray.serve.schema import ServeDeploySchema
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import (
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
 
-from cluster.config import DeployConfig, parse_config
+from cluster.config import DeployConfig, parse_config, unknown_key
 from protos.errors import ConfigError
 
 _BUILDER = "cluster.app:build"
@@ -38,6 +45,8 @@ def read_deploy_file(path: Path) -> DeployFile:
         schema = ServeDeploySchema.model_validate(deployment)
     except ValidationError as error:
         raise ConfigError(f"Ray Serve does not accept {path}:\n{error}") from None
+    if mistakes := list(_unknown_keys(deployment)):
+        raise ConfigError(f"{path} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
     grpc = schema.grpc_options
     return DeployFile(
         deployment=deployment,
@@ -48,16 +57,46 @@ def read_deploy_file(path: Path) -> DeployFile:
     )
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: the first value would be ignored."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands here twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
-        deployment = yaml.safe_load(path.read_text())
-    except OSError as error:
+        deployment = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(deployment, dict):
         raise ConfigError(f"{path} holds no mapping; start from the deploy.yaml of the project")
     return deployment
+
+
+def _unknown_keys(deployment: dict[str, Any]) -> Iterator[str]:
+    """Serve would ignore them, for they might be a later version's."""
+    yield from _unknown(deployment, ServeDeploySchema, "")
+    yield from _unknown(deployment.get("http_options", {}), HTTPOptionsSchema, "http_options.")
+    yield from _unknown(deployment.get("grpc_options", {}), gRPCOptionsSchema, "grpc_options.")
+    for application in deployment["applications"]:
+        where = f"application {application.get('name', '')!r}: "
+        yield from _unknown(application, ServeApplicationSchema, where)
+        for each in application.get("deployments", ()):
+            yield from _unknown(each, DeploymentSchema, f"{where}deployment {each.get('name', '')!r}: ")
+
+
+def _unknown(section: dict[str, Any], schema: type[BaseModel], where: str) -> Iterator[str]:
+    valid = [each.alias or name for name, each in schema.model_fields.items()]
+    return (unknown_key(f"{where}{key}", str(key), valid) for key in section if key not in valid)
 
 
 def _our_args(schema: ServeDeploySchema, path: Path) -> dict[str, Any]:

@@ -74,6 +74,11 @@ class LocalCluster:
                 pass
         except urllib.error.HTTPError as error:
             raise ConfigError(f"Serve refused the deployment: {error.read().decode(errors='replace')}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"Ray's dashboard at {self._dashboard} did not take the deployment within {_REQUEST_TIMEOUT_S:.0f} s "
+                f"({error}); look into /tmp/ray/session_latest/logs"
+            ) from None
 
     def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
         """Return when every replica serves; `on_wait` hears how it goes twice a second.

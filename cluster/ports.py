@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
+
+from protos.errors import ConfigError
 
 _OURS = range(20_000, 30_000)  # between the ports of Ray and those of Serve, which are fixed; systems give others away
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether one could listen there now."""
+    """Whether one could listen there now. Raises ConfigError if the host is none of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"host {host!r} is no address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all"
+                ) from None
             return False
     return True
 

@@ -42,9 +42,9 @@ def sampling_defaults(model: PreTrainedModel, source: str) -> SamplingDefaults:
     chosen = {name: value for name, value in stated.items() if value is not None}
     for name, value in chosen.items():
         low, high = _RANGES[name]
-        if not low <= value <= high:
+        if not isinstance(value, int | float) or not low <= value <= high:
             raise ConfigError(
-                f"the model's generation_config.json has {name} {value}; it must be in [{low:g}, {high:g}]. Mend the "
+                f"the model's generation_config.json has {name} {value!r}; it must be in [{low:g}, {high:g}]. Mend the "
                 "file, or set target.generation_config to none"
             )
     return SamplingDefaults(**chosen)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -41,9 +42,10 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused by name below
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {error}"
         ) from error
@@ -52,6 +54,12 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
         names = sorted(info["missing_keys"])
         raise ConfigError(
             f"the weights of {config.path!r} are incomplete: {len(names)} tensors are missing, {names[0]!r} among them"
+        )
+    if info["mismatched_keys"]:
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise ConfigError(
+            f"the weights of {config.path!r} do not fit its config.json: {name!r} is {list(found)} in the files, and "
+            f"{list(wanted)} by the configuration ({len(info['mismatched_keys'])} tensors differ)"
         )
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     return model.to(device).eval().requires_grad_(False)
@@ -89,7 +97,7 @@ def load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {error}") from error
 
 

@@ -35,7 +35,7 @@ class GenerationService:
         self.config = config
         self.files = files
         self.metrics = metrics
-        self.backend = MigratingBackend(backend, config.limits)
+        self.backend = MigratingBackend(backend, config.limits, metrics.count_migration)
         self.created_s = int(time.time())
         self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
         self._card: ModelCard | None = None

@@ -55,11 +55,20 @@ class IngressMetrics:
             ("face", "operation", "status"),
             registry=self._registry,
         )
+        self._migrations = Counter(
+            "outrider_migrations",
+            "Times a request was sent again, to go on from its committed tokens, as its pair was lost.",
+            registry=self._registry,
+        )
         self.router = RouterMetrics(self._registry)
 
     def count_request(self, face: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""
         self._requests.labels(face, operation, status).inc()
+
+    def count_migration(self) -> None:
+        """Count one attempt to go on with a request whose pair was lost."""
+        self._migrations.inc()
 
     def token_clock(self) -> TokenClock:
         """A clock that starts now, for one sequence."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -29,12 +29,13 @@ class MigratingBackend:
 
     A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
     accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, or its
-    own deadline has passed.
+    own deadline has passed. `on_move` hears of every attempt after the first.
     """
 
-    def __init__(self, inner: Backend, limits: IngressLimits) -> None:
+    def __init__(self, inner: Backend, limits: IngressLimits, on_move: Callable[[], None] = lambda: None) -> None:
         self._inner = inner
         self._limits = limits
+        self._on_move = on_move
 
     async def describe(self) -> ModelCard:
         return await self._inner.describe()
@@ -56,6 +57,7 @@ class MigratingBackend:
                 logger.warning(
                     "%s: %s Asking again in %.2f s, %d tokens on.", request.request_id, error, pause_s, num_committed
                 )
+                self._on_move()
                 await asyncio.sleep(pause_s)
 
     async def _attempt(self, journey: _Journey) -> AsyncGenerator[Sequence[TokenChunk], None]:

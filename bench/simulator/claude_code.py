@@ -33,7 +33,10 @@ def parse_claude_code(name: str, sessions: Sequence[Record]) -> Trace:
     session, always the same for the same file. A subagent is a session of its own, beside its parent.
     """
     block_size = sessions[0]["block_size"]
-    parsed = [_without_long_pauses(list(_requests(session, session["id"], 0.0, block_size))) for session in sessions]
+    recorded = [list(_requests(session, session["id"], 0.0, block_size)) for session in sessions]
+    parsed = [_without_long_pauses(requests) for requests in recorded if requests]
+    if not parsed:
+        raise ValueError("no session has a request")
     span_s = max(requests[-1].arrival_s for requests in parsed)
     draw = random.Random(0)
     starts_s = [draw.uniform(0.0, span_s) for _ in parsed]

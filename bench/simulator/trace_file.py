@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ FORMATS = (
     TraceFormat("agent text (input, timestamp)", is_agent_text, parse_agent_text),
 )
 
+_UNFIT = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)  # what a parser makes of odd records
+
 
 class TraceError(ValueError):
     """The file is not a trace that the simulator can read."""
@@ -41,8 +44,8 @@ def read_trace(path: Path, num_lines: int | None = None) -> Trace:
     """Read a `.jsonl` or `.jsonl.gz` trace, or its first `num_lines` lines (requests, or whole sessions).
 
     Raises:
-        TraceError: no line, a line that is not JSON, or a format that is not one of `FORMATS`; or all requests come at
-            once, so that no speed of replay gives a load.
+        TraceError: no line, a line that is not JSON, a format that is not one of `FORMATS`, or a record that is not as
+            its format has it; or all requests come at once, so that no speed of replay gives a load.
     """
     records = read_lines(path, num_lines)
     for trace_format in FORMATS:
@@ -55,8 +58,8 @@ def read_trace(path: Path, num_lines: int | None = None) -> Trace:
 def _parse(path: Path, trace_format: TraceFormat, records: Sequence[Record]) -> Trace:
     try:
         trace = trace_format.parse(path.name, records)
-    except KeyError as error:
-        raise TraceError(f"{path}: a line lacks the field {error} of {trace_format.name}") from error
+    except _UNFIT as error:
+        raise TraceError(f"{path}: {_first_unfit(trace_format, records) or error}") from error
     if trace.span_s <= 0:
         raise TraceError(
             f"{path}: its {len(trace.requests)} requests all come at one moment; a load needs a span of time"
@@ -64,16 +67,31 @@ def _parse(path: Path, trace_format: TraceFormat, records: Sequence[Record]) -> 
     return trace
 
 
+def _first_unfit(trace_format: TraceFormat, records: Sequence[Record]) -> str | None:
+    """What is wrong with the first record that cannot be read alone; None if each of them can."""
+    for number, record in enumerate(records, start=1):
+        try:
+            trace_format.parse("", [record])
+        except KeyError as error:
+            return f"record {number} lacks the field {error} of {trace_format.name}"
+        except _UNFIT as error:
+            return f"record {number} is not one of {trace_format.name}: {error}"
+    return None
+
+
 def read_lines(path: Path, num_lines: int | None = None) -> list[Record]:
     """The objects of a `.jsonl` or `.jsonl.gz` file, or of its first lines. Raises TraceError."""
     opener = gzip.open if path.suffix == ".gz" else open
     records: list[Record] = []
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if num_lines is not None and len(records) == num_lines:
-                break
-            if line.strip():
-                records.append(_parse_line(path, number, line))
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if num_lines is not None and len(records) == num_lines:
+                    break
+                if line.strip():
+                    records.append(_parse_line(path, number, line))
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path}: broken behind {len(records)} records ({error})") from error
     if not records:
         raise TraceError(f"{path}: the trace has no line")
     return records

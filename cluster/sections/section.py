@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 class Section(BaseModel):
     """A mapping of deploy.yaml."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def one_of(*available: str) -> AfterValidator:

@@ -202,7 +202,18 @@ def test_agent_text_shares_the_keys_of_equal_prefixes(tmp_path: Path):
         ("nonsense", "line 1: not JSON"),
         ("[1]", "a list where an object was expected"),
         ('{"question": 1}', "unknown trace format with fields"),
-        ('{"input_length": 5, "hash_ids": [1], "output_length": 1}', "lacks the field 'timestamp'"),
+        ('{"input_length": 5, "hash_ids": [1], "output_length": 1}', "record 1 lacks the field 'timestamp'"),
+        (
+            '{"input_length": 5, "hash_ids": [1], "output_length": 1, "timestamp": "a"}',
+            "record 1 is not one of Mooncake",
+        ),
+        ('{"input_length": 5, "hash_ids": 7, "output_length": 1, "timestamp": 0}', "record 1 is not one of Mooncake"),
+        (
+            '{"id": "a", "block_size": 0, "requests": [{"t": 0, "in": 1, "out": 1, "runs": []}]}',
+            "record 1 is not one of",
+        ),
+        ('{"id": "a", "block_size": 64, "requests": []}', "no session has a request"),
+        ('{"timestamp": 1, "input": [{"role": "user", "content": "hi"}]}', "record 1 is not one of agent text"),
         ('{"input_length": 5, "hash_ids": [1], "output_length": 1, "timestamp": 0}', "all come at one moment"),
     ],
 )
@@ -211,6 +222,30 @@ def test_a_file_that_is_no_trace_is_refused_with_its_reason(tmp_path: Path, text
     path.write_text(text)
     with pytest.raises(TraceError, match=complaint):
         read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"input": "a", "timestamp": 1}\n' * 99)[:-9]),
+        ("plain.jsonl.gz", b"{}"),
+        ("other.jsonl", b"\xff\xfe"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="broken behind"):
+        read_trace(path)
+
+
+def test_a_session_without_requests_is_passed_over(tmp_path: Path):
+    turns = [{"t": time, "in": 640, "out": 5, "runs": [[1, 10]]} for time in (0.0, 9.0)]
+    sessions: list[dict[str, object]] = [
+        {"id": "idle", "block_size": 64, "requests": []},
+        {"id": "busy", "block_size": 64, "requests": turns},
+    ]
+    assert len(read_trace(write_lines(tmp_path / "c.jsonl", sessions)).requests) == 2
 
 
 def test_the_command_writes_one_row_per_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -259,6 +294,9 @@ def test_the_plot_is_drawn(tmp_path: Path):
         (["--policies", "best"], "unknown policy best; known are prefix"),
         (["--workers", "0"], "0 is less than 1"),
         (["--load", "0"], "0.0 is not above 0"),
+        (["--load", "inf"], "inf is not above 0, or not finite"),
+        (["--prefill-workers", "-1"], "-1 is below 0"),
+        (["--json", "/no/such/folder/rows.json"], "in a folder that does not exist"),
         (["--event-loss", "1"], "1.0 is not in [0, 1)"),
         ([], "No such file"),
     ],

@@ -173,6 +173,11 @@ def test_guesses_have_a_length_of_their_own_unless_every_length_is_planned():
     assert parse_config(MINIMAL | {"speculation": {"num_guess_tokens": 8}}).speculation.num_guess_tokens == 8
 
 
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"args.cache.memory_gib: input should be a finite number, and it is inf"):
+        parse_config({"model_id": "m", "target": {"path": "t"}, "cache": {"memory_gib": float("inf")}})
+
+
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
 

@@ -1,5 +1,6 @@
 """The bundled deploy.yaml is sound, and a broken one is refused before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,41 @@ def test_the_bundled_file_lists_every_grpc_service():
         ("- 1", "holds no mapping"),
         ("applications: 5", "Ray Serve does not accept"),
         ("applications: []", "no application with import_path cluster.app:build"),
+        ("applications: []\nproxy_location: Disabled\napplications: []", "'applications' stands here twice"),
     ],
 )
 def test_a_file_that_is_no_deployment_is_refused(tmp_path: Path, text: str, message: str):
     path = tmp_path / "deploy.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        read_deploy_file(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "typo", "message"),
+    [
+        ("http_options:", "http_option:", "http_option: unknown key; did you mean 'http_options'"),
+        ("  port: 8000", "  prot: 8000", "http_options.prot: unknown key; did you mean 'port'"),
+        ("  port: 9000", "  portt: 9000", "grpc_options.portt: unknown key; did you mean 'port'"),
+        ("route_prefix:", "route_prefx:", "application 'outrider': route_prefx: unknown key; did you mean 'route_pre"),
+        (
+            "    args:",
+            "    deployments: [{name: Pair, num_replica: 2}]\n    args:",
+            "application 'outrider': deployment 'Pair': num_replica: unknown key; did you mean 'num_replicas'",
+        ),
+    ],
+)
+def test_a_key_that_serve_would_ignore_is_refused(tmp_path: Path, key: str, typo: str, message: str):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(BUNDLED.read_text().replace(key, typo))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_deploy_file(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+    path = tmp_path / "deploy.yaml"
+    path.write_bytes(BUNDLED.read_bytes() + b"# caf\xe9")
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_deploy_file(path)
 
 

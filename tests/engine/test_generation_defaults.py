@@ -35,3 +35,8 @@ def test_the_advice_can_be_ignored(tmp_path: Path) -> None:
 def test_advice_out_of_range_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"repetition_penalty 40.*in \[1e-06, 10\].*generation_config to none"):
         load(tmp_path, {"repetition_penalty": 40})
+
+
+def test_advice_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="temperature 'hot'"):
+        load(tmp_path, {"temperature": "hot"})

@@ -236,7 +236,17 @@ def test_incomplete_weights_are_refused_rather_than_filled_with_noise(tmp_path: 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]())
     LlamaConfig.from_pretrained(tmp_path, intermediate_size=48).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(
+        ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \[.*\] in the files, and \[.*48\] by"
+    ):
+        load(tmp_path)
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED["llama"]())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*not fully covered"):
         load(tmp_path)
 
 

@@ -39,6 +39,14 @@ async def test_many_losses_are_survived_while_there_is_progress() -> None:
     assert await tokens_of(backend, limits=limits) == list(range(11, 19))
 
 
+async def test_every_attempt_after_the_first_is_told() -> None:
+    moves: list[int] = []
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
+    migrating = MigratingBackend(backend, LIMITS, lambda: moves.append(len(backend.requests)))
+    assert [batch async for batch in migrating.generate(REQUEST)]
+    assert moves == [1, 2, 3]
+
+
 async def test_losses_without_progress_end_it() -> None:
     backend = FakeBackend(failures=[UnavailableError("gone")] * 9)
     with pytest.raises(UnavailableError):

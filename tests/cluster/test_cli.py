@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM: the first ends what waits, the second everything."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.cli import _Interrupt, _InterruptedError
+
+
+@pytest.fixture
+def interrupt() -> Iterator[_Interrupt]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield _Interrupt()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_insists(interrupt: _Interrupt, number: int):
+    os.kill(os.getpid(), number)
+    assert interrupt.is_set.is_set()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+
+
+def wait_interrupted(interrupt: _Interrupt) -> None:
+    with interrupt.breaking():
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("waited on")
+
+
+def test_the_deployment_is_not_waited_for_any_more(interrupt: _Interrupt):
+    with pytest.raises(_InterruptedError):
+        wait_interrupted(interrupt)
+    with pytest.raises(_InterruptedError), interrupt.breaking():
+        pytest.fail("began in spite of it")
