@@ -23,7 +23,12 @@ _OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _HAPROXY = Path(__file__).with_name("haproxy.sh")
-_PROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+_PROXY_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",  # answers while no replica is ready
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
 _GRPC_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT")
 _NUM_GRPC_PORTS = 100  # one for each replica of this machine
 
@@ -31,9 +36,9 @@ _NUM_GRPC_PORTS = 100  # one for each replica of this machine
 def set_variables() -> None:
     """Set what is not set already: the fast path, and what suits a cluster of our own.
 
-    The proxy's own two ports, which nobody calls, are any free ones: the usual ones may belong to another cluster. So
-    are the ports on which replicas await the proxy's gRPC calls: gRPC would share a port with another cluster's replica
-    without a word, and each would get half of the other's calls.
+    The proxies' own ports, and those on which replicas await the proxy's gRPC calls, are any free ones, since no client
+    calls them: the usual ones may belong to another cluster. Serve and gRPC would share most of them with it without a
+    word, and each cluster would get some of the other's calls.
     """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)

@@ -40,6 +40,13 @@ def test_replicas_listen_for_grpc_where_no_other_cluster_does(other_cluster: int
     assert other_cluster not in chosen
 
 
+def test_no_port_is_the_one_that_every_cluster_has() -> None:
+    set_variables()
+    ports_ = [int(value) for name, value in os.environ.items() if name.startswith("RAY_SERVE_") and "_PORT" in name]
+    assert len(set(ports_)) == len(ports_) == 6
+    assert all(20_000 <= port < 30_000 for port in ports_)
+
+
 def test_an_operator_s_own_ports_are_kept() -> None:
     os.environ[FIRST] = "41000"
     set_variables()
