@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,8 +15,7 @@ from ray.serve import Application
 
 from actors.pair import Pair
 from actors.prefill import Prefill
-from actors.settings import DraftKind, DraftSettings, PairSettings, PrefillSettings, ProcessShare
-from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
+from actors.settings import DraftKind, PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
@@ -28,22 +27,12 @@ from cluster.placement import (
     pin_devices,
     plan_pair,
 )
+from cluster.replica_settings import pair_settings, prefill_settings
 from cluster.sections.faces import SERVES_OWN_POLICY
 from cluster.sections.replicas import Scaled
 from cluster.serve_environment import warn_of_missing_variables
 from cluster.topology import read_topology
-from engine.config import (
-    DraftVocabulary,
-    EngineConfig,
-    GraphConfig,
-    GraphKind,
-    HeadConfig,
-    HeadKind,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-)
-from protos.messages import VerifyMode
+from engine.config import EngineConfig
 from router.config import IngressConfig, IngressLimits, RouterConfig
 from router.index_client import IndexClient
 from router.ingress import Ingress
@@ -53,7 +42,6 @@ logger = logging.getLogger(__name__)
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
 _DRAIN_S = 30.0
 _WATCHED = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "graceful_shutdown_timeout_s": _DRAIN_S}
-_PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -76,106 +64,11 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(pair.bind(settings, pin, open_index, prefill), _ingress_config(config), prefill)
 
 
-def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
-    """What each pair replica is started with."""
-    threads = placement.target.num_threads
-    target = ModelConfig(
-        resolve_model_path(config.target.path),
-        config.target.dtype,
-        quantization=config.target.quantization,
-        num_threads=threads,
-        attention=config.target.attention,
-        deterministic=config.target.deterministic,
-        tensor_parallel_size=config.target.tensor_parallel_size,
-        generation_config=config.target.generation_config,
-        graphs=config.target.graphs(),
-    )
-    return PairSettings(
-        engine=EngineConfig(
-            model=target,
-            cache=cache_config(config.cache),
-            scheduler=SchedulerConfig(**config.scheduler.model_dump()),
-            speculation=_speculation_config(config),
-            head=_head_config(config),
-            min_remote_prefill_tokens=config.prefill.min_remote_prefill_tokens,
-            overlap=config.target.overlapped_passes == "auto",
-        ),
-        draft=_draft_settings(config, placement),
-        target_share=placement.target,
-        draft_share=placement.draft,
-        kv_transport=config.prefill.kv_transport,
-        max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
-    )
-
-
-def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:
-    """What each prefill replica is started with: the engine of the pairs, but for its threads, pool and chunks."""
-    assert placement.prefill is not None, "prefill replicas have a share"
-    keeps_head = engine.head is not None and engine.head.kind.keeps_kv
-    return PrefillSettings(
-        engine=replace(
-            engine,
-            model=replace(engine.model, num_threads=placement.prefill.num_threads, graphs=GraphConfig(GraphKind.OFF)),
-            cache=prefill_cache_config(config),
-            head=engine.head if keeps_head else None,
-            scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
-        ),
-        niceness=_prefill_niceness(config, placement),
-        kv_transport=config.prefill.kv_transport,
-    )
-
-
-def _prefill_niceness(config: DeployConfig, placement: PairPlacement) -> int:
-    if config.prefill.niceness is not None:
-        return config.prefill.niceness
-    return 0 if placement.num_gpus else _PREFILL_NICENESS
-
-
 def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> Application | None:
     if placement.prefill is None:
         return None
     deployment = serve.deployment(name="Prefill", **_prefill_options(config, placement, placement.prefill))(Prefill)
     return deployment.bind(prefill_settings(config, engine, placement))
-
-
-def _speculation_config(config: DeployConfig) -> SpeculationConfig:
-    section = config.speculation
-    return SpeculationConfig(
-        section.num_tokens,
-        VerifyMode(section.verify),
-        section.max_num_tokens,
-        config.offered_methods,
-        section.tree.config() if section.tree is not None else None,
-        section.adaptive,
-        section.steps.config() if section.steps is not None else None,
-        section.num_guess_tokens,
-    )
-
-
-def _head_config(config: DeployConfig) -> HeadConfig | None:
-    draft = config.draft
-    if draft.kind not in tuple(HeadKind):
-        return None
-    return HeadConfig(HeadKind(draft.kind), None if draft.path is None else resolve_model_path(draft.path))
-
-
-def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
-    draft = config.draft
-    if draft.kind != DraftKind.MODEL or draft.path is None or placement.draft is None:
-        return DraftSettings(DraftKind(draft.kind))
-    model = ModelConfig(
-        resolve_model_path(draft.path),
-        draft.dtype,
-        quantization=draft.quantization,
-        num_threads=placement.draft.num_threads,
-        attention=draft.attention,
-        generation_config="none",
-        graphs=config.target.graphs(),
-    )
-    fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
-    return DraftSettings(
-        DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out, DraftVocabulary(draft.vocabulary)
-    )
 
 
 def _placement_request(config: DeployConfig) -> PlacementRequest:
