@@ -19,6 +19,7 @@ from engine.attention import LayerOptions
 from engine.kv_cache import KVCache, LayerShape
 from engine.pass_graph import CudaGraph, Passed
 from engine.span import Span
+from engine.tiling import Heads
 from engine.triton_attention import KVScales, TritonAttention, paged_attention
 from models.wide_fixture import WideShape
 
@@ -78,7 +79,8 @@ def measure_attention(
         for index in range(batch)
     ]
     plan = TritonAttention(spans, cache).whole(slice(0, 1))
-    launch = plan.launch(None, layer, shape.num_heads // shape.num_kv_heads, itemsize=2)
+    group_size = shape.num_heads // shape.num_kv_heads
+    launch = plan.launch(None, Heads(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim), itemsize=2)
     pools = [[torch.randn(cache.keys[0].shape, device=device).to(kv_dtype) for _ in range(2)] for _ in range(num_pools)]
     scales = None
     if kv_dtype.itemsize == 1:

@@ -25,7 +25,7 @@ from engine.pass_shapes import PassShape, most_spans
 from engine.span import Span
 from engine.static_pass import StaticAttention
 from engine.tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
-from engine.triton_attention import Launch, RowMasks, num_processors, paged_attention
+from engine.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer
 
 _Key = tuple[int | None, Heads]
 
@@ -56,14 +56,11 @@ class TiledAttention(StaticAttention):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        num_kv_heads = key.shape[1]
-        heads = Heads(num_kv_heads, query.shape[1] // num_kv_heads, key.shape[3], value.shape[3])
+        heads = heads_of(query, key, value)
         launch = self._launches.get((options.window, heads))
         if launch is None:
             launch = self._launches[options.window, heads] = self._new_launch(options.window, heads, query.itemsize)
-        rows = query[0].transpose(0, 1)  # [T, H * G, D]
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        return paged_attention(rows, self._cache.keys[layer], self._cache.values[layer], launch, options)[None]
+        return read_layer(self._cache, layer, query, launch, options)
 
     def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
         tiling = choose_tiling(self._shape.rows_per_span, heads, itemsize)

@@ -19,7 +19,7 @@ from engine.attention import LayerOptions
 from engine.attention_kernel import attend_tiles, merge_splits
 from engine.attention_tiles import TilePlan, split_tiles, whole_tiles
 from engine.index import Index, upload
-from engine.kv_cache import KVCache, LayerShape
+from engine.kv_cache import KVCache
 from engine.lineage import lineage
 from engine.span import Span
 from engine.tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
@@ -146,6 +146,18 @@ def paged_attention(
     return out
 
 
+def heads_of(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """The head sizes of a layer that is given these, [1, heads, T, D] each."""
+    return Heads(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
+
+
+def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, options: LayerOptions) -> Tensor:
+    """`paged_attention` as an `AttentionPass` has it: query [1, H * G, T, D] -> [1, T, H * G, D of the values]."""
+    rows = query[0].transpose(0, 1)  # [T, H * G, D]
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return paged_attention(rows, cache.keys[layer], cache.values[layer], launch, options)[None]
+
+
 class TritonAttention:
     """The `engine.attention_backend.AttentionPlan` of GPUs."""
 
@@ -175,15 +187,11 @@ class TritonAttentionPass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        launch = self.launch(options.window, shape, query.shape[1] // key.shape[1], query.itemsize)
-        rows = query[0].transpose(0, 1)  # [T, H * G, D]
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        return paged_attention(rows, self._cache.keys[layer], self._cache.values[layer], launch, options)[None]
+        launch = self.launch(options.window, heads_of(query, key, value), query.itemsize)
+        return read_layer(self._cache, layer, query, launch, options)
 
-    def launch(self, window: int | None, shape: LayerShape, group_size: int, itemsize: int) -> Launch:
-        """The work of every layer of this window and shape, for queries of `itemsize` bytes per number."""
-        heads = Heads(shape.num_kv_heads, group_size, shape.key_dim, shape.value_dim)
+    def launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+        """The work of every layer of this window and these heads, for queries of `itemsize` bytes per number."""
         launch = self._launches.get((window, heads))
         if launch is None:
             launch = self._launches[window, heads] = self._lay_out(window, heads, itemsize)

@@ -48,13 +48,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the head in {str(folder)!r} has no readable config.json: {error}") from error
-    refuse_lossy(config, _LOSSY_KEYS, folder)
+    _refuse_lossy(config, folder)
     return dict(config)
 
 
-def refuse_lossy(config: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> None:
+def _refuse_lossy(config: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if the checkpoint asks for an acceptance that would change the target's distribution."""
-    asked = [key for key in keys if config.get(key)]
+    asked = [key for key in _LOSSY_KEYS if config.get(key)]
     if asked:
         raise ConfigError(
             f"the head in {str(folder)!r} asks for lossy acceptance: config.json has {asked[0]} = "
