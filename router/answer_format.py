@@ -92,12 +92,19 @@ class _Format:
         return {} if metrics is None else {"metrics": metrics}
 
     def _chunk_accounts(self, delta: Delta) -> dict[str, Any]:
-        """`usage` is null in every chunk but the last if it was asked for; else the last chunk holds the metrics."""
+        """The last chunk holds the metrics, unless one with the usage follows it."""
         if delta.finish_reason is not None:
             self._num_open -= 1
         if self._fields.does_include_usage:
-            return {"usage": None}
+            return self._usage_so_far()
         return self._metrics() if self._num_open == 0 else {}
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """`usage` of a chunk before the last: null, for a client that wants it once; absent for one that does not."""
+        if not self._fields.does_include_usage:
+            return {}
+        is_wanted = self._fields.does_include_usage_so_far
+        return {"usage": usage_object(self._generation.usage) if is_wanted else None}
 
     def _token_ids(self, delta: Delta) -> dict[str, Any]:
         return {"token_ids": list(delta.token_ids)} if self._fields.return_token_ids else {}
@@ -152,8 +159,7 @@ class ChatFormat(_Format):
     def chunks(self, delta: Delta) -> Iterable[ChatChunk]:
         if delta.index not in self._started:
             self._started.add(delta.index)
-            accounts = {"usage": None} if self._fields.does_include_usage else {}
-            yield self._chunk(delta.index, ChoiceDelta(role="assistant", content=""), accounts)
+            yield self._chunk(delta.index, ChoiceDelta(role="assistant", content=""), self._usage_so_far())
         if self._has_news(delta):
             yield self._chunk(
                 delta.index,

@@ -43,6 +43,7 @@ class StreamOptions(Body):
     """`stream_options`. Obfuscation is accepted and not done: it pads chunks, which a client may ignore anyway."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with `include_usage`, every chunk has the usage so far
     include_obfuscation: bool | None = None
 
 
@@ -146,3 +147,7 @@ class GenerationFields(Constraints):
     @property
     def does_include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def does_include_usage_so_far(self) -> bool:
+        return self.does_include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -93,6 +93,11 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"temprature": 1}, "temprature", ["temperature"]),
         ({"model": 5}, "model", ["a string"]),
         ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
+        (
+            {"stream": True, "stream_options": {"continuous_usage": True}},
+            "stream_options.continuous_usage",
+            ["Did you mean"],
+        ),
         ({"timeout_s": -1}, "timeout_s", ["greater than 0"]),
     ],
 )

@@ -48,6 +48,16 @@ async def test_a_stream_names_the_role_first(client: openai.AsyncOpenAI, backend
     assert last.metrics["speculative_decoding"]["num_spec_steps"] == 3
 
 
+async def test_every_chunk_may_tell_the_usage_so_far(client: openai.AsyncOpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.chat.completions.create(
+        model="fake", messages=MESSAGES, max_tokens=4, stream=True, stream_options=options
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 2, 4, 4]  # role, two pieces, the last
+
+
 async def test_logprobs_hold_the_bytes_of_every_token(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
     backend.next_token = say(*ids("é!"))
     answer = await client.chat.completions.create(

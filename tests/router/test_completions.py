@@ -126,6 +126,17 @@ async def test_a_stream_is_the_whole_answer_in_pieces(lenient_client: openai.Asy
     Completion.model_validate(chunks[-1].model_dump(), strict=True)
 
 
+async def test_a_stream_may_tell_the_usage_so_far(lenient_client: openai.AsyncOpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await lenient_client.completions.create(
+        model="fake", prompt="abc", max_tokens=5, stream=True, stream_options=options
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 4, 5]
+    assert [chunk.usage.total_tokens for chunk in chunks] == [5, 7, 8]
+    assert last.usage == chunks[-1].usage
+
+
 async def test_a_stream_without_usage_ends_with_the_metrics(lenient_client: openai.AsyncOpenAI) -> None:
     stream = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=5, stream=True)
     chunks = [chunk async for chunk in stream]
