@@ -17,6 +17,7 @@ from actors.pair import Pair
 from actors.prefill import Prefill
 from actors.settings import DraftKind, PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
+from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
     INGRESS_CPUS,
@@ -51,6 +52,7 @@ def build(args: dict[str, Any]) -> Application:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
     """
     config = parse_config(args)
+    check_models(config)
     warn_of_missing_variables()
     placement = plan_pair(_placement_request(config), _nodes(), read_topology())
     settings = pair_settings(config, placement)

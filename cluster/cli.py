@@ -16,8 +16,10 @@ from types import FrameType
 
 from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.local_cluster import AppStatus, LocalCluster
+from cluster.model_files import check_models
 from cluster.preflight import check_memory, check_ports
 from protos.errors import ServingError
+from router.api_keys import ApiKeys
 
 _REPORT_PERIOD_S = 5.0
 
@@ -31,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         file = read_deploy_file(options.deploy_file)
+        check_models(file.config)
+        ApiKeys.from_file(file.config.ingress.api_keys_file)
         check_memory(file.config)
         if options.command == "serve":
             check_ports(file)

@@ -20,6 +20,7 @@ _OWN_CLUSTER = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _HAPROXY = Path(__file__).with_name("haproxy.sh")

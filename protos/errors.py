@@ -16,19 +16,20 @@ class ServingError(Exception):
         error_type: `type` of OpenAI's error object.
         code: `code` of OpenAI's error object, where a client may want to tell this error from others of its type.
         param: request field at fault, if one is.
-        retry_after_s: seconds after which a retry may succeed, if that is known.
+        retry_after_s: seconds after which a retry may succeed; where it is not given, what is usual for the class.
     """
 
     http_status = 500
     grpc_code = "INTERNAL"
     error_type = "server_error"
     code: str | None = None
+    usual_retry_after_s: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = self.usual_retry_after_s if retry_after_s is None else retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep `param` and `retry_after_s` across process borders; the default would pass `args` alone."""
@@ -91,6 +92,7 @@ class OverloadedError(ServingError):
     grpc_code = "RESOURCE_EXHAUSTED"
     error_type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    usual_retry_after_s = 1.0
 
 
 class UnavailableError(ServingError):
@@ -99,6 +101,7 @@ class UnavailableError(ServingError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     error_type = "service_unavailable_error"
+    usual_retry_after_s = 1.0
 
 
 class DeadlineExceededError(ServingError):

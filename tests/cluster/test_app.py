@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import serve
+from safetensors.numpy import save_file
 
 from actors.settings import DraftKind, PairSettings, PrefillSettings
 from cluster.app import build
@@ -16,6 +18,7 @@ from router.config import IngressConfig
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(4)}, tmp_path / "model.safetensors")
     return str(tmp_path)
 
 

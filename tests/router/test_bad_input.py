@@ -162,14 +162,17 @@ async def test_unknown_paths_and_methods_are_errors_of_the_same_form(http: httpx
     assert "GET" in error_of(await http.get("/v1/completions"), 405)["message"]
 
 
-async def test_no_pair_is_unavailable(http: httpx.AsyncClient, backend: FakeBackend) -> None:
+@pytest.mark.parametrize(("given_s", "told"), [(2, "2"), (None, "1")])
+async def test_no_pair_is_unavailable(
+    http: httpx.AsyncClient, backend: FakeBackend, given_s: float | None, told: str
+) -> None:
     async def describe() -> None:
-        raise UnavailableError("no pair is ready", retry_after_s=2)
+        raise UnavailableError("no pair is ready", retry_after_s=given_s)
 
     backend.describe = describe
     response = await http.post("/v1/completions", json=GOOD)
     assert error_of(response, 503)["type"] == "service_unavailable_error"
-    assert response.headers["retry-after"] == "2"
+    assert response.headers["retry-after"] == told
     assert (await http.get("/health")).status_code == 503
 
 

@@ -1,0 +1,58 @@
+"""What is wrong with a model's files is told before a running pair makes room for it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cluster.config import parse_config
+from cluster.model_files import check_models
+from protos.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(64)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def check(target: Path, **others: object) -> None:
+    check_models(parse_config({"model_id": "m", "target": {"path": str(target)}, **others}))
+
+
+def test_whole_files_pass(folder: Path):
+    check(folder, draft={"kind": "model", "path": str(folder)})
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 500])
+def test_a_file_that_is_cut_short_is_named(folder: Path, num_bytes: int):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ConfigError, match=r"model.safetensors' is not a whole safetensors file"):
+        check(folder)
+
+
+def test_a_draft_without_weights_is_named(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    draft = tmp_path_factory.mktemp("draft")
+    (draft / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"{draft}' has no weights"):
+        check(folder, draft={"kind": "model", "path": str(draft)})
+
+
+def test_a_part_that_the_index_names_must_be_there(folder: Path):
+    index = {"weight_map": {"weight": "model.safetensors", "other": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model-2.safetensors' is not a whole"):
+        check(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no index of weights"):
+        check(folder)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(folder: Path):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
+        check(folder)
