@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from protos.errors import ContextLengthError, RequestError
@@ -25,6 +26,7 @@ from router.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
 
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
@@ -57,7 +59,7 @@ class GenerateParams:
 
 
 def generate_requests(
-    params: GenerateParams, card: ModelCard, tokenizer: Tokenizer, limits: IngressLimits
+    params: GenerateParams, card: ModelCard, bad_words: tuple[tuple[int, ...], ...], limits: IngressLimits
 ) -> list[GenerateRequest]:
     """The sequences of one client request: choice i is sample i mod n of prompt i div n.
 
@@ -79,8 +81,10 @@ def generate_requests(
     check_approximate(params.fields, card, num_choices, grammar=params.grammar, num_logprobs=params.num_logprobs)
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
+    common = _sampling(params, seed, card, bad_words)
     for prompt in params.prompts:
-        sampling = _sampling(params, prompt, seed, card, tokenizer)
+        check_token_ids(prompt.token_ids, card, "prompt")
+        sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
     return requests
@@ -104,16 +108,10 @@ def _request(
 
 
 def _sampling(
-    params: GenerateParams, prompt: Prompt, seed: int, card: ModelCard, tokenizer: Tokenizer
+    params: GenerateParams, seed: int, card: ModelCard, bad_words: tuple[tuple[int, ...], ...]
 ) -> SamplingParams:
+    """What all prompts of a request have in common."""
     fields, defaults = params.fields, card.sampling_defaults
-    check_token_ids(prompt.token_ids, card, "prompt")
-    max_tokens = _max_tokens(params, len(prompt.token_ids), card)
-    min_tokens = fields.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise RequestError(
-            f"min_tokens is {min_tokens}; it must be at most max_tokens, {max_tokens}.", param="min_tokens"
-        )
     return SamplingParams(
         seed=seed,
         temperature=_default(fields.temperature, defaults.temperature),
@@ -124,14 +122,21 @@ def _sampling(
         presence_penalty=_default(fields.presence_penalty, 0.0),
         frequency_penalty=_default(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias or {}, card),
-        bad_words=_bad_words(fields.bad_words or (), tokenizer),
+        bad_words=bad_words,
         stop_token_ids=_stop_token_ids(fields, card),
-        min_tokens=min_tokens,
-        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
         num_logprobs=params.num_logprobs,
         grammar=params.grammar,
         num_prompt_logprobs=params.num_logprobs if params.does_echo else None,
     )
+
+
+def _within_length(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    if sampling.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}.", param="min_tokens"
+        )
+    return replace(sampling, max_tokens=max_tokens)
 
 
 def _default(value: Number | None, default: Number) -> Number:
@@ -174,17 +179,16 @@ def check_token_ids(token_ids: Sequence[int], card: ModelCard, name: str) -> Non
 def _logit_bias(biases: dict[str, float], card: ModelCard) -> tuple[tuple[int, float], ...]:
     parsed = []
     for name, bias in biases.items():
-        try:
-            token_id = int(name)
-        except ValueError:
-            raise RequestError(f"logit_bias has the key {name!r}; keys are token ids.", param="logit_bias") from None
+        if not _TOKEN_ID.fullmatch(name):  # so that no id is named twice
+            raise RequestError(f"logit_bias has the key {name[:80]!r}; keys are token ids.", param="logit_bias")
+        token_id = int(name)
         check_token_ids([token_id], card, "logit_bias")
         parsed.append((token_id, bias))
     return tuple(sorted(parsed))
 
 
-def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenized at the start of a text and after a space."""
+def bad_word_forms(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenized at the start of a text and after a space; as many as are allowed take a second."""
     forms: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, " " + word):

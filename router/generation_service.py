@@ -12,7 +12,7 @@ from protos.errors import ModelNotFoundError, RequestError, ServingError, Unavai
 from protos.messages import ModelCard
 from router.backend import Backend
 from router.config import IngressConfig
-from router.generate_params import GenerateParams, Prompt, generate_requests
+from router.generate_params import GenerateParams, Prompt, bad_word_forms, generate_requests
 from router.generation import Generation
 from router.generation_fields import GenerationFields
 from router.metrics import IngressMetrics
@@ -162,9 +162,15 @@ class GenerationService:
             return ()
         return tuple(await self.files.tokenizer.encode_async(body.prediction.text, add_special_tokens=False))
 
+    async def _bad_words(self, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
+        """The forbidden words in tokens; in a thread, for there may be many."""
+        if not body.bad_words:
+            return ()
+        return await asyncio.to_thread(bad_word_forms, body.bad_words, self.files.tokenizer)
+
     async def _start(self, params: GenerateParams) -> Generation:
         card = await self.card()
-        requests = generate_requests(params, card, self.files.tokenizer, self.config.limits)
+        requests = generate_requests(params, card, await self._bad_words(params.fields), self.config.limits)
         return Generation(
             params,
             requests,

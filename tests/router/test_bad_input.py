@@ -80,6 +80,8 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"stop": [""]}, "stop.0", ["at least 1"]),
         ({"stop": 5}, "stop", ["5", "a list"]),
         ({"logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
+        ({"logit_bias": {"05": 1}}, "logit_bias", ["'05'"]),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1"]),
         ({"logit_bias": {"999": 1}}, "logit_bias", ["999"]),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", ["at most 100"]),
         ({"stop_token_ids": [300]}, "stop_token_ids", ["300"]),

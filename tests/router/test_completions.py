@@ -10,6 +10,7 @@ from openai.types import Completion
 
 from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
+from router.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, say
 
 
@@ -235,6 +236,17 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
     assert (request.cache_salt, request.priority) == ("tenant", -3)
     assert request.session_id == "conversation 7"
     assert 29 < request.timeout_s <= 30
+
+
+async def test_bad_words_are_read_once_for_all_prompts(
+    client: openai.AsyncOpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be a thousand, and the prompts a hundred: read for each, they took a minute of everybody's time."""
+    texts, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: texts.append(text) or encode(self, text, **how))
+    await client.completions.create(model="fake", prompt=["a", "b", "c"], extra_body={"bad_words": ["no"]})
+    assert texts == ["a", "b", "c", "no", " no"]
+    assert {request.sampling.bad_words for request in backend.requests} == {(tuple(ids("no")), tuple(ids(" no")))}
 
 
 async def test_what_a_request_leaves_out_is_as_the_checkpoint_advises(
