@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from engine.division_plan import check_divisible
 from engine.kv_move import KVMove
 from engine.model_loader import load_config
 from engine.model_runner import ModelRunner
-from engine.rank_team import COLLECTIVE_TIMEOUT_S, RankTeam
+from engine.rank_team import RankTeam
 from engine.span import Span
 from protos.errors import ConfigError
 
@@ -40,16 +39,10 @@ class LeadingRunner(ModelRunner):
     number of ranks, or none, can read them.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        cache: CacheConfig,
-        max_model_len: int | None = None,
-        timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
         """Start the ranks, load, check; raises ConfigError for what cannot be divided or served."""
         _check(model)
-        self._team = RankTeam(model, cache, max_model_len, timeout_s)
+        self._team = RankTeam(model, cache, max_model_len)
         try:
             super().__init__(model, cache, max_model_len, rank=self._team.rank)
         except BaseException:
@@ -66,7 +59,7 @@ class LeadingRunner(ModelRunner):
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         assert input_ids is None, "tokens on this device are not on the others"
-        self._team.tell("forward", [_needed(span, self.block_size) for span in spans])
+        self._team.tell("forward", [span.trimmed(self.block_size) for span in spans])  # less to send
         return super().forward(spans)
 
     def move(self, moves: Seq[KVMove]) -> None:
@@ -99,8 +92,3 @@ def _check(model: ModelConfig) -> None:
             "between ranks have no fixed order: set deterministic to false, or the size to 1"
         )
     check_divisible(load_config(model.path), model.tensor_parallel_size)
-
-
-def _needed(span: Span, block_size: int) -> Span:
-    """The span without blocks that it does not reach: less to send."""
-    return replace(span, block_table=list(span.block_table[: -(-span.end // block_size)]))

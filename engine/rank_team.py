@@ -24,27 +24,21 @@ from protos.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's patience with a step, so that the log names the cause
+_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's patience with a step, so that the log names the cause
 _LOAD_TIMEOUT_S = 1800.0
 
 
 class RankTeam:
     """Processes of ranks 1, 2, ...; this process is rank 0, in the thread that constructs this.
 
-    When a rank dies, what waits for it raises at once where gloo connects the ranks; between GPUs it may wait for
-    `timeout_s`, and the process is better ended (`watch`). The ranks die with the thread that has started them.
+    When a rank dies, what waits for it raises at once where gloo connects the ranks; between GPUs it may wait until the
+    time for sums is up, and the process is better ended (`watch`). The ranks die with the thread that has started them.
 
     Attributes:
         rank: this process.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        cache: CacheConfig,
-        max_model_len: int | None = None,
-        timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
         """Start the others, which load at once.
 
         Raises ConfigError where this machine has too few GPUs, and EngineError where this process leads a team already.
@@ -59,12 +53,12 @@ class RankTeam:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         orders = [
-            RankOrder(index, model, cache, max_model_len, self._folder, timeout_s)
+            RankOrder(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
             for index in range(model.tensor_parallel_size)
         ]
         try:
             for order in orders[1:]:
-                self._start(order, timeout_s)
+                self._start(order)
             self._hear_all()  # else a rank that cannot even start would be waited for until the time is up
             join_ranks(orders[0], device)
         except BaseException:
@@ -99,10 +93,10 @@ class RankTeam:
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, order: RankOrder, timeout_s: float) -> None:
+    def _start(self, order: RankOrder) -> None:
         ours, theirs = socket.socketpair()
         # A rank that is stopped must not stop this one for good: a full pipe raises after a while.
-        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        limit = struct.pack("ll", int(order.timeout_s), int(order.timeout_s % 1 * 1e6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.rank_process", str(theirs.fileno())],

@@ -62,6 +62,11 @@ class Span:
         parents = self.parents[: max(0, len(self.parents) - num_later)]
         return replace(self, token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
 
+    def trimmed(self, block_size: int) -> Span:
+        """The span without blocks behind its last token."""
+        num_blocks = -(-self.end // block_size)
+        return self if len(self.block_table) == num_blocks else replace(self, block_table=self.block_table[:num_blocks])
+
     def first_key(self, window: int | None) -> int:
         """The first place that any of the tokens may see, if each sees `window` positions, its own included."""
         if window is None:

@@ -47,8 +47,7 @@ class TiledAttention(StaticAttention):
         self._launches: dict[_Key, Launch] = {}
 
     def fill(self, spans: Seq[Span]) -> None:
-        size = self._cache.block_size
-        spans = [_reached(span, size) for span in spans]
+        spans = [span.trimmed(self._cache.block_size) for span in spans]
         tables = list(chain.from_iterable(span.block_table for span in spans))
         copy_into(self._block_tables[: len(tables)], tables)
         for (window, heads), launch in self._launches.items():
@@ -96,14 +95,6 @@ class TiledAttention(StaticAttention):
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # these are written to outside of it too
             return torch.zeros(*shape, dtype=dtype, device=self._cache.device)
-
-
-def _reached(span: Span, block_size: int) -> Span:
-    """The span without blocks behind its last row."""
-    num_blocks = -(-span.end // block_size)
-    if len(span.block_table) == num_blocks:
-        return span
-    return Span(span.token_ids, span.start, span.block_table[:num_blocks], span.num_logits, span.parents)
 
 
 def _filled(rows: list[tuple[int, ...]], buffer: Tensor) -> list[tuple[int, ...]]:
