@@ -16,9 +16,12 @@ from protos.messages import GenerateRequest, SamplingParams, SpeculationParams
 class EngineContender:
     """An `EngineCore` stepped until all prompts are done; its requests ask for `num_drafts` per pass, if it is given.
 
-    Several contenders may share an engine, which runs for one at a time. Requests take the `temperatures` in turn. With
-    several `waves` every prompt comes so many times: as one request ends the next begins, and the clock stops when
-    there is none left to begin, so that as many streams run as there are prompts for as long as is timed.
+    Several contenders may share an engine, which runs for one at a time. Requests take the `temperatures` in turn.
+
+    With several `waves` every prompt comes so many times, the next request as soon as one ends, and what is timed is a
+    steady load: as many streams as there are prompts, all at different places of their texts. So the first wave's
+    requests are of all lengths up to the full one, the clock starts when the first of them ends, and it stops when one
+    ends and there is none left to begin. What is begun in that time is then as much as what is brought to an end.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class EngineContender:
         waiting = self._requests(prompts, num_tokens)
         outputs: dict[str, list[int]] = {request.request_id: [] for request in waiting}
         num_passes = num_running = 0
+        is_steady = self._waves > 1
         seconds = num_timed_tokens = None
+        num_tokens_before = 0
         times_before = self.engine.stats().times
         began = time.perf_counter()
         while waiting or self.engine.has_work:
@@ -56,8 +61,12 @@ class EngineContender:
                 outputs[chunk.request_id].extend(chunk.token_ids)
                 num_passes += 1
                 num_running -= chunk.finish_reason is not None
-            if self._waves > 1 and seconds is None and not waiting and num_running < len(prompts):
-                seconds, num_timed_tokens = time.perf_counter() - began, sum(map(len, outputs.values()))
+            if is_steady and seconds is None and num_running < len(prompts):
+                if num_tokens_before == 0:
+                    began, num_tokens_before = time.perf_counter(), sum(map(len, outputs.values()))
+                elif not waiting:
+                    seconds = time.perf_counter() - began
+                    num_timed_tokens = sum(map(len, outputs.values())) - num_tokens_before
         seconds = seconds or time.perf_counter() - began
         num_generated = sum(map(len, outputs.values()))
         step_times = self.engine.stats().times - times_before
@@ -71,14 +80,21 @@ class EngineContender:
 
     def _requests(self, prompts: Prompts, num_tokens: int) -> deque[GenerateRequest]:
         """A salt per run and wave keeps the prefix cache of those before out of the comparison."""
-        samplings = cycle(replace(each, max_tokens=num_tokens) for each in self._samplings)
+        samplings = cycle(self._samplings)
         requests: deque[GenerateRequest] = deque()
         for wave in range(self._waves):
             salt = f"{self.name}, run {self._num_runs}, wave {wave}"
-            for prompt, sampling in zip(prompts, samplings, strict=False):
-                request_id = str(len(requests))
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=False), start=1):
+                is_short = self._waves > 1 and wave == 0
+                max_tokens = -(-num_tokens * index // len(prompts)) if is_short else num_tokens
                 requests.append(
-                    GenerateRequest(request_id, tuple(prompt), sampling, self._speculation, cache_salt=salt)
+                    GenerateRequest(
+                        str(len(requests)),
+                        tuple(prompt),
+                        replace(sampling, max_tokens=max_tokens),
+                        self._speculation,
+                        cache_salt=salt,
+                    )
                 )
         return requests
 
