@@ -4,6 +4,8 @@ After every pass the budget learns how far drafts survived and what the pass cos
 draft before anybody has drafted. So a length depends on committed tokens, counts and clocks alone, never on a token it
 decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
 DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
+It hangs on clocks nevertheless, and so would the text that those two make of a seed: sequences of a client's seed keep
+the length that they came with, and cost what they cost.
 
 What drafts cost is what their rows add to a pass, and a prompt that is computed beside them fills what reading the
 weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts themselves are work
@@ -118,11 +120,12 @@ class DraftBudget:
         if not sequences:
             return
         for sequence, length in zip(sequences, self._lengths(sequences).tolist(), strict=True):
-            sequence.draft_allowance = length
+            if not sequence.has_fixed_length:
+                sequence.draft_allowance = length
 
     def _lengths(self, sequences: Seq[Sequence]) -> Ints:
         num_possible = np.array([self._num_possible(sequence) for sequence in sequences])
-        num_rows = len(sequences)
+        num_rows = len(sequences) + sum(each.num_wanted_drafts for each in sequences if each.has_fixed_length)
         if self._row_cost.max_rows == 0:
             self._is_speculating = True
             return np.minimum(num_possible, self._first_length)
@@ -130,6 +133,7 @@ class DraftBudget:
         period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
         room = self._row_cost.max_rows - max(self._prompt_rows) - num_rows
         if self._num_steps_since_plain > period or room <= 0:
+            self._num_steps_since_plain = 0
             return np.zeros_like(num_possible)
         survivals = self._survivals(sequences, num_possible)
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
@@ -217,6 +221,8 @@ class DraftBudget:
         )
 
     def _num_possible(self, sequence: Sequence) -> int:
+        if sequence.has_fixed_length:
+            return 0
         return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
 
     def _switch(self, name: str) -> ClassSwitch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from engine.config import SpeculationConfig
+from engine.row import GREEDY_BELOW
 from protos.errors import RequestError
-from protos.messages import GenerateRequest, SpeculationMethod
+from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 
 def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
@@ -15,14 +16,15 @@ def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) ->
         return 0
     if wish.num_tokens is not None:
         return min(wish.num_tokens, deployment.max_num_tokens)
-    if is_adaptive(deployment):
+    if is_adaptive(deployment) and not has_fixed_length(request, deployment):
         return deployment.max_num_tokens
     return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
 def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
     """K of a request's free drafts; None where the request or the budget sets one K for all."""
-    if request.speculation.num_tokens is not None or is_adaptive(deployment):
+    is_planned = is_adaptive(deployment) and not has_fixed_length(request, deployment)
+    if request.speculation.num_tokens is not None or is_planned:
         return None
     return deployment.guess_limit
 
@@ -38,6 +40,13 @@ def check_steps(request: GenerateRequest, is_allowed: bool, deployment: Speculat
         )
 
 
+def has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    """Whether K may not follow a clock: the text is promised to a seed, and its verification makes it hang on K."""
+    verify = request.speculation.verify or deployment.verify
+    is_matched = verify is VerifyMode.COUPLED or request.sampling.temperature < GREEDY_BELOW
+    return request.is_seeded and not is_matched
+
+
 def is_adaptive(speculation: SpeculationConfig) -> bool:
-    """Whether every pass gets its own K."""
+    """Whether every pass gets its own K, but of requests that `has_fixed_length` speaks of."""
     return speculation.adaptive and speculation.num_tokens > 0

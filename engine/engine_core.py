@@ -32,7 +32,7 @@ from engine.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.config import EngineConfig, SpeculationConfig
 from engine.constrained_draft import constrain
 from engine.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.draft_wish import check_steps, is_adaptive, num_draft_tokens, num_guess_tokens
+from engine.draft_wish import check_steps, has_fixed_length, is_adaptive, num_draft_tokens, num_guess_tokens
 from engine.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.grammar_compiler import GrammarCompiler
 from engine.heads.passed_rows import passed_rows
@@ -220,6 +220,7 @@ class EngineCore:
             request,
             num_draft_tokens=num_draft_tokens(request, self._speculation),
             num_guess_tokens=num_guess_tokens(request, self._speculation),
+            has_fixed_length=has_fixed_length(request, self._speculation),
             verify=request.speculation.verify or self._speculation.verify,
             method=request.speculation.method or self._speculation.method,
             arrival_s=self._clock() if arrival_s is None else arrival_s,

@@ -42,6 +42,7 @@ class Sequence:
         *,
         num_draft_tokens: int,
         num_guess_tokens: int | None = None,
+        has_fixed_length: bool = False,
         verify: VerifyMode,
         arrival_s: float,
         method: SpeculationMethod = SpeculationMethod.NONE,
@@ -54,6 +55,7 @@ class Sequence:
         self.matcher = matcher  # None where any text will do
         self.num_draft_tokens = num_draft_tokens  # K this request may have; 0 is plain decoding
         self.num_guess_tokens = num_guess_tokens  # K of drafts that cost nothing to make; None: as of any
+        self.has_fixed_length = has_fixed_length  # `draft_allowance` stays what it is
         self.draft_allowance = num_draft_tokens  # K of its next pass, never more
         self.num_guessed = 0  # drafts of its next pass that are made already, where it may have more of them than K
         self.arrival_s = arrival_s

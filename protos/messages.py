@@ -142,7 +142,8 @@ class GenerateRequest:
     """One sequence to generate. A client request with n > 1 becomes n of these that differ in `sample_index`.
 
     `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed,
-    count as generated, and are not sent again.
+    count as generated, and are not sent again. Where `is_seeded` the client has chosen the seed and expects the same
+    text for it: nothing that the text hangs on follows a clock then.
     """
 
     request_id: str
@@ -156,6 +157,7 @@ class GenerateRequest:
     output_token_ids: tuple[int, ...] = ()
     prediction_token_ids: tuple[int, ...] = ()  # what the client expects the output to be; a draft, and nothing else
     session_id: str = ""  # requests of one conversation share it; among equal pairs the router stays with the last one
+    is_seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

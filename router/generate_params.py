@@ -104,6 +104,7 @@ def _request(
         cache_salt=params.fields.cache_salt or "",
         prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
         session_id=params.fields.prompt_cache_key or params.fields.user or "",
+        is_seeded=params.fields.seed is not None,
     )
 
 

@@ -119,6 +119,20 @@ def test_a_request_never_gets_more_than_it_may_have() -> None:
     assert length == 2
 
 
+def test_a_length_that_is_not_to_be_planned_stays_and_keeps_nobody_else_from_drafts() -> None:
+    budget, pair = new_budget(), SimulatedPair(lambda index, step: 0.9, ROOFLINE, request_tokens=10**9)
+    slots = [new_sequence(0), new_sequence(1, num_drafts=3)]
+    slots[1].has_fixed_length = True
+    lengths = []
+    for step in range(300):
+        budget.plan(slots)
+        assert slots[1].draft_allowance == 3
+        lengths.append(slots[0].draft_allowance)
+        pair._pass(slots, step, budget)
+    assert lengths[-50:].count(0) <= 2
+    assert max(lengths[-50:]) > 4
+
+
 @pytest.mark.parametrize(("acceptance", "num_streams"), [(0.8, 4), (0.5, 16), (0.2, 8)])
 def test_the_measured_speedup_is_the_true_one(acceptance: float, num_streams: int) -> None:
     pair, budget = SimulatedPair(lambda index, step: acceptance, ROOFLINE), new_budget()

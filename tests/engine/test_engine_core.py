@@ -6,6 +6,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from protos.messages import (
     SpeculationMethod,
     SpeculationParams,
     TokenChunk,
+    VerifyMode,
 )
 from tests.engine.checkpoints import write_checkpoint
 from tests.engine.fakes import FakeRunner, ScriptedProposer, logits_after
@@ -144,6 +146,29 @@ def test_adaptive_lengths_change_no_token(draft_of: Callable[[Sequence, int], li
             core.add(request(str(index), prompt, temperature=temperature, max_tokens=40, seed=index))
     assert outputs(run(other)) == outputs(run(plain))
     assert set(other.stats().speedups) == {"model-greedy" if temperature == 0 else "model-sampled"}
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_a_clients_seed_has_its_text_where_others_lengths_are_planned(verify: VerifyMode) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40)
+    seeded = [
+        GenerateRequest(str(seed), (1, 2), replace(params, seed=seed), SpeculationParams(verify=verify), is_seeded=True)
+        for seed in range(3)
+    ]
+    fixed = make_core(ScriptedProposer(half_right))
+    adaptive = make_core(ScriptedProposer(half_right), adaptive=True)
+    for each in seeded:
+        fixed.add(each)
+        adaptive.add(each)
+    adaptive.add(replace(seeded[0], request_id="other", is_seeded=False))
+    other = adaptive.scheduler._waiting[-1]
+    chunks, lengths = [], set()
+    while adaptive.has_work:
+        chunks += adaptive.step()
+        lengths.add(other.draft_allowance)
+    texts = outputs(chunks)
+    assert outputs(run(fixed)) == {each.request_id: texts[each.request_id] for each in seeded}
+    assert len(lengths) > 1
 
 
 def test_a_pass_without_drafts_asks_nothing_of_the_proposer_and_the_next_tells_all() -> None:

@@ -187,7 +187,7 @@ async def test_a_lost_pair_is_not_seen_by_the_client(client: openai.AsyncOpenAI,
     answer = await client.completions.create(model="fake", prompt="abc", max_tokens=8, seed=3)
     assert answer.choices[0].text == "defghijk"
     assert [request.output_token_ids for request in backend.requests] == [(), tuple(ids("de")), tuple(ids("defg"))]
-    assert {request.sampling.seed for request in backend.requests} == {3}
+    assert {(request.sampling.seed, request.is_seeded) for request in backend.requests} == {(3, True)}
 
 
 async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
@@ -272,4 +272,5 @@ async def test_an_absent_seed_is_drawn_anew(client: openai.AsyncOpenAI, backend:
     for _ in range(2):
         await client.completions.create(model="fake", prompt="a", n=2)
     first, second, third, _ = [request.sampling.seed for request in backend.requests]
+    assert not any(request.is_seeded for request in backend.requests)
     assert first == second != third
