@@ -88,7 +88,7 @@ def _speculation_config(config: DeployConfig) -> SpeculationConfig:
         section.max_num_tokens,
         config.offered_methods,
         section.tree.config() if section.tree is not None else None,
-        section.adaptive,
+        section.is_adaptive,
         section.steps.config() if section.steps is not None else None,
         section.num_guess_tokens,
     )

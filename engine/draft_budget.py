@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.goodput import allocate
-from engine.row import GREEDY_BELOW
 from engine.sequence import Sequence
 from engine.speedup import ClassStep, ClassSwitch
 from engine.step_cost import DraftCost, RowCost
@@ -233,6 +232,6 @@ class DraftBudget:
 
 def class_of(sequence: Sequence) -> str:
     """Requests that are expected to fare alike: who guesses for them, and whether they are greedy."""
-    law = "greedy" if sequence.sampling.temperature < GREEDY_BELOW else "sampled"
+    law = "greedy" if sequence.is_greedy else "sampled"
     method = "prediction" if sequence.request.prediction_token_ids else sequence.method
     return f"{method}-{law}"

@@ -90,7 +90,8 @@ class SpeculationSection(Section):
     also in hybrid, and a client's prediction. Left out, it is max_num_tokens.
 
     When adaptive, every pass of every request gets its own K, from 0 to what the request may ask for, and num_tokens is
-    the first one; otherwise K is num_tokens.
+    the first one; otherwise K is num_tokens. Left out, it is for all drafts that are chains and waited for, unless
+    num_guess_tokens sets the length of some.
 
     A request may choose among `methods`: left out, all that need no more than the deployment has. One that does not
     choose gets `method`: left out, the draft's kind.
@@ -109,9 +110,16 @@ class SpeculationSection(Section):
     verify: Annotated[str, one_of(*VerifyMode)] = "coupled"
     method: Annotated[str, one_of(*SpeculationMethod)] | None = None
     methods: list[Annotated[str, one_of(*SpeculationMethod)]] | None = None
-    adaptive: bool = False
+    adaptive: bool | None = None
     tree: TreeSection | None = None
     steps: StepsSection | None = None
+
+    @property
+    def is_adaptive(self) -> bool:
+        """`adaptive`, or what it is where it is left out."""
+        if self.adaptive is not None:
+            return self.adaptive
+        return self.mode == "sync" and self.tree is None and self.num_guess_tokens is None
 
     @model_validator(mode="after")
     def _steps_are_waited_for(self) -> SpeculationSection:

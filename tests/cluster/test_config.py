@@ -178,6 +178,23 @@ def test_a_size_that_is_no_number_is_refused():
         parse_config({"model_id": "m", "target": {"path": "t"}, "cache": {"memory_gib": float("inf")}})
 
 
+@pytest.mark.parametrize(
+    ("speculation", "is_adaptive"),
+    [
+        ({}, True),
+        ({"num_tokens": 8}, True),
+        ({"adaptive": False}, False),
+        ({"mode": "async"}, False),
+        ({"mode": "async", "adaptive": True}, True),
+        ({"tree": {}}, False),
+        ({"num_guess_tokens": 8}, False),
+    ],
+)
+def test_lengths_are_adaptive_where_nothing_else_is_said_of_them(speculation: dict[str, Any], is_adaptive: bool):
+    draft = {"kind": "model", "path": "d"}
+    assert parse_config({**MINIMAL, "draft": draft, "speculation": speculation}).speculation.is_adaptive is is_adaptive
+
+
 def test_two_sizes_of_one_cache_are_refused():
     assert "keep one of them" in error_of(cache={"memory_gib": 1.0, "num_blocks": 10})
 

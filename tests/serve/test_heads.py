@@ -35,7 +35,8 @@ def served(
     folder, kind = tmp_path_factory.mktemp("heads"), request.param
     write_llama_with_mtp(folder / "target")
     draft = {"kind": kind, **write_head(folder, kind)}
-    with cluster.serving(folder, draft=draft, speculation={"num_tokens": 3}, prefill=PREFILL) as pair:
+    speculation = {"num_tokens": 3, "adaptive": False}
+    with cluster.serving(folder, draft=draft, speculation=speculation, prefill=PREFILL) as pair:
         yield Served(pair, kind)
 
 
