@@ -58,6 +58,11 @@ class PairActors:
         """Kill the target's process; Ray starts a new one."""
         ray.kill(self._actors[0], no_restart=False)
 
+    def restart_draft(self) -> None:
+        """Kill the draft's process, if there is one; Ray starts a new one."""
+        for draft in self._actors[1:]:
+            ray.kill(draft, no_restart=False)
+
     def close(self) -> None:
         """Kill the actors for good and remove the folder; a second call does nothing."""
         for actor in self._actors:

@@ -24,6 +24,8 @@ from engine.draft import NO_DRAFT, Draft
 from engine.sequence import Sequence
 from engine.translation.counts import TranslationCounts
 
+_LONGEST_PASS_S = 1.0  # that counts as silence of the draft
+
 
 class ChannelProposer:
     """Implements `engine.proposer.Proposer` over the socket at `path`.
@@ -41,6 +43,8 @@ class ChannelProposer:
         self._asked_at_s = 0.0
         self._generation = 0
         self._num_stale_offers = 0
+        self._silent_s = 0.0
+        self._missed_at_s: float | None = None
         self._drafting_s = 0.0
         self._channel_s = 0.0
         self._num_missed_offers = 0
@@ -58,6 +62,7 @@ class ChannelProposer:
             self._num_missed_offers,
             self._num_lookups,
             self._num_hits,
+            self._silent_s,
             self._drafting_s,
             self._channel_s,
             self._translated,
@@ -125,12 +130,21 @@ class ChannelProposer:
             remaining_s = deadline_s - self._clock()
             if remaining_s <= 0 or not self._link.is_connected:
                 self._num_missed_offers += num_missing
-                self._patience.missed()
+                self._missed()
                 return
             self._receive(remaining_s)
 
+    def _missed(self) -> None:
+        """A pass goes without drafts. Between two such passes the draft was asked for a second at most, else idle."""
+        now_s = self._clock()
+        if self._missed_at_s is not None:
+            self._silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
+        self._missed_at_s = now_s
+        self._patience.missed()
+
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
+            self._silent_s, self._missed_at_s = 0.0, None
             self._drafting_s += message.drafting_s
             self._translated += message.translated
             if message.is_answer:
@@ -142,6 +156,7 @@ class ChannelProposer:
             self._keep(message)
         if self._generation != self._link.generation:
             self._generation = self._link.generation
+            self._silent_s, self._missed_at_s = 0.0, None
             self._start_over()
 
     def _keep(self, message: Offers) -> None:

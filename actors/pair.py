@@ -54,7 +54,9 @@ class Pair:
         self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
         self._reporting = asyncio.create_task(self._reporter.run(self._client), name="index-reporter")
-        self._watchdog = Watchdog(self._client, settings, self._actors.restart_target, self._on_pong)
+        self._watchdog = Watchdog(
+            self._client, settings, self._actors.restart_target, self._on_pong, self._actors.restart_draft
+        )
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
         self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)

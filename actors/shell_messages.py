@@ -81,6 +81,7 @@ class DraftChannelStats:
     num_missed_offers: int = 0  # wanted, and not there at the deadline
     num_lookups: int = 0  # passes that wanted drafts when the one before was committed
     num_hits: int = 0  # of these, drafts that had been offered ahead
+    silent_s: float = 0.0  # how long passes have missed their drafts in vain, idle time left out; 0 once it is heard
     drafting_s: float = 0.0  # the draft model's work, part of it while the target worked too
     channel_s: float = 0.0  # from question to answer less that: both ways, and until the target read it
     translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer

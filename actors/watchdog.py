@@ -20,7 +20,8 @@ _PERIOD_S = 1.0
 class Watchdog:
     """Pings the target once a second; fences and restarts one that does not answer or does not end its step.
 
-    `restart` kills the target's process, `on_pong` sees every answer.
+    A draft that the target has not heard for as long as a restart may take is restarted too. `restart` kills the
+    target's process, `restart_draft` the draft's, `on_pong` sees every answer.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Watchdog:
         settings: PairSettings,
         restart: Callable[[], None],
         on_pong: Callable[[Pong], None],
+        restart_draft: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -36,7 +38,9 @@ class Watchdog:
         self._restart = restart
         self._on_pong = on_pong
         self._clock = clock
+        self._restart_draft = restart_draft
         self._seen_at_s = clock()
+        self._draft_restarted_at_s = clock()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -64,8 +68,16 @@ class Watchdog:
             return
         self._seen_at_s = self._clock()
         self._on_pong(pong)
+        self._look_at_draft(pong.draft.silent_s)
         if pong.step_age_s > self._settings.step_timeout_s:
             self._give_up(f"its step has run for {pong.step_age_s:.0f} s")
+
+    def _look_at_draft(self, silent_s: float) -> None:
+        now_s, patience_s = self._clock(), self._settings.restart_timeout_s
+        if min(silent_s, now_s - self._draft_restarted_at_s) > patience_s:
+            logger.error("the draft is restarted: it has not been heard for %.0f s", silent_s)
+            self._draft_restarted_at_s = now_s
+            self._restart_draft()
 
     def _give_up(self, reason: str) -> None:
         logger.error("the target is restarted: %s", reason)

@@ -153,6 +153,22 @@ def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence
     assert not waits
 
 
+def test_silence_is_counted_while_the_draft_is_asked_and_ends_when_it_is_heard(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    silences = []
+    for token_id, idle_s in enumerate((0.0, 0.0, 500.0)):
+        channel._missed_at_s = None if channel._missed_at_s is None else channel._missed_at_s - idle_s
+        grow(channel, sequence, token_id)
+        channel.propose([new_share(sequence)])
+        silences.append(channel.stats.silent_s)
+    assert silences[0] == 0.0 < silences[1]
+    assert silences[2] == silences[1] + 1.0  # a long pause counts as a second
+    draft.offer(Offer("a", 4, Draft((11,))))
+    channel.flush()
+    assert channel.stats.silent_s == 0.0
+
+
 def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence, new_share):
     channel.open(sequence)
     channel.flush()

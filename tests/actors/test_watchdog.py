@@ -42,13 +42,22 @@ class Rig:
         self.client = ScriptedClient()
         self.now_s = 1000.0
         self.num_restarts = 0
+        self.num_draft_restarts = 0
         self.pongs: list[Pong] = []
         self.watchdog = Watchdog(
-            cast(TargetClient, self.client), SETTINGS, self._restart, self.pongs.append, clock=lambda: self.now_s
+            cast(TargetClient, self.client),
+            SETTINGS,
+            self._restart,
+            self.pongs.append,
+            self._restart_draft,
+            clock=lambda: self.now_s,
         )
 
     def _restart(self) -> None:
         self.num_restarts += 1
+
+    def _restart_draft(self) -> None:
+        self.num_draft_restarts += 1
 
     async def look(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One round of `run`."""
@@ -86,6 +95,17 @@ async def test_a_target_stuck_in_a_step_is_fenced_and_restarted(rig: Rig, monkey
     rig.client.answer = Pong(121.0, STATS, DraftChannelStats())
     await rig.look(monkeypatch)
     assert (rig.client.num_fences, rig.num_restarts) == (1, 1)
+
+
+async def test_a_draft_that_is_silent_for_long_is_restarted_once_in_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    restarts = []
+    for silent_s, passed_s in ((299.0, 400.0), (301.0, 0.0), (320.0, 20.0), (700.0, 400.0)):
+        rig.now_s += passed_s
+        rig.client.answer = Pong(0.0, STATS, DraftChannelStats(silent_s=silent_s))
+        await rig.look(monkeypatch)
+        restarts.append(rig.num_draft_restarts)
+    assert restarts == [0, 1, 1, 2]
+    assert rig.num_restarts == 0
 
 
 async def test_a_target_that_died_is_left_to_ray(rig: Rig, monkeypatch: pytest.MonkeyPatch):
