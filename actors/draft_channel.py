@@ -82,7 +82,10 @@ class ChannelProposer:
 
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
         self.flush()
-        self._await_offers([share for share in shares if share.max_draft_tokens > 0])
+        wanting = [share for share in shares if share.max_draft_tokens > 0]
+        if wanting and not self._link.is_connected:
+            self._missed()  # one that hangs stops taking frames, and is left
+        self._await_offers(wanting)
         return [self._take(share) for share in shares]
 
     def commit(self, sequences: Seq[Sequence]) -> None:

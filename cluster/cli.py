@@ -55,6 +55,10 @@ class _Interrupt:
     def __init__(self) -> None:
         self.is_set = threading.Event()
         self._is_breaking = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Hear the signals from now on; once more after Ray has started, which takes SIGTERM for itself."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
@@ -88,6 +92,7 @@ def _serve(file: DeployFile) -> None:
     try:
         _report("[2/4] starting a Ray cluster on this machine")
         cluster.start()
+        interrupt.listen()
         _report(f"[3/4] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
         with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
             cluster.deploy(file)

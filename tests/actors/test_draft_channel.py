@@ -169,6 +169,16 @@ def test_silence_is_counted_while_the_draft_is_asked_and_ends_when_it_is_heard(c
     assert channel.stats.silent_s == 0.0
 
 
+def test_a_draft_that_stays_away_is_silent_too(channel, draft, sequence, new_share):
+    channel.open(sequence)
+    channel.flush()
+    draft.die()
+    for token_id in range(3):
+        grow(channel, sequence, token_id)
+        channel.propose([new_share(sequence)])
+    assert channel.stats.silent_s > 0.0
+
+
 def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence, new_share):
     channel.open(sequence)
     channel.flush()

@@ -27,6 +27,13 @@ def test_the_first_signal_asks_and_the_second_insists(interrupt: _Interrupt, num
         os.kill(os.getpid(), number)
 
 
+def test_a_signal_that_ray_has_taken_is_heard_again(interrupt: _Interrupt):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    interrupt.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupt.is_set.is_set()
+
+
 def wait_interrupted(interrupt: _Interrupt) -> None:
     with interrupt.breaking():
         os.kill(os.getpid(), signal.SIGINT)
