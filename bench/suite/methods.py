@@ -83,9 +83,9 @@ class Suite:
     def plain(self) -> Method:
         return Method(PLAIN, self.headless, SpeculationConfig(num_tokens=0, max_num_tokens=0))
 
-    def repetition(self, method: SpeculationMethod) -> Method:
-        speculation = SpeculationConfig(_REPEAT, methods=(method,))
-        return Method(method, self.headless, speculation, lambda: proposer_of((method,)))
+    def repetition(self, method: SpeculationMethod, is_adaptive: bool = False) -> Method:
+        speculation = SpeculationConfig(_REPEAT, methods=(method,), adaptive=is_adaptive)
+        return Method(_name(method, is_adaptive), self.headless, speculation, lambda: proposer_of((method,)))
 
     def chain(self, name: str, verify: VerifyMode) -> Method:
         return Method(name, self.headless, SpeculationConfig(_CHAIN, verify), lambda: self.model)
@@ -96,12 +96,15 @@ class Suite:
         return Method("draft, tree", self.headless, SpeculationConfig(_NODES, tree=tree), lambda: model)
 
     def adaptive(self) -> Method:
-        return Method("draft, adaptive", self.headless, SpeculationConfig(_CHAIN, adaptive=True), lambda: self.model)
+        speculation = SpeculationConfig(_CHAIN, adaptive=True)
+        return Method(_name("draft", True), self.headless, speculation, lambda: self.model)
 
-    def hybrid(self) -> Method:
+    def hybrid(self, is_adaptive: bool = False) -> Method:
         methods = (SpeculationMethod.HYBRID,)
-        speculation = SpeculationConfig(_CHAIN, methods=methods)
-        return Method("hybrid", self.headless, speculation, lambda: proposer_of(methods, self.model))
+        speculation = SpeculationConfig(_CHAIN, methods=methods, adaptive=is_adaptive)
+        return Method(
+            _name("hybrid", is_adaptive), self.headless, speculation, lambda: proposer_of(methods, self.model)
+        )
 
     def ahead(self) -> Method:
         """The draft has a process and a core of its own, so the target has one less."""
@@ -142,10 +145,15 @@ class Suite:
         return ModelProposer.from_config(model, _DRAFT_CACHE, SchedulerConfig(), tree=tree)
 
 
+def _name(name: str, is_adaptive: bool) -> str:
+    return f"{name}, adaptive" if is_adaptive else name
+
+
 MAKERS: dict[str, Callable[[Suite], Method]] = {
     PLAIN: Suite.plain,
     "ngram": partial(Suite.repetition, method=SpeculationMethod.NGRAM),
     "suffix": partial(Suite.repetition, method=SpeculationMethod.SUFFIX),
+    "suffix, adaptive": partial(Suite.repetition, method=SpeculationMethod.SUFFIX, is_adaptive=True),
     "draft": partial(Suite.chain, name="draft", verify=VerifyMode.COUPLED),
     "draft, rejection": partial(Suite.chain, name="draft, rejection", verify=VerifyMode.REJECTION),
     "draft, block": partial(Suite.chain, name="draft, block", verify=VerifyMode.BLOCK),
@@ -153,6 +161,7 @@ MAKERS: dict[str, Callable[[Suite], Method]] = {
     "draft, async": Suite.ahead,
     "draft, adaptive": Suite.adaptive,
     "hybrid": Suite.hybrid,
+    "hybrid, adaptive": partial(Suite.hybrid, is_adaptive=True),
     "medusa": partial(Suite.head, kind=HeadKind.MEDUSA),
     "eagle3": partial(Suite.head, kind=HeadKind.EAGLE3),
 }
