@@ -6,14 +6,13 @@ wrong: the second draft would be judged by another law than plain decoding uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from engine.index import upload
+from engine.index import index_tensor, upload
 from engine.row import Row
 
 
@@ -24,36 +23,49 @@ def has_penalties(row: Row) -> bool:
 
 def penalize(scores: Tensor, rows: Seq[Row]) -> Tensor:
     """Repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI has them; `[R, V]` -> `[R, V]`."""
-    generated = _count_generated(rows, scores)  # [R, V]
-    if any(row.sampling.repetition_penalty != 1.0 for row in rows):
-        is_seen = (generated + _count_prompt(rows, scores)) > 0
-        repetition = _column([row.sampling.repetition_penalty for row in rows], scores)
-        scores = torch.where(is_seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
-    frequency = _column([row.sampling.frequency_penalty for row in rows], scores)
-    presence = _column([row.sampling.presence_penalty for row in rows], scores)
-    return scores - frequency * generated - presence * (generated > 0)
+    laws = [row.sampling for row in rows]
+    if any(law.repetition_penalty != 1.0 for law in laws):
+        repetition = _column([law.repetition_penalty for law in laws], scores)
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(_is_seen(rows, scores), repeated, scores)
+    if any(law.frequency_penalty != 0.0 or law.presence_penalty != 0.0 for law in laws):
+        generated = _count_generated(rows, scores)  # [R, V]
+        frequency = _column([law.frequency_penalty for law in laws], scores)
+        presence = _column([law.presence_penalty for law in laws], scores)
+        scores = scores - frequency * generated - presence * (generated > 0)
+    return scores
+
+
+def _is_seen(rows: Seq[Row], like: Tensor) -> Tensor:
+    """Which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
+    first_rows, places = _sequences_of(rows)
+    num_tokens = like.shape[1]
+    seen = torch.zeros(len(first_rows), num_tokens + 1, dtype=torch.bool, device=like.device)
+    for place, row in enumerate(first_rows):  # the last column is for ids beyond V
+        seen[place].index_fill_(0, index_tensor(row.token_ids, like.device).clamp_(max=num_tokens), True)
+    seen = seen[places]  # [R, V + 1]
+    for index, row in enumerate(rows):
+        if row.draft_ids:
+            seen[index].index_fill_(0, index_tensor(row.draft_ids, like.device).clamp_(max=num_tokens), True)
+    return seen[:, :num_tokens]
 
 
 def _count_generated(rows: Seq[Row], like: Tensor) -> Tensor:
     """How often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
-    counts = _count_by_sequence(rows, like, lambda row: row.token_ids[row.num_prompt_tokens :])
+    first_rows, places = _sequences_of(rows)
+    counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[places]
     if any(row.draft_ids for row in rows):
         counts += _histograms([row.draft_ids for row in rows], like)
     return counts
 
 
-def _count_prompt(rows: Seq[Row], like: Tensor) -> Tensor:
-    return _count_by_sequence(rows, like, lambda row: row.token_ids[: row.num_prompt_tokens])
-
-
-def _count_by_sequence(rows: Seq[Row], like: Tensor, part: Callable[[Row], Seq[int]]) -> Tensor:
-    """Count one part of the committed tokens once per sequence, for all of its rows: `[R, V]`."""
+def _sequences_of(rows: Seq[Row]) -> tuple[list[Row], list[int]]:
+    """A row of each sequence, so that its committed tokens are read once, and each row's place among these."""
     first_rows: dict[int, Row] = {}  # rows of one sequence share their list of committed tokens
     for row in rows:
         first_rows.setdefault(id(row.token_ids), row)
-    counts = _histograms([part(row) for row in first_rows.values()], like)  # [sequences, V]
     places = {key: place for place, key in enumerate(first_rows)}
-    return counts[[places[id(row.token_ids)] for row in rows]]
+    return list(first_rows.values()), [places[id(row.token_ids)] for row in rows]
 
 
 def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:

@@ -213,8 +213,9 @@ def _without_drafts(rows: Seq[Row]) -> list[Row]:
 
 @mutant("enumeration, penalties", "samples, penalties", "equality")
 def penalties_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
-    real = penalties._count_generated
-    patch.setattr(penalties, "_count_generated", lambda rows, like: real(_without_drafts(rows), like))
+    for name in ("_count_generated", "_is_seen"):
+        real = getattr(penalties, name)
+        patch.setattr(penalties, name, lambda rows, like, real=real: real(_without_drafts(rows), like))
 
 
 @mutant("equality")
