@@ -16,15 +16,14 @@ def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) ->
         return 0
     if wish.num_tokens is not None:
         return min(wish.num_tokens, deployment.max_num_tokens)
-    if is_adaptive(deployment) and not has_fixed_length(request, deployment):
+    if _is_planned(request, deployment):
         return deployment.max_num_tokens
     return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
 def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
     """K of a request's free drafts; None where the request or the budget sets one K for all."""
-    is_planned = is_adaptive(deployment) and not has_fixed_length(request, deployment)
-    if request.speculation.num_tokens is not None or is_planned:
+    if request.speculation.num_tokens is not None or _is_planned(request, deployment):
         return None
     return deployment.guess_limit
 
@@ -50,3 +49,7 @@ def has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) ->
 def is_adaptive(speculation: SpeculationConfig) -> bool:
     """Whether every pass gets its own K, but of requests that `has_fixed_length` speaks of."""
     return speculation.adaptive and speculation.num_tokens > 0
+
+
+def _is_planned(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    return is_adaptive(deployment) and not has_fixed_length(request, deployment)
