@@ -31,7 +31,7 @@ from cluster.placement import (
 from cluster.replica_settings import pair_settings, prefill_settings
 from cluster.sections.faces import SERVES_OWN_POLICY
 from cluster.sections.replicas import Scaled
-from cluster.serve_environment import warn_of_missing_variables
+from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig
 from router.config import IngressConfig, IngressLimits, RouterConfig
@@ -41,8 +41,11 @@ from router.ingress import Ingress
 logger = logging.getLogger(__name__)
 
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
-_DRAIN_S = 30.0
-_WATCHED = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "graceful_shutdown_timeout_s": _DRAIN_S}
+_WATCHED = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 30.0,  # after that the ingress moves what still runs to another replica
+}
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -157,7 +160,7 @@ def _ingress_options(config: DeployConfig) -> dict[str, Any]:
         "max_surge_percent": 100,  # a redeploy starts the new ones first, so that somebody always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,
-        "graceful_shutdown_timeout_s": _DRAIN_S,
+        "graceful_shutdown_timeout_s": CONNECTION_DRAIN_S,
     }
 
 

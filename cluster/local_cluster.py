@@ -98,7 +98,9 @@ class LocalCluster:
     def undeploy(self) -> None:
         """Let running requests finish, then remove the application; the cluster takes the next one."""
         for name in serve.status().applications:
-            serve.delete(name)
+            serve.delete(name, _blocking=False)  # it would wait for a minute at most
+        while serve.status().applications:
+            time.sleep(_POLL_S)
 
     def stop(self) -> None:
         """Let running requests finish, then stop everything.

@@ -18,7 +18,8 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SHELL_CPUS = 0.1
-INGRESS_CPUS = 0.1
+INGRESS_CPUS = 0.05
+_NUM_VERSIONS = 4  # of the ingress side by side: streams of those that a redeploy replaced go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     prefills_per_node = math.ceil(request.num_prefills / len(hosts))
     num_cpus = min(node.num_cpus for node in hosts)
     num_cores = max(1, num_cpus // (pairs_per_node + prefills_per_node))
-    # Twice the ingresses: during a redeploy the old ones and the new ones run side by side.
-    unit = (num_cpus - 2 * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
+    unit = (num_cpus - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
     placement = _claim(_threads(request, num_cores), request.num_ranks, unit - SHELL_CPUS, num_gpus, topology)
     if not request.num_prefills:
         return placement

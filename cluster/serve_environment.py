@@ -14,11 +14,14 @@ if sys.platform == "linux":  # elsewhere Ray brings none
 
 logger = logging.getLogger(__name__)
 
+CONNECTION_DRAIN_S = 600  # for streams whose ingress is replaced: nothing can move a client's connection
+
 FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "disabled",  # a cluster that only this machine reaches; Ray would save a token in the home folder
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # of each HAProxy that a later one replaces
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
     "RAY_USAGE_STATS_ENABLED": "0",

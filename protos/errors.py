@@ -104,6 +104,14 @@ class UnavailableError(ServingError):
     usual_retry_after_s = 1.0
 
 
+class ShuttingDownError(ServingError):
+    """The application is being taken down, and no replica is left: waiting for one would be in vain."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    error_type = "service_unavailable_error"
+
+
 class DeadlineExceededError(ServingError):
     """The request's own deadline passed before it finished."""
 

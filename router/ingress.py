@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from protos import outrider_pb2 as pb2
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
+from router.deletion_watch import DeletionWatch
 from router.generation_service import GenerationService
 from router.grpc_api import GrpcApi
 from router.metrics import IngressMetrics
@@ -39,7 +40,7 @@ class Ingress:
     def __init__(self, pair: DeploymentHandle, config: IngressConfig, prefill: DeploymentHandle | None = None) -> None:
         self._api_keys = ApiKeys.from_file(config.api_keys_file)
         metrics = IngressMetrics()
-        backend = ServeBackend(pair, RequestRouting(metrics.router), prefill)
+        backend = ServeBackend(pair, RequestRouting(metrics.router), DeletionWatch(), prefill)
         self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
         self._grpc = GrpcApi(self._service, self._api_keys)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import cast
@@ -13,13 +13,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from protos.errors import EngineError, OverloadedError, ServingError, UnavailableError
+from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.request_routing import RequestRouting
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
+_PATIENCE_S = 2.0
 _END_OF_STREAM_TIMEOUT_S = 1.0
 _PREFILL_METRICS_TIMEOUT_S = 2.0
 
@@ -29,14 +30,20 @@ class ServeBackend:
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
     ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too, and is asked for nothing else here.
+    Whoever has waited for a pair for a while is told if `is_deleted` says that none will come.
     """
 
     def __init__(
-        self, handle: DeploymentHandle, routing: RequestRouting, prefill: DeploymentHandle | None = None
+        self,
+        handle: DeploymentHandle,
+        routing: RequestRouting,
+        is_deleted: Callable[[], Awaitable[bool]],
+        prefill: DeploymentHandle | None = None,
     ) -> None:
         self._handle = handle
         self._prefill = prefill
         self._routing = routing
+        self._is_deleted = is_deleted
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
 
@@ -48,12 +55,14 @@ class ServeBackend:
         stream = cast(DeploymentResponseGenerator, Context().run(self._generate.remote, call))
         is_accepted = is_finished = False
         try:
+            batch = _batch_of(await self._first(stream))
+            is_accepted = True
+            self._routing.accepted(call, batch[0])
+            is_finished = _has_end(batch)
+            yield batch
             async for item in stream:
-                batch = [item] if isinstance(item, TokenChunk) else item
-                if not is_accepted:
-                    is_accepted = True
-                    self._routing.accepted(call, batch[0])
-                is_finished = any(chunk.finish_reason is not None for chunk in batch)
+                batch = _batch_of(item)
+                is_finished = _has_end(batch)
                 yield batch
         except (Exception, asyncio.CancelledError) as error:
             raise _in_our_words(error) from error
@@ -61,6 +70,18 @@ class ServeBackend:
             if not is_accepted:
                 self._routing.refused(call)
             await _end(stream, is_finished)
+
+    async def _first(self, stream: DeploymentResponseGenerator) -> TokenChunk | list[TokenChunk]:
+        """The first item. Serve waits for a replica that may take the request, be there one or not."""
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            while not (await asyncio.wait({first}, timeout=_PATIENCE_S))[0]:
+                if await self._is_deleted():
+                    raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)  # whatever it says now, nobody wants to know
 
     async def describe(self) -> ModelCard:
         """The card of whichever pair Serve picks; all say the same."""
@@ -94,6 +115,14 @@ class ServeBackend:
             return [error]
 
 
+def _batch_of(item: TokenChunk | list[TokenChunk]) -> list[TokenChunk]:
+    return [item] if isinstance(item, TokenChunk) else item
+
+
+def _has_end(batch: list[TokenChunk]) -> bool:
+    return any(chunk.finish_reason is not None for chunk in batch)
+
+
 async def _metrics_of(handle: DeploymentHandle) -> list[str | BaseException]:
     results: list[str | BaseException] = await handle.broadcast("metrics_text").results_async(return_exceptions=True)
     return list(results)
@@ -120,6 +149,8 @@ def _in_our_words(error: BaseException) -> BaseException:
             "All pairs are busy and their queues are full; try again later.",
             retry_after_s=cause.retry_after_s or _RETRY_AFTER_S,
         )
+    if isinstance(cause, StopAsyncIteration):
+        return UnavailableError("The pair that took this request said nothing.", retry_after_s=_RETRY_AFTER_S)
     if isinstance(cause, RayActorError | DeploymentUnavailableError):
         return UnavailableError("The pair that served this request is gone.", retry_after_s=_RETRY_AFTER_S)
     if isinstance(cause, RequestCancelledError | asyncio.CancelledError) and not _is_caller_cancelled():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
@@ -11,8 +12,9 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from protos.errors import EngineError, OverloadedError, RequestError, ServingError, UnavailableError
+from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from router import serve_backend
 from router.request_routing import RequestRouting
 from router.router_metrics import RouterMetrics
 from router.serve_backend import ServeBackend
@@ -27,11 +29,26 @@ ERRORS: dict[int, BaseException] = {
 }
 
 
+SAYS_NOTHING, COMES_LATE = 6, 7
+
+
+async def yes() -> bool:
+    return True
+
+
+async def no() -> bool:
+    return False
+
+
 @serve.deployment(name="Pair")
 class ScriptedPair:
     """The first prompt token says what happens."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk] | TokenChunk, None]:
+        if request.prompt_token_ids[0] == SAYS_NOTHING:
+            return
+        if request.prompt_token_ids[0] == COMES_LATE:
+            await asyncio.sleep(0.2)
         yield TokenChunk(request.request_id, (7,))
         if request.prompt_token_ids[0] in ERRORS:
             raise ERRORS[request.prompt_token_ids[0]]
@@ -49,10 +66,16 @@ class AbsentDeployment:
         raise UnavailableError("no replica")
 
 
+def open_backend(
+    is_deleted: Callable[[], Awaitable[bool]] = no, prefill: AbsentDeployment | None = None
+) -> ServeBackend:
+    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
+    return ServeBackend(handle, RequestRouting(RouterMetrics(CollectorRegistry())), is_deleted, prefill or handle)
+
+
 @pytest.fixture
 def backend() -> ServeBackend:
-    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
-    return ServeBackend(handle, RequestRouting(RouterMetrics(CollectorRegistry())))
+    return open_backend()
 
 
 async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
@@ -73,6 +96,7 @@ async def test_a_stream_may_be_left(backend: ServeBackend) -> None:
         (3, UnavailableError, 2.0),
         (4, EngineError, None),
         (5, UnavailableError, 1.0),
+        (SAYS_NOTHING, UnavailableError, 2.0),
     ],
 )
 async def test_errors_are_ours(
@@ -85,12 +109,18 @@ async def test_errors_are_ours(
     assert caught.value.retry_after_s == retry_after_s
 
 
+async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    late = GenerateRequest("r", (COMES_LATE,))
+    assert len([batch async for batch in open_backend(no).generate(late)]) == 2
+    with pytest.raises(ShuttingDownError):
+        await anext(open_backend(yes).generate(late))
+
+
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
     assert await backend.describe() == CARD
 
 
-async def test_prefill_replicas_show_their_metrics_and_may_be_absent() -> None:
-    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
-    routing = RequestRouting(RouterMetrics(CollectorRegistry()))
-    assert await ServeBackend(handle, routing, prefill=handle).metrics_texts() == ["outrider_x 1\n"] * 2
-    assert await ServeBackend(handle, routing, prefill=AbsentDeployment()).metrics_texts() == ["outrider_x 1\n"]
+async def test_prefill_replicas_show_their_metrics_and_may_be_absent(backend: ServeBackend) -> None:
+    assert await backend.metrics_texts() == ["outrider_x 1\n"] * 2
+    assert await open_backend(prefill=AbsentDeployment()).metrics_texts() == ["outrider_x 1\n"]

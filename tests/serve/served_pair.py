@@ -136,7 +136,7 @@ def _kill_index() -> None:
 
 
 def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> DeployFile:
-    """The bundled deploy.yaml with the tiny pair, other ports, and `changes` to its args."""
+    """The bundled deploy.yaml with the tiny pair, other ports, `changes` to its args, and pairs that stop soon."""
     file = read_deploy_file(BUNDLED)
     deployment = dict(file.deployment)
     deployment["http_options"] = {"host": "127.0.0.1", "port": ports[0]}
@@ -150,5 +150,6 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
         "ingress": {"limits": {"migration_deadline_s": 170.0, "max_migrations": 1000}},
         **changes,
     }
-    deployment["applications"] = [{**deployment["applications"][0], "args": args}]
+    overrides = [{"name": "Pair", "graceful_shutdown_timeout_s": 1.0}]  # streams move, they do not end there
+    deployment["applications"] = [{**deployment["applications"][0], "args": args, "deployments": overrides}]
     return DeployFile(deployment, "127.0.0.1", ports[0], ports[1], file.config)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
+import openai
 import pytest
 
-from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, processes
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -112,3 +114,11 @@ def test_a_dead_targets_blocks_vanish_and_its_prefixes_are_computed_elsewhere(se
     stale = served.metric("outrider_router_stale_answers")
     assert all(ask(served, text(seed)) >= LENGTH - 16 for seed in range(8))
     assert served.metric("outrider_router_stale_answers") == stale
+
+
+def test_a_stream_that_no_pair_is_left_for_ends_with_an_error(served: ServedPair):
+    deleting = Thread(target=served.cluster.undeploy)
+    with pytest.raises(openai.APIError, match="being taken down"):
+        served.stream(once(100, deleting.start), temperature=1.0, max_tokens=3000)
+    deleting.join(60.0)
+    assert not deleting.is_alive()

@@ -194,14 +194,16 @@ def test_a_stream_outlives_a_redeploy(served: ServedPair, long_text: list[int]):
 
 def test_a_stream_outlives_the_shutdown(served: ServedPair, long_text: list[int]):
     stopping = threading.Thread(target=served.cluster.stop)
-    actual = served.stream(once(200, stopping.start), temperature=1.0, max_tokens=LONG)
+    actual = served.stream(once(LONG - 1000, stopping.start), temperature=1.0, max_tokens=LONG)
     stopping.join()
     assert actual.token_ids == long_text
 
 
 def redeploy(served: ServedPair, **changes: object) -> None:
     deployment = copy.deepcopy(served.file.deployment)
-    deployment["applications"][0]["args"].update(changes)
+    (application,) = deployment["applications"]
+    application["args"].update(changes)
+    del application["deployments"]  # the next pair may finish its streams: the shutdown leaves none to move to
     file = served.file
     served.cluster.deploy(DeployFile(deployment, file.http_host, file.http_port, file.grpc_port, file.config))
     served.cluster.wait_running(lambda status: None)
