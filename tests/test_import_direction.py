@@ -22,7 +22,10 @@ HOMES = {
     "ray": (
         "actors/",
         "cluster/",
-        *(f"router/{name}.py" for name in ("ingress", "serve_backend", "serve_router", "index_actor", "index_client")),
+        *(
+            f"router/{name}.py"
+            for name in ("ingress", "serve_backend", "serve_router", "index_actor", "index_client", "deletion_watch")
+        ),
     ),
     "torch": ("engine/", "actors/"),
     "transformers": ("engine/", "actors/"),
