@@ -170,7 +170,7 @@ class LlamaDecoder:
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
         """`silu(gate(x)) * up(x)`."""
-        if self._rank.size == 1 and self._make_linear is linear_of and can_fuse(gate.weight):
+        if self._rank.size == 1 and self._make_linear is linear_of and can_fuse(gate.weight, up.weight):
             return gated_of(gate, up)
         joined = self._joined(gate, up)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,16 +21,16 @@ OUTPUTS = 32  # of a pair of tiles
 class NativeProduct:
     """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
 
+    _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out, in]."""
         self._num_outputs, self._num_inputs = weight.shape
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._width = self._num_outputs  # of a row of the result
         self._packed = tiled(weight.detach().bfloat16(), 2)
-        library = _library()
         self._dtype = weight.dtype
-        is_float32 = weight.dtype == torch.float32
-        self._multiply = library.outrider_float_product if is_float32 else library.outrider_product
+        self._multiply = _kernel(self._kernels[weight.dtype])
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -54,13 +55,14 @@ class NativeProduct:
 class NativeGate(NativeProduct):
     """`silu(gate(x)) * up(x)`: both products lie side by side in the packed weight and meet while still in the core."""
 
+    _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
+
     def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
-        """`gate` and `up` [out, in], of one shape, bfloat16."""
+        """`gate` and `up` [out, in], of one shape and dtype."""
         bias = None
         if gate_bias is not None and up_bias is not None:
             bias = _alternating(gate_bias[:, None], up_bias[:, None]).flatten()
         super().__init__(_alternating(gate, up), bias)
-        self._multiply = _library().outrider_gated_product
         self._width = gate.shape[0]
 
 
@@ -88,10 +90,10 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _kernel(name: str) -> Any:
     library = native_library(Instructions.AVX2)
     assert library is not None, "NativeProduct.fits says when there is one"
-    for function in (library.outrider_product, library.outrider_gated_product, library.outrider_float_product):
-        function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
-        function.restype = None
-    return library
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+    function.restype = None
+    return function

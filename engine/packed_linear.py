@@ -59,15 +59,15 @@ def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     return multiply_packed
 
 
-def can_fuse(weight: Tensor) -> bool:
-    """Whether `gated_of` takes such a gate, and gains: below that a second call costs more than it saves."""
-    if weight.dtype != torch.bfloat16:
-        return False
-    return NativeProduct.fits(weight) or (_can_reorder(weight) and weight.numel() >= _MIN_FUSED_ELEMENTS)
+def can_fuse(gate: Tensor, up: Tensor) -> bool:
+    """Whether `gated_of` takes layers of such weights, and gains: below that a second call costs more than it saves."""
+    if NativeProduct.fits(gate) and NativeProduct.fits(up):
+        return True
+    return gate.dtype == torch.bfloat16 and _can_reorder(gate) and gate.numel() >= _MIN_FUSED_ELEMENTS
 
 
 def gated_of(gate: nn.Linear, up: nn.Linear) -> Linear:
-    """`silu(gate(x)) * up(x)` as two products that do the rest themselves, while a result is still in the core."""
+    """`silu(gate(x)) * up(x)` by products that do the rest themselves, while a result is still in the core."""
     if NativeProduct.fits(gate.weight):
         return NativeGate(gate.weight, up.weight, gate.bias, up.bias)
     packed_gate, packed_up = (

@@ -1,8 +1,10 @@
-/* Products of float32 rows by a matrix of bfloat16 (a float32 model whose checkpoint was bfloat16), out = x W^T: half
-   the bytes of float32 weights, and products and sums in float32. On AVX-512 or AVX2.
+/* Products of float32 rows by a matrix of bfloat16 (a float32 model whose checkpoint was bfloat16), out = x W^T or
+   silu(gate) * up: half the bytes of float32 weights, and products and sums in float32. On AVX-512 or AVX2.
 
    W is packed as in products.c, and each output is one sum over the inputs in their order here too: a row's result
    depends neither on the rows beside it nor on the registers' width. */
+
+#include <string.h>
 
 #include "processor.h"
 
@@ -12,7 +14,7 @@ enum {
     OUTPUTS = 32,       /* of a pair */
     WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512 */
     NARROW_ROWS = 3,    /* those of AVX2 */
-    BLOCK_ROWS = 120,   /* of x that stay in the cache while a pair goes by: a multiple of both */
+    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of both */
     BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
@@ -21,8 +23,9 @@ struct float_product {
     const float *x;      /* [rows, num_inputs] */
     const bf16 *weight;  /* packed */
     const float *bias;   /* [num_outputs] or NULL */
-    float *out;          /* [rows, num_outputs] */
+    float *out;          /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs;
+    int is_gated;
 };
 
 /* What a few rows read of one pair: `steps` x 32 inputs. Per step the lines [from, to) of W are fetched for later,
@@ -114,16 +117,43 @@ AVX2 static void add_up_to_3(int64_t rows, struct part part, float *sums, int is
     else add_narrow(3, part, sums, is_first);
 }
 
-static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
-    for (int64_t i = 0; i < rows; i++) {
-        float *out = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
-        for (int64_t output = 0; output < OUTPUTS; output++)
-            out[output] = sums[i * OUTPUTS + output] + (p->bias ? p->bias[pair * OUTPUTS + output] : 0.0f);
+/* x / (1 + e^-x) to a few units of the last place, and 0 where it is nearer to that than float32 can tell. */
+AVX2 INLINE __m256 silu(__m256 x) {
+    /* e^-x = 2^t = 2^whole 2^rest, with |rest| <= 1/2 and a polynomial for 2^rest */
+    static const float powers[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
+                                   2.40226507e-1f, 6.93147181e-1f, 1.0f};
+    const __m256 least = _mm256_set1_ps(-87.0f);
+    const __m256 in = _mm256_min_ps(_mm256_max_ps(x, least), _mm256_set1_ps(87.0f));
+    const __m256 whole = _mm256_round_ps(_mm256_mul_ps(in, _mm256_set1_ps(-1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m256 rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.44269502f), _mm256_sub_ps(_mm256_setzero_ps(), whole));
+    rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.92596303e-8f), rest);
+    __m256 power = _mm256_set1_ps(1.52527338e-5f);
+    for (int i = 0; i < 7; i++) power = _mm256_fmadd_ps(power, rest, _mm256_set1_ps(powers[i]));
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+    const __m256 result = _mm256_div_ps(x, _mm256_fmadd_ps(power, scale, _mm256_set1_ps(1.0f)));
+    return _mm256_and_ps(result, _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
+}
+
+/* Bias and epilogue of the sums [rows, 32] of one pair. */
+AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, float *sums) {
+    for (int64_t i = 0; i < rows; i++, sums += OUTPUTS) {
+        if (p->bias)
+            for (int64_t output = 0; output < OUTPUTS; output++) sums[output] += p->bias[pair * OUTPUTS + output];
+        if (p->is_gated) {
+            float *out = p->out + (row + i) * (p->num_outputs / 2) + pair * OUTPUTS / 2;
+            for (int output = 0; output < OUTPUTS / 2; output += 8) {
+                const __m256 gate = _mm256_loadu_ps(sums + output), up = _mm256_loadu_ps(sums + OUTPUTS / 2 + output);
+                _mm256_storeu_ps(out + output, _mm256_mul_ps(silu(gate), up));
+            }
+        } else {
+            memcpy(p->out + (row + i) * p->num_outputs + pair * OUTPUTS, sums, OUTPUTS * sizeof(float));
+        }
     }
 }
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
-static void multiply(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+static void multiply_block(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t at_once = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS;
     const int is_few = rows <= at_once; /* which read a pair whole, as one stream */
@@ -145,14 +175,23 @@ static void multiply(const struct float_product *p, int64_t row, int64_t rows, i
     }
 }
 
+static void multiply(struct float_product p) {
+    const int64_t num_pairs = p.num_outputs / OUTPUTS;
+    const int64_t pairs = most(1, least((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t pair = 0; pair < num_pairs; pair += pairs)
+        for (int64_t row = 0; row < p.num_rows; row += BLOCK_ROWS)
+            multiply_block(&p, row, least(BLOCK_ROWS, p.num_rows - row), pair, least(pair + pairs, num_pairs));
+}
+
 /* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
 void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                             int64_t num_inputs, int64_t num_outputs) {
-    const struct float_product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
-    const int64_t num_pairs = num_outputs / OUTPUTS;
-    const int64_t pairs = most(1, least((256 << 10) / (num_inputs * 2 * OUTPUTS), num_pairs / 8));
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < num_pairs; pair += pairs)
-        for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-            multiply(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
+    multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 0});
+}
+
+/* out [rows, N / 2] = silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up. */
+void outrider_gated_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
+                                  int64_t num_inputs, int64_t num_outputs) {
+    multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});
 }

@@ -18,9 +18,9 @@ from engine.native_product import NativeGate, NativeProduct
 from engine.packed_linear import linear_of
 from tests.engine.native_kernels import needs_kernels
 
-# Rows around a group of float32 (3, 12), a tile (16), two (32), a block (120, 128); inputs around one of bfloat16 (384)
+# Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
 # and of float32 (512); more pairs of outputs than a block's, by one, and inputs that end within their third block.
-ROWS = (0, 1, 2, 3, 4, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 119, 121, 127, 128, 129, 300)
+ROWS = (0, 1, 2, 3, 4, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 131, 133, 300)
 SHAPES = ((32, 32), (64, 352), (96, 384), (320, 544), (2336, 800))  # outputs, inputs
 
 
@@ -76,27 +76,53 @@ def test_a_float32_product_by_what_was_bfloat16_is_the_plain_one(shape: tuple[in
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gate_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
     gate, up = 4 * _weight(*shape), _weight(*shape).flip(0)
-    gate_bias, up_bias = (torch.randn(shape[0]).bfloat16() if has_bias else None for _ in range(2))
-    multiply = NativeGate(gate, up, gate_bias, up_bias)
+    biases = [torch.randn(shape[0]).bfloat16() if has_bias else None for _ in range(2)]
+    multiply = NativeGate(gate, up, *biases)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]).bfloat16()
-        wide_bias, wide_up_bias = (None if bias is None else bias.double() for bias in (gate_bias, up_bias))
-        expected = F.silu(F.linear(x.double(), gate.double(), wide_bias)) * F.linear(
-            x.double(), up.double(), wide_up_bias
-        )
+        expected = _gated(x, gate, up, biases)
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.1, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("any_instructions")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_float32_gate_by_what_was_bfloat16_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None:
+    gate, up = 4 * _weight(*shape).float(), _weight(*shape).float().flip(0)
+    biases = [torch.randn(shape[0]) if has_bias else None for _ in range(2)]
+    multiply = NativeGate(gate, up, *biases)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1])
+        torch.testing.assert_close(multiply(x).double(), _gated(x, gate, up, biases), rtol=1e-5, atol=3e-5)
 
 
 @needs_kernels
 @pytest.mark.usefixtures("instructions")
 def test_a_gate_of_any_size_is_finite() -> None:
-    weight = torch.eye(32).bfloat16()
-    extremes = torch.tensor([-3e38, -1e4, -127.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 127.0, 1e4, 3e38])
-    x = torch.zeros(len(extremes), 32).bfloat16()
-    x[:, 0] = extremes.bfloat16()
-    ones = torch.zeros(32, 32).bfloat16()
-    biased = NativeGate(weight, ones, torch.zeros(32).bfloat16(), torch.ones(32).bfloat16())(x)[:, 0]
-    torch.testing.assert_close(biased.float(), F.silu(x[:, 0].float()), rtol=2**-7, atol=1e-35)
+    x, gated = _extremes(torch.bfloat16)
+    torch.testing.assert_close(gated.float(), F.silu(x.float()), rtol=2**-7, atol=1e-35)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("any_instructions")
+def test_a_float32_gate_of_any_size_is_right_to_the_last_places() -> None:
+    x, gated = _extremes(torch.float32)
+    torch.testing.assert_close(gated, F.silu(x), rtol=3e-7, atol=1e-35)
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, biases: list[torch.Tensor | None]) -> torch.Tensor:
+    gate_bias, up_bias = (None if bias is None else bias.double() for bias in biases)
+    return F.silu(F.linear(x.double(), gate.double(), gate_bias)) * F.linear(x.double(), up.double(), up_bias)
+
+
+def _extremes(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of every size, and what a gate makes of them where up is 1."""
+    sizes = torch.tensor([-3e38, -1e4, -127.0, -88.0, -86.9, -1e-30, 0.0, 1e-30, 88.0, 127.0, 1e4, 3e38])
+    x = torch.zeros(1012, 32, dtype=dtype)
+    x[:, 0] = torch.cat((sizes, torch.linspace(-80.0, 80.0, 1000)))
+    gate, up = torch.eye(32, dtype=dtype), torch.zeros(32, 32, dtype=dtype)
+    return x[:, 0], NativeGate(gate, up, torch.zeros(32, dtype=dtype), torch.ones(32, dtype=dtype))(x)[:, 0]
 
 
 @needs_kernels
@@ -112,18 +138,21 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_float32_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
-    _check_company(NativeProduct(_weight(*shape).float(), None), shape[1], torch.float32)
+    weight = _weight(*shape).float()
+    for multiply in (NativeProduct(weight, None), NativeGate(weight, weight.flip(0), None, None)):
+        _check_company(multiply, shape[1], torch.float32)
 
 
 @needs_kernels
 def test_float32_rows_have_the_same_bits_on_any_instructions() -> None:
     library, best = native_library(), native_instructions()
     assert library is not None
-    multiply, rows = NativeProduct(_weight(320, 544).float(), None), torch.randn(14, 544)
-    library.outrider_start(Instructions.AVX2)
-    narrow = multiply(rows)
-    library.outrider_start(best)
-    assert torch.equal(multiply(rows), narrow)
+    weight, rows = _weight(320, 544).float(), torch.randn(14, 544)
+    for multiply in (NativeProduct(weight, None), NativeGate(weight, weight.flip(0), None, None)):
+        library.outrider_start(Instructions.AVX2)
+        narrow = multiply(rows)
+        library.outrider_start(best)
+        assert torch.equal(multiply(rows), narrow)
 
 
 def _check_company(multiply: NativeProduct, num_inputs: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from engine import model_runner, packed_linear
 from engine.config import CacheConfig, ModelConfig
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
+from engine.native_product import NativeProduct
 from engine.packed_linear import PackedLinear, can_fuse, can_pack, gated_of, linear_of, pack_linears
 from tests.engine.families import SERVED, write_family
 
@@ -50,11 +51,18 @@ def test_a_fused_gate_is_the_plain_one(has_bias: bool, num_rows: int) -> None:
     torch.testing.assert_close(gated_of(gate, up)(x).float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_only_large_bfloat16_gates_are_fused() -> None:
-    assert not can_fuse(torch.empty(1024, 1024))
-    assert not can_fuse(torch.empty(1023, 1024, dtype=torch.bfloat16))
-    large = torch.empty(1024, 1024, dtype=torch.bfloat16)
-    assert can_fuse(large) == can_pack(large)
+def test_gates_are_fused_by_our_kernel_and_else_where_they_are_large_and_bfloat16() -> None:
+    odd, large = (torch.zeros(rows, 1024, dtype=torch.bfloat16) for rows in (1023, 1024))
+    assert not can_fuse(odd, odd)
+    assert can_fuse(large, large) == can_pack(large)
+    assert can_fuse(large.float(), large.float()) == NativeProduct.fits(large.float())
+
+
+def test_a_gate_is_not_fused_where_packing_would_round_either_weight() -> None:
+    rough = torch.full((64, 64), 0.1)
+    smooth = rough.bfloat16().float()
+    assert not can_fuse(smooth, rough)
+    assert not can_fuse(rough, smooth)
 
 
 def test_a_strided_input_is_multiplied_as_it_reads() -> None:
