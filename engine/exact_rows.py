@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.native_product import NativeProduct
+from engine.native_quantized import NativeQuantizedProduct
 from engine.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
@@ -37,12 +38,12 @@ def exact_factory(make_linear: LinearFactory) -> LinearFactory:
 def row_exact(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """`function` of rows [..., num_inputs], each of which gets the same result in whatever company it comes.
 
-    Our own kernel gives it anyway.
+    Our own kernels give it anyway.
 
     Raises:
         ConfigError: the result of a row depends on its place among the others, so that no height will do.
     """
-    if isinstance(function, NativeProduct):
+    if isinstance(function, NativeProduct | NativeQuantizedProduct):
         return function
     heights = exact_heights(function, num_inputs, dtype)
 

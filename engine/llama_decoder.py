@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from engine.attention import LayerOptions
 from engine.exact_rows import row_exact
 from engine.flat_pass import FlatPass
+from engine.gated_linear import gated_of
 from engine.heads.tap import NO_TAP, Tap, joined
-from engine.packed_linear import Linear, LinearFactory, can_fuse, gated_of, linear_of
+from engine.packed_linear import Linear, LinearFactory, linear_of
 from engine.position_limit import max_positions
 from engine.rank import ALONE, Rank
 from engine.rotary import RotaryTable, rotate
@@ -170,8 +171,8 @@ class LlamaDecoder:
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
         """`silu(gate(x)) * up(x)`."""
-        if self._rank.size == 1 and self._make_linear is linear_of and can_fuse(gate.weight, up.weight):
-            return gated_of(gate, up)
+        if self._rank.size == 1 and (gated := gated_of(gate, up, self._make_linear)) is not None:
+            return gated
         joined = self._joined(gate, up)
 
         def compute(x: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class NativeGate(NativeProduct):
         """`gate` and `up` [out, in], of one shape and dtype."""
         bias = None
         if gate_bias is not None and up_bias is not None:
-            bias = _alternating(gate_bias[:, None], up_bias[:, None]).flatten()
-        super().__init__(_alternating(gate, up), bias)
+            bias = alternating(gate_bias, up_bias)
+        super().__init__(alternating(gate, up), bias)
         self._width = gate.shape[0]
 
 
@@ -83,8 +83,8 @@ def tiled(weight: Tensor, num_together: int) -> Tensor:
     return words.permute(0, 3, 1, 4, 2, 5).contiguous().view(weight.dtype)
 
 
-def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """16 rows of the gate, the same 16 of up, the next 16 of the gate ..."""
+def alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """16 outputs of the gate, the same 16 of up, the next 16 of the gate ...: [out] or [out, in], twice as long."""
     half = OUTPUTS // 2
     return torch.stack((gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))), dim=1).flatten(0, 2)
 

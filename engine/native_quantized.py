@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from functools import cache
 
@@ -26,6 +27,7 @@ class NativeQuantizedProduct:
         """`numbers` [out, in]: int8, or levels 0 to 15 where there are `bases`; `scales` and `bases` [groups, out]."""
         self._num_outputs, self._num_inputs = numbers.shape
         self._num_bits = 8 if bases is None else 4
+        self._is_gated = False
         self._packed = tiled(numbers.to(torch.int8), 4)
         if bases is not None:  # the levels of the first tile of a pair below those of the second
             first, second = self._packed.unbind(2)
@@ -43,12 +45,18 @@ class NativeQuantizedProduct:
         is_whole = group_size == weight.shape[1] or (_BLOCK % group_size == 0 and group_size % _INPUTS == 0)
         return has_tiles(weight, _INPUTS) and weight.dtype == torch.bfloat16 and is_whole
 
+    def gated(self) -> NativeQuantizedProduct:
+        """`silu(gate) * up`, where the outputs of this one are theirs, `alternating` (`engine.native_product`)."""
+        gate = copy.copy(self)
+        gate._is_gated = True
+        return gate
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], of the dtype of `x`. Raises TypeError for rows of another length."""
         if x.shape[-1] != self._num_inputs:
             raise TypeError(f"rows are of {x.shape[-1]} numbers; the weight takes {self._num_inputs}")
         rows = x.bfloat16().contiguous()
-        out = rows.new_empty(*x.shape[:-1], self._num_outputs)
+        out = rows.new_empty(*x.shape[:-1], self._num_outputs // 2 if self._is_gated else self._num_outputs)
         num_rows = rows.numel() // self._num_inputs
         num_bytes = num_rows * (self._num_inputs + _PAD + 4 * (1 + self._num_parts))
         scratch = torch.empty(num_bytes, dtype=torch.int8, device=x.device)
@@ -64,6 +72,7 @@ class NativeQuantizedProduct:
             _address(self._scales),
             _address(self._bases),
             self._group_size,
+            self._is_gated,
             scratch.data_ptr(),
         )
         return out.to(x.dtype)
@@ -79,6 +88,6 @@ def _kernel() -> ctypes._FuncPointer:
     assert library is not None, "NativeQuantizedProduct.fits says when there is one"
     function = library.outrider_quantized_product
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer] * 4 + [size] * 3 + [ctypes.c_int, pointer, pointer, size, pointer]
+    function.argtypes = [pointer] * 4 + [size] * 3 + [ctypes.c_int, pointer, pointer, size, ctypes.c_int, pointer]
     function.restype = None
     return function

@@ -15,22 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from engine.native_product import NativeGate, NativeProduct
+from engine.native_product import NativeProduct
 
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
 
-_ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 to 8, and larger passes lose nothing
-_MIN_FUSED_ELEMENTS = 1 << 20
+ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 to 8, and larger passes lose nothing
 _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, and a call of oneDNN costs 18 us alone
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this process multiplies by a packed `weight`, and gains from it."""
-    return _can_reorder(weight) or NativeProduct.fits(weight)
+    return can_reorder(weight) or NativeProduct.fits(weight)
 
 
-def _can_reorder(weight: Tensor) -> bool:
+def can_reorder(weight: Tensor) -> bool:
     """Whether this build of torch does so by oneDNN, which reorders the weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -48,38 +47,15 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     """`linear_of` without our own kernel."""
-    if not _can_reorder(weight):
+    if not can_reorder(weight):
         return partial(F.linear, weight=weight, bias=bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS_HINT)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def multiply_packed(x: Tensor) -> Tensor:
         return multiply(x, packed, bias, "none", [], "")
 
     return multiply_packed
-
-
-def can_fuse(gate: Tensor, up: Tensor) -> bool:
-    """Whether `gated_of` takes layers of such weights, and gains: below that a second call costs more than it saves."""
-    if NativeProduct.fits(gate) and NativeProduct.fits(up):
-        return True
-    return gate.dtype == torch.bfloat16 and _can_reorder(gate) and gate.numel() >= _MIN_FUSED_ELEMENTS
-
-
-def gated_of(gate: nn.Linear, up: nn.Linear) -> Linear:
-    """`silu(gate(x)) * up(x)` by products that do the rest themselves, while a result is still in the core."""
-    if NativeProduct.fits(gate.weight):
-        return NativeGate(gate.weight, up.weight, gate.bias, up.bias)
-    packed_gate, packed_up = (
-        torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), _ROWS_HINT) for layer in (gate, up)
-    )
-    gate_bias, up_bias = gate.bias, up.bias
-    activate, multiply = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
-
-    def compute(x: Tensor) -> Tensor:
-        return multiply(x, activate(x, packed_gate, gate_bias, "swish", [], ""), packed_up, up_bias, "mul")
-
-    return compute
 
 
 class PackedLinear(nn.Module):

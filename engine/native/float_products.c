@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "processor.h"
+#include "silu.h"
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
@@ -117,24 +118,6 @@ AVX2 static void add_up_to_3(int64_t rows, struct part part, float *sums, int is
     else add_narrow(3, part, sums, is_first);
 }
 
-/* x / (1 + e^-x) to a few units of the last place, and 0 where it is nearer to that than float32 can tell. */
-AVX2 INLINE __m256 silu(__m256 x) {
-    /* e^-x = 2^t = 2^whole 2^rest, with |rest| <= 1/2 and a polynomial for 2^rest */
-    static const float powers[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
-                                   2.40226507e-1f, 6.93147181e-1f, 1.0f};
-    const __m256 least = _mm256_set1_ps(-87.0f);
-    const __m256 in = _mm256_min_ps(_mm256_max_ps(x, least), _mm256_set1_ps(87.0f));
-    const __m256 whole = _mm256_round_ps(_mm256_mul_ps(in, _mm256_set1_ps(-1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m256 rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.44269502f), _mm256_sub_ps(_mm256_setzero_ps(), whole));
-    rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.92596303e-8f), rest);
-    __m256 power = _mm256_set1_ps(1.52527338e-5f);
-    for (int i = 0; i < 7; i++) power = _mm256_fmadd_ps(power, rest, _mm256_set1_ps(powers[i]));
-    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
-    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-    const __m256 result = _mm256_div_ps(x, _mm256_fmadd_ps(power, scale, _mm256_set1_ps(1.0f)));
-    return _mm256_and_ps(result, _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
-}
-
 /* Bias and epilogue of the sums [rows, 32] of one pair. */
 AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, float *sums) {
     for (int64_t i = 0; i < rows; i++, sums += OUTPUTS) {
@@ -144,7 +127,7 @@ AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows
             float *out = p->out + (row + i) * (p->num_outputs / 2) + pair * OUTPUTS / 2;
             for (int output = 0; output < OUTPUTS / 2; output += 8) {
                 const __m256 gate = _mm256_loadu_ps(sums + output), up = _mm256_loadu_ps(sums + OUTPUTS / 2 + output);
-                _mm256_storeu_ps(out + output, _mm256_mul_ps(silu(gate), up));
+                _mm256_storeu_ps(out + output, _mm256_mul_ps(exact_silu(gate), up));
             }
         } else {
             memcpy(p->out + (row + i) * p->num_outputs + pair * OUTPUTS, sums, OUTPUTS * sizeof(float));

@@ -10,6 +10,7 @@
    K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
 
 #include "processor.h"
+#include "silu.h"
 
 #include <omp.h>
 
@@ -109,22 +110,6 @@ AMX INLINE void add(int64_t rows, struct part part, float *sums, int is_first) {
     else add_halves(rows, part, sums, is_first);
 }
 
-/* x / (1 + e^-x) to 1e-4 of itself, a twentieth of what bfloat16 rounds away. */
-AVX INLINE __m512 silu(__m512 x) {
-    /* e^-x = 2^t = 2^whole 2^rest, with |rest| <= 1/2 and a polynomial for 2^rest */
-    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
-    t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-1000.0f)), _mm512_set1_ps(1000.0f)); /* no infinite `whole` */
-    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 rest = _mm512_sub_ps(t, whole);
-    __m512 power = _mm512_set1_ps(9.6181291e-3f);
-    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(5.5504109e-2f));
-    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(2.4022651e-1f));
-    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(6.9314718e-1f));
-    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(1.0f));
-    __m512 whole_power = _mm512_scalef_ps(power, whole);
-    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(whole_power, _mm512_set1_ps(1.0f))));
-}
-
 /* Bias and epilogue of one row's sums of one pair, which are two rows of tiles. */
 AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const float *sums) {
     __m512 first = _mm512_loadu_ps(sums), second = _mm512_loadu_ps(sums + 256);
@@ -134,7 +119,7 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
     }
     if (p->is_gated) {
         bf16 *to = p->out + row * (p->num_outputs / 2) + pair * 16;
-        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(first), second)));
+        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rough_silu(first), second)));
     } else {
         bf16 *to = p->out + row * p->num_outputs + pair * OUTPUTS;
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));

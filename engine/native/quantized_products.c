@@ -1,12 +1,13 @@
-/* Products by int8 and int4 weights on AMX or AVX-512's VNNI: bfloat16 rows become int8 in units of their own
-   (arXiv:2208.07339), sums of whole numbers are exact, and a few float32 operations for each group of inputs turn them
-   into numbers.
+/* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX or AVX-512's VNNI: bfloat16 rows become int8 in
+   units of their own (arXiv:2208.07339), sums of whole numbers are exact, and a few float32 operations for each group
+   of inputs turn them into numbers.
 
    W lies as a stream of AMX tiles of 1 KB, for each pair of 16 outputs and another 16, for each 64 inputs, one and the
    other; a row of a tile holds four inputs of 16 outputs. 4 bits: a row of the first tile is in the low halves of
    bytes, the same row of the second in the high ones. A row's result does not depend on the rows beside it. */
 
 #include "processor.h"
+#include "silu.h"
 
 enum {
     TILE = 1024,         /* bytes: 16 outputs x 64 inputs */
@@ -25,13 +26,14 @@ struct quantized {
     int32_t *row_sums;  /* [rows, parts] of x */
     const uint8_t *weight;
     const float *bias;  /* [num_outputs] or NULL */
-    bf16 *out;          /* [rows, num_outputs] */
+    bf16 *out;          /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs;
     int bits;           /* of a weight: 8, -127 to 127, or 4, 0 to 15 */
     int64_t group;      /* inputs that share a row of scales and bases: 64 to BLOCK_INPUTS, or all */
     int64_t part;       /* inputs that are summed as whole numbers: a group's, at most BLOCK_INPUTS */
     int64_t num_parts;
     const float *scales, *bases; /* [groups, num_outputs]; a weight is number * scale + base; no bases: 0 */
+    int is_gated;
 };
 
 AVX static __m512 widened(const bf16 *x) {
@@ -168,8 +170,14 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
             const __m512 more = p->bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
             result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), unit, more);
         }
-        _mm512_storeu_si512(p->out + (row + i) * p->num_outputs + pair * OUTPUTS,
-                            (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
+        if (p->is_gated) {
+            const __m512 gated = _mm512_mul_ps(rough_silu(result[0]), result[1]);
+            bf16 *to = p->out + (row + i) * (p->num_outputs / 2) + pair * OUTPUTS / 2;
+            _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(gated));
+        } else {
+            bf16 *to = p->out + (row + i) * p->num_outputs + pair * OUTPUTS;
+            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
+        }
     }
 }
 
@@ -207,16 +215,18 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
 }
 
 /* out [rows, N] = x [rows, K] W^T (+ bias), where K is a multiple of 64 and of `group`, and N one of 32;
-   `group` is all of K or divides BLOCK_INPUTS.
+   `group` is all of K or divides BLOCK_INPUTS. If gated, out [rows, N / 2] = silu(gate) * up, where each pair of W has
+   16 outputs of the gate and the same 16 of up.
    `scratch`: rows * (K + 64) bytes and, behind them, rows * (1 + parts) * 4. */
 AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const float *bias, bf16 *out,
                                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                    const float *scales, const float *bases, int64_t group, int8_t *scratch) {
+                                    const float *scales, const float *bases, int64_t group, int is_gated,
+                                    int8_t *scratch) {
     float *units = (float *)(scratch + num_rows * (num_inputs + PAD));
     int32_t *row_sums = (int32_t *)(units + num_rows);
     const int64_t part = least(group, BLOCK_INPUTS), num_parts = (num_inputs + part - 1) / part;
     const struct quantized p = {scratch, units, row_sums, weight, bias, out, num_rows, num_inputs, num_outputs, bits,
-                                group, part, num_parts, scales, bases};
+                                group, part, num_parts, scales, bases, is_gated};
     const int64_t num_pairs = num_outputs / OUTPUTS;
     const int64_t pairs = most(1, least((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
 #pragma omp parallel

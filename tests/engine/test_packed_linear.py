@@ -13,12 +13,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine import model_runner, packed_linear
+from engine import gated_linear, model_runner, packed_linear
 from engine.config import CacheConfig, ModelConfig
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
-from engine.native_product import NativeProduct
-from engine.packed_linear import PackedLinear, can_fuse, can_pack, gated_of, linear_of, pack_linears
+from engine.packed_linear import PackedLinear, can_pack, linear_of, pack_linears
 from tests.engine.families import SERVED, write_family
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -39,30 +38,6 @@ def test_packed_product_is_the_plain_one(dtype: torch.dtype, has_bias: bool, num
     product = linear_of(weight, bias)(x)
     assert product.dtype == dtype
     torch.testing.assert_close(product, F.linear(x, weight, bias), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 70])
-def test_a_fused_gate_is_the_plain_one(has_bias: bool, num_rows: int) -> None:
-    torch.manual_seed(0)
-    gate, up = (nn.Linear(33, 48, bias=has_bias, dtype=torch.bfloat16).requires_grad_(False) for _ in range(2))
-    x = torch.randn(num_rows, 33).bfloat16()
-    expected = F.silu(gate(x).float()) * up(x).float()
-    torch.testing.assert_close(gated_of(gate, up)(x).float(), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_gates_are_fused_by_our_kernel_and_else_where_they_are_large_and_bfloat16() -> None:
-    odd, large = (torch.zeros(rows, 1024, dtype=torch.bfloat16) for rows in (1023, 1024))
-    assert not can_fuse(odd, odd)
-    assert can_fuse(large, large) == can_pack(large)
-    assert can_fuse(large.float(), large.float()) == NativeProduct.fits(large.float())
-
-
-def test_a_gate_is_not_fused_where_packing_would_round_either_weight() -> None:
-    rough = torch.full((64, 64), 0.1)
-    smooth = rough.bfloat16().float()
-    assert not can_fuse(smooth, rough)
-    assert not can_fuse(rough, smooth)
 
 
 def test_a_strided_input_is_multiplied_as_it_reads() -> None:
@@ -104,7 +79,7 @@ def test_the_plain_weight_is_freed() -> None:
 def test_a_runner_holds_no_weight_beside_the_packed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, deterministic: bool
 ) -> None:
-    monkeypatch.setattr(packed_linear, "_MIN_FUSED_ELEMENTS", 1)
+    monkeypatch.setattr(gated_linear, "_MIN_FUSED_ELEMENTS", 1)
     write_family(tmp_path, SERVED[family]())
     weights: dict[str, weakref.ref[torch.Tensor]] = {}
 
