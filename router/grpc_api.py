@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -44,12 +44,23 @@ class CallContext(Protocol):
     def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
 
 
-class GrpcApi:
-    """The calls, as methods over one service. Errors become status codes with the error's own message."""
+async def _none() -> int:
+    return 0
 
-    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
+
+class GrpcApi:
+    """The calls, as methods over one service. Errors become status codes with the error's own message.
+
+    `num_leaving` says how many processes like this one are about to end, which none of them knows of itself: when one
+    more is, streams without an end of their own are ended, for their clients to open them elsewhere.
+    """
+
+    def __init__(
+        self, service: GenerationService, api_keys: ApiKeys, num_leaving: Callable[[], Awaitable[int]] = _none
+    ) -> None:
         self._service = service
         self._api_keys = api_keys
+        self._num_leaving = num_leaving
 
     async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
         """The whole answer."""
@@ -132,13 +143,16 @@ class GrpcApi:
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """Health now, and again whenever it changes."""
         last = None
-        while True:
+        least_leaving = num_leaving = await self._num_leaving()
+        while num_leaving <= least_leaving:
+            least_leaving = num_leaving
             is_known = request.service in ("", SERVICE_NAME)
             status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(_HEALTH_PERIOD_S)
+            num_leaving = await self._num_leaving()
 
     async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         try:

@@ -13,8 +13,8 @@ from ray.serve.handle import DeploymentHandle
 
 from protos import outrider_pb2 as pb2
 from router.api_keys import ApiKeys
+from router.application_watch import INGRESS, ApplicationWatch
 from router.config import IngressConfig
-from router.deletion_watch import DeletionWatch
 from router.generation_service import GenerationService
 from router.grpc_api import GrpcApi
 from router.metrics import IngressMetrics
@@ -29,7 +29,7 @@ GRPC_SERVICER_FUNCTIONS = (
 )
 
 
-@serve.deployment(name="Ingress")
+@serve.deployment(name=INGRESS)
 @serve.ingress()
 class Ingress:
     """One ingress replica. Serve calls the ASGI app for HTTP, and for gRPC the method named like the call.
@@ -40,9 +40,10 @@ class Ingress:
     def __init__(self, pair: DeploymentHandle, config: IngressConfig, prefill: DeploymentHandle | None = None) -> None:
         self._api_keys = ApiKeys.from_file(config.api_keys_file)
         metrics = IngressMetrics()
-        backend = ServeBackend(pair, RequestRouting(metrics.router), DeletionWatch(), prefill)
+        application = ApplicationWatch()
+        backend = ServeBackend(pair, RequestRouting(metrics.router), application.is_deleted, prefill)
         self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
-        self._grpc = GrpcApi(self._service, self._api_keys)
+        self._grpc = GrpcApi(self._service, self._api_keys, application.num_leaving)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service, self._api_keys)

@@ -24,7 +24,7 @@ HOMES = {
         "cluster/",
         *(
             f"router/{name}.py"
-            for name in ("ingress", "serve_backend", "serve_router", "index_actor", "index_client", "deletion_watch")
+            for name in ("ingress", "serve_backend", "serve_router", "index_actor", "index_client", "application_watch")
         ),
     ),
     "torch": ("engine/", "actors/"),

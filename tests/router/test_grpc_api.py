@@ -13,6 +13,7 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SpeculationMethod, VerifyMode
+from router import grpc_api
 from router.api_keys import ApiKeys
 from router.generation_service import GenerationService
 from router.grpc_api import SERVICE_NAME, GrpcApi
@@ -245,6 +246,20 @@ async def test_health_follows_the_pairs(channel: grpc.aio.Channel, backend: Fake
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     watched = await stub.Watch(health_pb2.HealthCheckRequest()).read()
     assert watched.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_who_watches_is_let_go_before_the_process_ends(
+    service: GenerationService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_api, "_HEALTH_PERIOD_S", 0.01)
+    answers = iter([1, 1, 0, 1, 7])
+
+    async def num_leaving() -> int:
+        return next(answers)
+
+    watching = GrpcApi(service, ApiKeys(), num_leaving).watch(health_pb2.HealthCheckRequest(), context=None)
+    assert [answer.status async for answer in watching] == [health_pb2.HealthCheckResponse.SERVING]
+    assert next(answers) == 7
 
 
 async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:

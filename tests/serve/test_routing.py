@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
+import grpc
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
 from tests.serve.tiny_models import CHARACTERS, write_pair
@@ -116,9 +118,12 @@ def test_a_dead_targets_blocks_vanish_and_its_prefixes_are_computed_elsewhere(se
     assert served.metric("outrider_router_stale_answers") == stale
 
 
-def test_a_stream_that_no_pair_is_left_for_ends_with_an_error(served: ServedPair):
+def test_a_stream_that_no_pair_is_left_for_ends_with_an_error_and_who_watches_is_let_go(served: ServedPair):
     deleting = Thread(target=served.cluster.undeploy)
-    with pytest.raises(openai.APIError, match="being taken down"):
-        served.stream(once(100, deleting.start), temperature=1.0, max_tokens=3000)
-    deleting.join(60.0)
-    assert not deleting.is_alive()
+    with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(openai.APIError, match="being taken down"):
+            served.stream(once(100, deleting.start), temperature=1.0, max_tokens=3000)
+        deleting.join(60.0)
+        assert not deleting.is_alive()

@@ -179,15 +179,19 @@ def test_a_wrong_key_is_refused_and_what_runs_goes_on(served: ServedPair):
     assert served.stream().finish_reason == "length"
 
 
-def test_a_stream_outlives_a_redeploy(served: ServedPair, long_text: list[int]):
+def test_a_stream_outlives_a_redeploy_and_who_watches_is_let_go(served: ServedPair, long_text: list[int]):
     done = threading.Event()
 
     def deploy() -> None:
         redeploy(served, speculation={"num_tokens": 2})
         done.set()
 
-    actual = served.stream(once(200, lambda: threading.Thread(target=deploy).start()), temperature=1.0, max_tokens=LONG)
-    assert actual.token_ids == long_text
+    with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=300.0)
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        deploying = threading.Thread(target=deploy)
+        assert served.stream(once(200, deploying.start), temperature=1.0, max_tokens=LONG).token_ids == long_text
+        list(watching)  # it ends
     assert done.wait(120.0)
     assert served.stream(temperature=1.0).token_ids == long_text[:64]
 
