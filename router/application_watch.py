@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
@@ -31,9 +32,24 @@ class ApplicationWatch:
         await self._ask()
         return self._status is not None and self._status.status == ApplicationStatus.DELETING
 
-    async def num_leaving(self) -> int:
-        """How many replicas of the ingress finish what they have, and end: this one may be among them."""
-        await self._ask()
+    def stay(self) -> Callable[[], Awaitable[bool]]:
+        """For a stream without an end of its own: what to ask whether it has to end, since this replica is about to.
+
+        The controller says how many replicas of the ingress leave, but not which: one more since the stream began.
+        """
+        least: int | None = None
+
+        async def is_over() -> bool:
+            nonlocal least
+            if await self.is_deleted():
+                return True
+            num_leaving = self._num_leaving()
+            least = num_leaving if least is None else min(least, num_leaving)
+            return num_leaving > least
+
+        return is_over
+
+    def _num_leaving(self) -> int:
         if self._status is None or INGRESS not in self._status.deployments:
             return 0
         return self._status.deployments[INGRESS].replica_states.get(ReplicaState.STOPPING, 0)

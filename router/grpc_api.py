@@ -44,23 +44,25 @@ class CallContext(Protocol):
     def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
 
 
-async def _none() -> int:
-    return 0
+Stay = Callable[[], Awaitable[bool]]
+
+
+async def _never() -> bool:
+    return False
 
 
 class GrpcApi:
     """The calls, as methods over one service. Errors become status codes with the error's own message.
 
-    `num_leaving` says how many processes like this one are about to end, which none of them knows of itself: when one
-    more is, streams without an end of their own are ended, for their clients to open them elsewhere.
+    A stream without an end of its own asks what `open_stay` gives it whether it is over.
     """
 
     def __init__(
-        self, service: GenerationService, api_keys: ApiKeys, num_leaving: Callable[[], Awaitable[int]] = _none
+        self, service: GenerationService, api_keys: ApiKeys, open_stay: Callable[[], Stay] = lambda: _never
     ) -> None:
         self._service = service
         self._api_keys = api_keys
-        self._num_leaving = num_leaving
+        self._open_stay = open_stay
 
     async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
         """The whole answer."""
@@ -143,16 +145,14 @@ class GrpcApi:
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """Health now, and again whenever it changes."""
         last = None
-        least_leaving = num_leaving = await self._num_leaving()
-        while num_leaving <= least_leaving:
-            least_leaving = num_leaving
+        is_over = self._open_stay()
+        while not await is_over():
             is_known = request.service in ("", SERVICE_NAME)
             status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(_HEALTH_PERIOD_S)
-            num_leaving = await self._num_leaving()
 
     async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         try:

@@ -43,7 +43,7 @@ class Ingress:
         application = ApplicationWatch()
         backend = ServeBackend(pair, RequestRouting(metrics.router), application.is_deleted, prefill)
         self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
-        self._grpc = GrpcApi(self._service, self._api_keys, application.num_leaving)
+        self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service, self._api_keys)
