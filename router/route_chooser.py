@@ -56,6 +56,7 @@ class RouteChooser:
 
     def routed(self, call: RoutedCall, worker_id: str) -> None:
         """The call went to `worker_id`; a reservation elsewhere ends, and the answer says nothing of this worker."""
+        call.is_taken = True
         if call.route is None or call.route.answer is None or call.route.answer.worker_ids[0] == worker_id:
             return
         if call.withdraw is not None:

@@ -30,6 +30,7 @@ class RoutedCall:
     keys: bytes = b""
     route: Route | None = None
     withdraw: Callable[[], None] | None = None  # ends the reservation, while there is one
+    is_taken: bool = False  # by a pair, whose first token may be long in coming
 
     def __reduce__(self) -> tuple[object, ...]:
         return _request_alone, (self.request,)

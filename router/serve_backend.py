@@ -16,11 +16,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.request_routing import RequestRouting
+from router.routed_call import RoutedCall
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
-_PATIENCE_S = 2.0
+_PATIENCE_S = 2.0  # with Serve's router, until it is asked whether there will be a pair at all
 _END_OF_STREAM_TIMEOUT_S = 1.0
 _PREFILL_METRICS_TIMEOUT_S = 2.0
 
@@ -30,7 +31,7 @@ class ServeBackend:
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
     ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too, and is asked for nothing else here.
-    Whoever has waited for a pair for a while is told if `is_deleted` says that none will come.
+    A request that no pair has taken is told if `is_deleted` says that none will.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ServeBackend:
         stream = cast(DeploymentResponseGenerator, Context().run(self._generate.remote, call))
         is_accepted = is_finished = False
         try:
-            batch = _batch_of(await self._first(stream))
+            batch = _batch_of(await self._first(call, stream))
             is_accepted = True
             self._routing.accepted(call, batch[0])
             is_finished = _has_end(batch)
@@ -71,12 +72,12 @@ class ServeBackend:
                 self._routing.refused(call)
             await _end(stream, is_finished)
 
-    async def _first(self, stream: DeploymentResponseGenerator) -> TokenChunk | list[TokenChunk]:
+    async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator) -> TokenChunk | list[TokenChunk]:
         """The first item. Serve waits for a replica that may take the request, be there one or not."""
         first = asyncio.ensure_future(anext(stream))
         try:
             while not (await asyncio.wait({first}, timeout=_PATIENCE_S))[0]:
-                if await self._is_deleted():
+                if not call.is_taken and await self._is_deleted():
                     raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
             return first.result()
         finally:

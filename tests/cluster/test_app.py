@@ -1,5 +1,6 @@
 """The application as `build` hands it to Serve, without a cluster (what `serve build` does)."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from safetensors.numpy import save_file
 
 from actors.settings import DraftKind, PairSettings, PrefillSettings
 from cluster.app import build
+from cluster.serve_environment import set_variables
 from engine.config import HeadConfig, HeadKind
 from protos.errors import ConfigError
-from router.config import IngressConfig
+from router.config import IngressConfig, IngressLimits
 
 
 @pytest.fixture
@@ -38,6 +40,15 @@ def test_the_application_is_an_ingress_in_front_of_a_pair(model: str):
     config: IngressConfig = ingress.init_args[1]
     assert (config.model_id, config.model_path) == ("m", model)
     assert settings_of(pair).draft.kind is DraftKind.NONE
+
+
+def test_connections_outlast_the_pairs_that_served_them(model: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {})
+    set_variables()
+    ingress, pair = deployments({"model_id": "m", "target": {"path": model}})
+    drains_s = [each._deployment_config.graceful_shutdown_timeout_s for each in (pair, ingress)]
+    assert drains_s[0] + IngressLimits().migration_deadline_s < drains_s[1]
+    assert drains_s[1] < float(os.environ["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
 
 
 def test_a_pair_is_packed_on_one_node_with_a_bundle_for_each_process(model: str):

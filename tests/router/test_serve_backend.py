@@ -16,6 +16,7 @@ from protos.errors import EngineError, OverloadedError, RequestError, ServingErr
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router import serve_backend
 from router.request_routing import RequestRouting
+from router.routed_call import RoutedCall
 from router.router_metrics import RouterMetrics
 from router.serve_backend import ServeBackend
 from tests.router.fake_backend import CARD
@@ -66,11 +67,22 @@ class AbsentDeployment:
         raise UnavailableError("no replica")
 
 
+class Taken(RequestRouting):
+    """As if a pair had taken every call: there is no router of ours here."""
+
+    def open(self, request: GenerateRequest) -> RoutedCall:
+        call = super().open(request)
+        call.is_taken = True
+        return call
+
+
 def open_backend(
-    is_deleted: Callable[[], Awaitable[bool]] = no, prefill: AbsentDeployment | None = None
+    is_deleted: Callable[[], Awaitable[bool]] = no,
+    prefill: AbsentDeployment | None = None,
+    routing: type[RequestRouting] = RequestRouting,
 ) -> ServeBackend:
     handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
-    return ServeBackend(handle, RequestRouting(RouterMetrics(CollectorRegistry())), is_deleted, prefill or handle)
+    return ServeBackend(handle, routing(RouterMetrics(CollectorRegistry())), is_deleted, prefill or handle)
 
 
 @pytest.fixture
@@ -115,6 +127,12 @@ async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyP
     assert len([batch async for batch in open_backend(no).generate(late)]) == 2
     with pytest.raises(ShuttingDownError):
         await anext(open_backend(yes).generate(late))
+
+
+async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    late = GenerateRequest("r", (COMES_LATE,))
+    assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 2
 
 
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:

@@ -115,6 +115,14 @@ async def test_a_full_pair_is_passed_over_for_the_next_best(
     assert route.failure == "diverted"
 
 
+async def test_a_call_is_taken_once_a_pair_has_accepted_it(router: PrefixAwareRouter, replicas: list[FakeReplica]):
+    request = pending(call())
+    await choose(router, request)
+    assert not request.args[0].is_taken
+    router.on_request_routed(request, replicas[1].replica_id, None)
+    assert request.args[0].is_taken
+
+
 async def test_a_full_fleet_is_waited_for_and_not_asked_in_a_busy_loop(
     router: PrefixAwareRouter, replicas: list[FakeReplica], index: FakeIndex
 ):
