@@ -48,7 +48,7 @@ protos: install  ## regenerate the committed gRPC stubs
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. protos/outrider.proto
 
 demo-pair: $(INSTALLED)  ## train the bundled demo pair again
-	@$(BIN)/python -m models.train_demo_pair
+	@$(BIN)/python -m models.demo_pair.train_demo_pair
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
@@ -64,7 +64,7 @@ bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
-	@$(BIN)/python -m bench.profile
+	@$(BIN)/python -m bench.steps.profile
 
 bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten minutes; without a GPU it says so
 	@$(BIN)/python -m bench.gpu

@@ -56,9 +56,9 @@ class PairDevices:
 class PrefillSettings:
     """What a prefill replica is built from.
 
-    `engine.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that of the
-    engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits in one
-    step for `step_timeout_s` is replaced.
+    `engine.scheduler.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
+    of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits
+    in one step for `step_timeout_s` is replaced.
     """
 
     engine: EngineConfig

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.engine_stats import EngineStats
-from engine.translation.counts import TranslationCounts
+from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.stats.engine_stats import EngineStats
 from protos import errors
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk

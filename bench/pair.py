@@ -2,10 +2,10 @@
 
     python -m bench.pair --streams 1 8 --tokens 64 --rounds 3
 
-All contenders run the padded fixture (`models.padded_fixture`: the demo target's logits at the cost of a 0.5 B model)
-in bfloat16 on the same prompts, greedy under the repetition penalty that the demo target advises: without it the texts
-are loops, which any draft foresees. Rounds are interleaved, so that a machine that slows down slows down for everyone;
-the table quotes medians.
+All contenders run the padded fixture (`models.fixtures.padded_fixture`: the demo target's logits at the cost of a 0.5 B
+model) in bfloat16 on the same prompts, greedy under the repetition penalty that the demo target advises: without it the
+texts are loops, which any draft foresees. Rounds are interleaved, so that a machine that slows down slows down for
+everyone; the table quotes medians.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ from pathlib import Path
 
 import torch
 
-from bench.contender import Contender
-from bench.engine_contender import EngineContender
-from bench.http_contender import HttpContender
-from bench.prompts import held_out_prompts
-from bench.race import race
-from bench.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
-from bench.table import print_rows, print_step_times, rows_of
-from bench.transformers_contender import TransformersContender, load
+from bench.contenders.contender import Contender
+from bench.contenders.engine_contender import EngineContender
+from bench.contenders.http_contender import HttpContender
+from bench.contenders.prompts import held_out_prompts
+from bench.contenders.race import race
+from bench.contenders.table import print_rows, print_step_times, rows_of
+from bench.contenders.transformers_contender import TransformersContender, load
+from bench.padded_pair import CACHE, DEMO, padded_target
+from bench.served.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
-from engine.model_loader import model_version
-from engine.proposer.model import ModelProposer
-from models.architecture import REPETITION_PENALTY
-from models.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
-
-DEMO = Path("models/demo")
-CACHE = Path(".cache/bench")
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from models.training.architecture import REPETITION_PENALTY
 
 
 def main() -> None:
@@ -70,17 +66,6 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--skip-transformers", action="store_true", help="leave out Transformers")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     return parser.parse_args()
-
-
-def padded_target(num_positions: int | None = None) -> Path:
-    """The padded fixture of the demo target as it is now, built under `CACHE` if it is not there.
-
-    With `num_positions` it can hold texts so long, for recordings: it was trained on fewer.
-    """
-    folder = CACHE / f"padded-{model_version(str(DEMO / 'target'))[:8]}{f'-{num_positions}' if num_positions else ''}"
-    if not (folder / "config.json").exists():
-        build_fixture(DEMO / "target", folder, DEFAULT_LAYERS, DEFAULT_MLP, num_positions)
-    return folder
 
 
 def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> list[Contender]:

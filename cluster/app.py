@@ -13,8 +13,8 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from actors.pair import Pair
-from actors.prefill import Prefill
+from actors.pair.pair import Pair
+from actors.prefill.prefill import Prefill
 from actors.settings import DraftKind, PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.model_files import check_models
@@ -29,14 +29,14 @@ from cluster.placement import (
     plan_pair,
 )
 from cluster.replica_settings import pair_settings, prefill_settings
-from cluster.sections.faces import SERVES_OWN_POLICY
-from cluster.sections.replicas import Scaled
+from cluster.schema.frontends import SERVES_OWN_POLICY
+from cluster.schema.replicas import Scaled
 from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig
 from router.config import IngressConfig, IngressLimits, RouterConfig
-from router.index_client import IndexClient
 from router.ingress import Ingress
+from router.routing.index.index_client import IndexClient
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _request_router_options(router: RouterConfig) -> dict[str, Any]:
     if router.policy == SERVES_OWN_POLICY:
         return {}
     arguments = {
-        "request_router_class": "router.serve_router:PrefixAwareRouter",
+        "request_router_class": "router.routing.serve_router:PrefixAwareRouter",
         "request_router_kwargs": asdict(router),
     }
     return {"request_router_config": arguments}

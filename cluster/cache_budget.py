@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.config import DeployConfig
-from cluster.sections.replicas import CacheSection
+from cluster.schema.replicas import CacheSection
 from engine.config import CacheConfig
 
 _GIB = 1 << 30

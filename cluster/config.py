@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from cluster.sections.faces import IngressSection, RouterSection
-from cluster.sections.models import HEAD_KINDS, KINDS_WITH_LAWS, DraftSection, TargetSection
-from cluster.sections.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
-from cluster.sections.section import Section
-from cluster.sections.speculation import SpeculationSection
+from cluster.schema.frontends import IngressSection, RouterSection
+from cluster.schema.models import HEAD_KINDS, KINDS_WITH_LAWS, DraftSection, TargetSection
+from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
+from cluster.schema.section import Section
+from cluster.schema.speculation import SpeculationSection
 from engine.config import DraftVocabulary
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
-from router.tokenizer_files import load_tokenizer_files
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 
 def check_models(config: DeployConfig) -> None:

@@ -26,39 +26,45 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.approximate.steps import StepSpeculation, step_speculation
-from engine.batch import Batch, ScheduledSequence
-from engine.block_manager import BlockManager, KvEventSink
-from engine.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.config import EngineConfig, SpeculationConfig
-from engine.constrained_draft import constrain
-from engine.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.draft_wish import check_steps, has_fixed_length, is_adaptive, num_draft_tokens, num_guess_tokens
-from engine.engine_stats import DraftCounters, EngineStats, ReasoningStats
-from engine.grammar_compiler import GrammarCompiler
-from engine.heads.passed_rows import passed_rows
-from engine.issued_pass import IssuedPass
-from engine.kv_move import KVMove
-from engine.kv_transfer import KVTransport
-from engine.leading_runner import load_runner
-from engine.model_loader import tokenizer_file
-from engine.overlap import NoOverlap, OneStepBehind, Overlap
-from engine.pass_shapes import sized
-from engine.prefill_source import NoPrefillSource, PrefillSource
-from engine.prompt_logprobs import score_prompts
+from engine.kv_cache.block_manager import BlockManager, KvEventSink
+from engine.kv_cache.compaction import KVMove
+from engine.model.cuda_graphs.buckets import sized
+from engine.model.loader import tokenizer_file
+from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.proposer import HeadProposer, Proposer
-from engine.proposer.head import head_proposer
-from engine.proposer.methods import proposer_of
-from engine.proposer.none import NoProposer
-from engine.rates import RateMeter, StepWork
-from engine.remote_prefill import RemotePrefill
-from engine.sampler import Sampler
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceStatus
+from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.proposer.adaptive.request_limits import (
+    check_steps,
+    has_fixed_length,
+    is_adaptive,
+    num_draft_tokens,
+    num_guess_tokens,
+)
+from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
+from engine.proposer.constrained_draft import constrain
+from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.hidden_state.factory import head_proposer
+from engine.proposer.passed_rows import passed_rows
+from engine.remote_prefill.kv_transfer import KVTransport
+from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillSource
+from engine.remote_prefill.remote_prefill import RemotePrefill
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.sampler import Sampler
+from engine.sampling.vocabulary import Vocabulary
+from engine.scheduler.async_scheduling import NoOverlap, OneStepBehind, Overlap
+from engine.scheduler.in_flight_batch import IssuedPass
+from engine.scheduler.prompt_logprobs import score_prompts
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence.batch import Batch, ScheduledSequence
+from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
-from engine.step_times import StepTimer, StepTimes
+from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
+from engine.stats.rates import RateMeter, StepWork
+from engine.stats.step_times import StepTimer, StepTimes
 from engine.verifier import Verified
 from engine.verifier.verifier import Verifier
-from engine.vocabulary import Vocabulary
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 
@@ -66,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What the engine needs of a model; `engine.model_runner.ModelRunner` is the real one."""
+    """What the engine needs of a model; `engine.model.runner.model_runner.ModelRunner` is the real one."""
 
     vocab_size: int
 

@@ -86,7 +86,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The law of the next token, applied to the target's logits in one fixed order (`engine.sampler`).
+    """The law of the next token, applied to the target's logits in one fixed order (`engine.sampling.sampler`).
 
     Neutral values switch a transform off. `seed` is always set: the ingress draws one when the client sends none, so a
     request that moves to another replica goes on with the same randomness.

@@ -20,12 +20,12 @@ from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.errors import EngineError, NotFoundError, OverloadedError, ServingError
 from router.api_keys import ApiKeys
-from router.delta import Delta
-from router.generation import Generation
-from router.generation_service import GenerationService
-from router.openai_requests import CompletionRequest
-from router.usage import Usage
-from router.validation_errors import as_request_error
+from router.generation.delta import Delta
+from router.generation.generation import Generation
+from router.generation.generation_service import GenerationService
+from router.generation.usage import Usage
+from router.requests.openai_requests import CompletionRequest
+from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from ray.serve.handle import DeploymentHandle
 
 from protos import outrider_pb2 as pb2
 from router.api_keys import ApiKeys
-from router.application_watch import INGRESS, ApplicationWatch
+from router.backend.application_watch import INGRESS, ApplicationWatch
+from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
-from router.generation_service import GenerationService
+from router.generation.generation_service import GenerationService
 from router.grpc_api import GrpcApi
-from router.metrics import IngressMetrics
-from router.openai_api import build_app
-from router.request_routing import RequestRouting
-from router.serve_backend import ServeBackend
-from router.tokenizer_files import load_tokenizer_files
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
+from router.routing.request_routing import RequestRouting
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 GRPC_SERVICER_FUNCTIONS = (
     "protos.outrider_pb2_grpc.add_GenerationServicer_to_server",

@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.pair import DEMO, padded_target
+from bench.contenders.prompts import PROMPT_TOKENS
+from bench.padded_pair import DEMO, padded_target
 from bench.peers.convert import gguf_pair, openvino_pair
 from bench.peers.install import install_llama_server, install_openvino
 from bench.peers.llama_server import LlamaServerSystem
@@ -23,7 +24,6 @@ from bench.peers.rounds import Plan, hold
 from bench.peers.rows import rows_of
 from bench.peers.system import Limits, Mode, Pair, Precision, System
 from bench.peers.worker_systems import openvino_system, transformers_system
-from bench.prompts import PROMPT_TOKENS
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.peers.install import LlamaCpp
 from bench.peers.system import Pair
-from engine.model_loader import model_version
+from engine.model.loader import model_version
 
 GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.contender import Contender, Prompts, Run
-from bench.http_contender import Answer
+from bench.contenders.contender import Contender, Prompts, Run
+from bench.contenders.http_contender import Answer
 from bench.peers.process_tree import ProcessTree
 from bench.peers.system import Limits, Mode, Pair
 

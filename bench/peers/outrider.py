@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.contender import Contender
-from bench.http_contender import HttpContender
+from bench.contenders.contender import Contender
+from bench.contenders.http_contender import HttpContender
 from bench.peers.process_tree import ProcessTree
 from bench.peers.system import Limits, Mode, Pair, Precision
-from bench.served import ServedApplication
-from bench.served_pair import HTTP_PORT, MODEL_ID, ServedPair, start_served
+from bench.served.application import ServedApplication
+from bench.served.served_pair import HTTP_PORT, MODEL_ID, ServedPair, start_served
 
 
 class OutriderSystem:

@@ -49,7 +49,7 @@ class Conditions:
     def lines(self) -> list[str]:
         return [
             f"- Target: {self.target}, the demo target's logits at the cost of a 0.46 B model "
-            f"(`models.padded_fixture`); draft: the demo draft, K = {self.limits.num_draft_tokens} for all.",
+            f"(`models.fixtures.padded_fixture`); draft: the demo draft, K = {self.limits.num_draft_tokens} for all.",
             f"- {self.num_prompt_tokens} prompt tokens from held-out files, {self.num_tokens} greedy tokens for each; "
             f"rounds: {self.num_rounds}, each after a warm-up of every system.",
             f"- {self.limits.num_threads} threads; {_processor()}, {os.cpu_count()} cores; load average at "

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from bench.contender import Prompts
-from bench.prompts import held_out_prompts
-from bench.transformers_contender import load
+from bench.contenders.contender import Prompts
+from bench.contenders.prompts import held_out_prompts
+from bench.contenders.transformers_contender import load
 
 
 @dataclass(frozen=True, slots=True)

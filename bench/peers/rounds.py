@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from bench.contender import Prompts, Run
+from bench.contenders.contender import Prompts, Run
 from bench.peers.system import Mode, System
 
 WARM_UP_TOKENS = 8

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bench.contender import Run
+from bench.contenders.contender import Run
 from bench.peers.reference import Reference
 from bench.peers.rounds import Measurement, Outcome
 from bench.peers.system import Mode

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from bench.contender import Contender
+from bench.contenders.contender import Contender
 
 
 class Mode(StrEnum):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bench.transformers_contender import TransformersContender, load
+from bench.contenders.transformers_contender import TransformersContender, load
 
 
 def main() -> None:

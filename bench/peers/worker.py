@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import IO, Any
 
-from bench.contender import Contender, Prompts, Run
+from bench.contenders.contender import Contender, Prompts, Run
 from bench.peers.process_tree import ProcessTree
 from bench.peers.system import Mode
 

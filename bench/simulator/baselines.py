@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from router.load import FleetLoad
-from router.policy import CostConfig, Decision, Policy, RouteQuery, cost_terms, rank, shuffle
-from router.selector import Ranker
+from router.routing.load import FleetLoad
+from router.routing.policy import CostConfig, Decision, Policy, RouteQuery, cost_terms, rank, shuffle
+from router.routing.selector import Ranker
 
 _CONFIG = CostConfig()
 

@@ -19,11 +19,11 @@ from bench.simulator.trace import Trace
 from bench.simulator.worker import Job, SimulatedWorker, WorkerPorts
 from protos.kv_events import KvEventBatch, KvSnapshot
 from protos.worker_load import WorkerLoad
-from router.audit import RouteAudit, RouteOutcome
-from router.index import PrefixIndex
-from router.load import LoadTable
-from router.policy import Decision
-from router.selector import RouteRequest, Selector
+from router.routing.audit import RouteAudit, RouteOutcome
+from router.routing.load import LoadTable
+from router.routing.policy import Decision
+from router.routing.prefix_index import PrefixIndex
+from router.routing.selector import RouteRequest, Selector
 
 _SNAPSHOT_RETRY_S = 1.0
 _STEADY_SHARE = 0.9

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.approximate.config import JudgeKind, StepConfig
+from engine.config import JudgeKind, StepConfig
 from protos.errors import ConfigError
 from protos.messages import MAX_STEP_SCORE
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.approximate.config import StepConfig
+from engine.config import StepConfig
 
 _MARKER_TOKENS = 16  # a marker is at most so many tokens, or it is not seen where it lies across two passes
 

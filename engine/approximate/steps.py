@@ -21,19 +21,19 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.approximate.config import StepConfig
 from engine.approximate.judge import StepJudge, judge_of
+from engine.approximate.reasoning_sequence import Phase, Thought
 from engine.approximate.step_text import StepCut, StepText
-from engine.approximate.thought import Phase, Thought
-from engine.batch import ScheduledSequence
-from engine.checked_draft import check_draft
+from engine.config import StepConfig
 from engine.draft import NO_DRAFT, Draft
-from engine.engine_stats import ReasoningStats
 from engine.proposer import Proposer
-from engine.sequence import Sequence
+from engine.proposer.checked_draft import check_draft
+from engine.sampling.vocabulary import Vocabulary
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from engine.stats.engine_stats import ReasoningStats
 from engine.verifier import Verified, VerifyTask
 from engine.verifier.verifier import Verifier
-from engine.vocabulary import Vocabulary
 from protos.errors import ConfigError
 from protos.messages import VerifyMode
 

@@ -77,7 +77,7 @@ AVX INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* A head as int8 with its unit, to the bit what engine/int8_heads.py makes of it. */
+/* A head as int8 with its unit, to the bit what engine/kv_cache/int8_heads.py makes of it. */
 AVX static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
     __m512 largest = _mm512_setzero_ps();
     for (int64_t d = 0; d < dim; d += 16) {

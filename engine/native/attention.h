@@ -35,7 +35,7 @@ struct node {
     int32_t path; /* where the places of its path from `tree_start` on begin */
 };
 
-/* The attention of a pass in one layer; engine/native_attention.py has the same fields. Strides count numbers. */
+/* The attention of a pass in one layer; engine/attention/native.py has the same fields. Strides count numbers. */
 struct attention {
     const void *query; /* [T, H * G, D] */
     const void *new_keys, *new_values; /* [T, H, D] */

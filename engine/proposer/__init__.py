@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.batch import ScheduledSequence
 from engine.draft import Draft
-from engine.heads.passed_rows import PassedRows
-from engine.sequence import Sequence
+from engine.proposer.passed_rows import PassedRows
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
 
 
 class Proposer(Protocol):

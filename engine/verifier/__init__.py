@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.draft import Draft
-from engine.sequence import Sequence
+from engine.sequence.sequence import Sequence
 from protos.messages import TokenLogprobs
 
 

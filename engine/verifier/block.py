@@ -6,7 +6,7 @@ residual after tau accepted drafts is norm(max(0, rho_tau p - q)). The formulas 
 
 Unlike rejection, how many drafts stand depends on all drafts of the pass and all their coins, also on those beyond what
 is committed. Positions there are drafted and judged again by the next pass, which must know nothing of that: coins and
-draft noise are keyed by the pass (`engine.sampler.pass_keys`), never by the position alone.
+draft noise are keyed by the pass (`engine.sampling.sampler.pass_keys`), never by the position alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.noise import Purpose, uniform
-from engine.sampler import Sampler, draft_lanes, pass_keys
+from engine.sampling.noise import Purpose, uniform
+from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.verifier import block_law, rejection_law
 from engine.verifier.placed import Placed, drafted_probs, draw_final_tokens, place
 from engine.verifier.trial import Outcome, Trial

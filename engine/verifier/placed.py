@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.draft import SparseLaw
-from engine.noise import Purpose, gumbel
-from engine.row import Row
-from engine.sampler import row_keys
+from engine.sampling.logits_row import Row
+from engine.sampling.noise import Purpose, gumbel
+from engine.sampling.sampler import row_keys
 from engine.verifier import rejection_law as law
 from engine.verifier.trial import Trial
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from engine.noise import Purpose, uniform
-from engine.sampler import Sampler, row_keys
+from engine.sampling.noise import Purpose, uniform
+from engine.sampling.sampler import Sampler, row_keys
 from engine.verifier import rejection_law as law
 from engine.verifier.placed import Placed, drafted_probs, draw_final_tokens, place
 from engine.verifier.trial import Outcome, Trial

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM, Draft, SparseLaw
-from engine.sparse_law import is_consistent, one_hot, probability_of
+from engine.sampling.sparse_distribution import is_consistent, one_hot, probability_of
 
 NO_PROPOSAL = SparseLaw((), ())
 

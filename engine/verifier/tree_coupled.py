@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.verifier.trial import Outcome, Trial
 
 

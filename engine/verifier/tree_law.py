@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM, Draft, SparseLaw
-from engine.sparse_law import is_consistent, one_hot
+from engine.sampling.sparse_distribution import is_consistent, one_hot
 from engine.verifier import rejection_law
 
 

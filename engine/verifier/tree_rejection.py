@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.noise import Purpose, uniform
-from engine.row import Row
-from engine.sampler import Sampler, row_keys
+from engine.sampling.logits_row import Row
+from engine.sampling.noise import Purpose, uniform
+from engine.sampling.sampler import Sampler, row_keys
 from engine.verifier import rejection_law, tree_law
 from engine.verifier.placed import draw_tokens
 from engine.verifier.tree_law import Sibling

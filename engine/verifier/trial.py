@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from engine.grammar import TokenMask
-from engine.row import Row
+from engine.sampling.grammar import TokenMask
+from engine.sampling.logits_row import Row
 from engine.verifier import VerifyTask
 from protos.messages import VerifyMode
 

@@ -10,8 +10,8 @@ from itertools import groupby
 
 from torch import Tensor
 
-from engine.logprobs import LogprobQuery, token_logprobs
-from engine.sampler import Sampler
+from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sampling.sampler import Sampler
 from engine.verifier import Verified, VerifyTask
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled

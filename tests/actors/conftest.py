@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.socket_folder import private_folder
-from engine.batch import ScheduledSequence
-from engine.sequence import Sequence
+from actors.process.socket_folder import private_folder
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
 

@@ -5,7 +5,7 @@ import sys
 
 CHECK = """
 import importlib, sys
-for module in ("actors.pair", "cluster.app"):
+for module in ("actors.pair.pair", "cluster.app"):
     importlib.import_module(module)
     if heavy := {"torch", "transformers"} & sys.modules.keys():
         sys.exit(f"{module} loads {heavy}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.draft_messages import Open, Round, ToDraft
-from actors.frames import FrameCodec
+from actors.channel.draft_messages import Open, Round, ToDraft
+from actors.process.frames import FrameCodec
 from actors.shell_messages import Add, ToTarget
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 

@@ -134,7 +134,7 @@ def test_pairs_are_routed_by_the_policy_of_the_file(model: str, section: dict[st
     args = {"model_id": "m", "target": {"path": model}, "router": section, "cache": {"block_size": 32}}
     _, pair = deployments(args)
     router = pair._deployment_config.request_router_config
-    assert router.request_router_class == "router.serve_router:PrefixAwareRouter"
+    assert router.request_router_class == "router.routing.serve_router:PrefixAwareRouter"
     assert router.request_router_kwargs["policy"] == policy
     assert router.request_router_kwargs["block_size"] == 32
 

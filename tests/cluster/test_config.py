@@ -7,8 +7,7 @@ import pytest
 from actors.settings import DraftKind
 from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
 from cluster.config import parse_config
-from engine.approximate.config import StepConfig
-from engine.config import TreeConfig, TreeKind
+from engine.config import StepConfig, TreeConfig, TreeKind
 from protos.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model_id": "demo", "target": {"path": "models/demo/target"}}

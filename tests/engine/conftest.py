@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.native_library import Instructions, native_instructions, native_library
+from engine.native.library import Instructions, native_instructions, native_library
 
 
 @pytest.fixture(params=[Instructions.AVX512, Instructions.AMX], ids=lambda each: each.name)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import engine.engine_core
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
-from engine.proposer.none import NoProposer
-from engine.sampler import Sampler
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.sampling.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence.sequence import Sequence
 from engine.span import Span
 from engine.verifier.verifier import Verifier
 from protos.errors import EngineError, RequestError
@@ -34,8 +34,8 @@ from protos.messages import (
     TokenChunk,
     VerifyMode,
 )
-from tests.engine.checkpoints import write_checkpoint
-from tests.engine.fakes import FakeRunner, ScriptedProposer, logits_after
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.fakes import FakeRunner, ScriptedProposer, logits_after
 
 V = 16
 PROMPTS = [(1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8), (4,), (9,) * 11]

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers
 
 from router.api_keys import ApiKeys
-from router.chat_template import ChatTemplate
 from router.config import IngressConfig, IngressLimits
-from router.generation_service import GenerationService
-from router.metrics import IngressMetrics
-from router.openai_api import build_app
-from router.tokenizer import Tokenizer
-from router.tokenizer_files import TokenizerFiles
+from router.generation.generation_service import GenerationService
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.fake_backend import FakeBackend
 
 TEMPLATE = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
-from engine.proposer.ngram import NgramProposer
+from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from tests.engine.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
-from tests.engine.checkpoints import write_checkpoint
+from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
+from tests.engine.fixtures.checkpoints import write_checkpoint
 
 CARD = ModelCard(
     vocab_size=BYTE_VOCAB_SIZE, max_model_len=512, eos_token_ids=(END_ID,), model_version="v1", block_size=16

@@ -15,7 +15,7 @@ from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SpeculationMethod, VerifyMode
 from router import grpc_api
 from router.api_keys import ApiKeys
-from router.generation_service import GenerationService
+from router.generation.generation_service import GenerationService
 from router.grpc_api import SERVICE_NAME, GrpcApi
 from tests.router.fake_backend import FakeBackend, say
 

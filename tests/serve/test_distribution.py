@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.messages import SamplingParams
-from tests.engine.checkpoints import write_checkpoint
+from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.serve.plain_law import law_of_first_tokens
 from tests.serve.sequential_test import SequentialTest
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster

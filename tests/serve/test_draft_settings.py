@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.foreign_pair import write_foreign_pair
+from tests.engine.fixtures.foreign_pair import write_foreign_pair
 from tests.serve.served_pair import ServedPair, SharedCluster, Stream, eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engine.checkpoints import VOCAB_SIZE
-from tests.engine.eagle3_world import head_tensors, write_original
-from tests.engine.heads_world import fit_medusa, write_llama_with_mtp
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE
+from tests.engine.fixtures.eagle3_fixtures import head_tensors, write_original
+from tests.engine.fixtures.heads_fixtures import fit_medusa, write_llama_with_mtp
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.fetch_failure import FetchFailure
-from engine.model_loader import model_version
+from engine.model.loader import model_version
+from engine.remote_prefill.fetch_failure import FetchFailure
 from tests.serve.served_pair import ServedPair, SharedCluster, eventually
 from tests.serve.tiny_models import CHARACTERS, write_pair
 

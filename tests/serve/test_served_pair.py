@@ -22,7 +22,7 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
-from router.tokenizer_files import load_tokenizer_files
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.serve.served_pair import MODEL, ServedPair, eventually, once
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -1,0 +1,192 @@
+"""A draft model in another process, seen by the engine as one more proposer.
+
+A commit leaves the moment the target has committed, so the draft works while the target finishes its step and plans
+the next; `propose` then waits for the offers up to a deadline and goes on with what is there. A draft that has offered
+ahead of the verdict, for this very outcome, is not waited for: which discipline it follows, and for which sequences it
+had time, shows in what it has offered. Nothing the draft does, or fails to do, changes a token; what it sends is
+checked by the engine like any other proposal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from actors.channel.adaptive_timeout import Patience
+from actors.channel.draft_link import DraftLink
+from actors.channel.draft_messages import Offers, Round
+from actors.channel.followed_sequence import FollowedSequence
+from actors.shell_messages import DraftChannelStats
+from engine.draft import NO_DRAFT, Draft
+from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+_LONGEST_PASS_S = 1.0  # that counts as silence of the draft
+
+
+class ChannelProposer:
+    """Implements `engine.proposer.Proposer` over the socket at `path`.
+
+    It has `NO_DRAFT` while the draft is away or late, or was not asked. For the engine's thread alone.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link = DraftLink(path, clock)
+        self._clock = clock
+        self._patience = Patience()
+        self._followed: dict[str, FollowedSequence] = {}
+        self._closes: list[str] = []
+        self._opens: list[FollowedSequence] = []
+        self._asked_at_s = 0.0
+        self._generation = 0
+        self._num_stale_offers = 0
+        self._silent_s = 0.0
+        self._missed_at_s: float | None = None
+        self._drafting_s = 0.0
+        self._channel_s = 0.0
+        self._num_missed_offers = 0
+        self._num_lookups = 0
+        self._num_hits = 0
+        self._translated = TranslationCounts()
+
+    @property
+    def stats(self) -> DraftChannelStats:
+        """What the channel has lived through; may be read from any thread."""
+        return DraftChannelStats(
+            self._link.is_connected,
+            self._generation,
+            self._num_stale_offers,
+            self._num_missed_offers,
+            self._num_lookups,
+            self._num_hits,
+            self._silent_s,
+            self._drafting_s,
+            self._channel_s,
+            self._translated,
+        )
+
+    def flush(self) -> None:
+        """Send what `open` and `close` have left to say, and meet a draft process that has come back."""
+        self._receive(0.0)
+        self._send_news(())
+
+    def open(self, sequence: Sequence) -> None:
+        if sequence.num_draft_tokens == 0:
+            return
+        followed = FollowedSequence(sequence)
+        self._followed[sequence.request_id] = followed
+        self._opens.append(followed)
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        self.flush()
+        wanting = [share for share in shares if share.max_draft_tokens > 0]
+        if wanting and not self._link.is_connected:
+            self._missed()  # one that hangs stops taking frames, and is left
+        self._await_offers(wanting)
+        return [self._take(share) for share in shares]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        self._receive(0.0)
+        known = [self._followed[each.request_id] for each in sequences if each.request_id in self._followed]
+        self._look_up(known)
+        self._send_news([each for each in known if each.is_told and each.has_news])
+
+    def close(self, request_id: str) -> None:
+        followed = self._followed.pop(request_id, None)
+        if followed is not None and followed.is_told:
+            self._closes.append(request_id)
+
+    def disconnect(self) -> None:
+        """Leave the draft process for good."""
+        self._link.close()
+
+    def _look_up(self, grown: Seq[FollowedSequence]) -> None:
+        """Count who finds the drafts of its next pass prepared."""
+        wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
+        self._num_lookups += len(wanting)
+        self._num_hits += sum(each.draft is not None for each in wanting)
+
+    def _send_news(self, grown: Seq[FollowedSequence]) -> None:
+        opens = [each for each in self._opens if self._followed.get(each.sequence.request_id) is each]
+        if not (self._closes or opens or grown):
+            return
+        news = Round(
+            tuple(self._closes), tuple(each.opening() for each in opens), tuple(each.commit() for each in grown)
+        )
+        if not self._link.send(news):
+            return  # the next draft process is told everything
+        self._closes = []
+        self._opens = []
+        self._asked_at_s = self._clock()
+        for each in (*opens, *grown):
+            each.was_told()
+        for each in grown:
+            each.was_asked()
+
+    def _await_offers(self, shares: Seq[ScheduledSequence]) -> None:
+        followed = [self._followed[each] for share in shares if (each := share.sequence.request_id) in self._followed]
+        deadline_s = self._clock() + self._patience.allowed_s
+        while num_missing := sum(each.is_awaited for each in followed):
+            remaining_s = deadline_s - self._clock()
+            if remaining_s <= 0 or not self._link.is_connected:
+                self._num_missed_offers += num_missing
+                self._missed()
+                return
+            self._receive(remaining_s)
+
+    def _missed(self) -> None:
+        """A pass goes without drafts. Between two such passes the draft was asked for a second at most, else idle."""
+        now_s = self._clock()
+        if self._missed_at_s is not None:
+            self._silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
+        self._missed_at_s = now_s
+        self._patience.missed()
+
+    def _receive(self, timeout_s: float) -> None:
+        for message in self._link.receive(timeout_s):
+            self._silent_s, self._missed_at_s = 0.0, None
+            self._drafting_s += message.drafting_s
+            self._translated += message.translated
+            if message.is_answer:
+                latency_s = self._clock() - self._asked_at_s
+                self._patience.answered(latency_s)
+                self._channel_s += max(0.0, latency_s - message.drafting_s)
+            else:
+                self._patience.heard()
+            self._keep(message)
+        if self._generation != self._link.generation:
+            self._generation = self._link.generation
+            self._silent_s, self._missed_at_s = 0.0, None
+            self._start_over()
+
+    def _keep(self, message: Offers) -> None:
+        for offer in message.offers:
+            followed = self._followed.get(offer.request_id)
+            is_kept = followed is not None and followed.offers.add(offer)
+            # Of the offers made ahead only one can come true: the others are no loss.
+            self._num_stale_offers += not is_kept and not offer.after
+        self._replay([self._followed[each] for each in message.lost if each in self._followed])
+
+    def _start_over(self) -> None:
+        """A new draft process has greeted, and knows nothing."""
+        self._closes = []
+        self._opens = []
+        self._patience = Patience()
+        self._replay(list(self._followed.values()))
+
+    def _replay(self, forgotten: list[FollowedSequence]) -> None:
+        """Tell the draft all that is committed of sequences it does not know (any more)."""
+        for each in forgotten:
+            each.forget()
+        self._opens += forgotten
+        self._send_news(())
+
+    def _take(self, share: ScheduledSequence) -> Draft:
+        followed = self._followed.get(share.sequence.request_id)
+        draft = followed.draft if followed is not None else None
+        if draft is None or draft.parents:
+            return draft or NO_DRAFT  # what a tree has room for is for the engine to say
+        return draft.head(share.max_draft_tokens)

@@ -1,0 +1,95 @@
+"""The target's line to its draft process: connects, greets, notices death, and never waits longer than it is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offers, Round, ToTarget
+from actors.process.frames import ConnectionLostError, FrameConnection, connect
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_INTERVAL_S = 0.1
+_SEND_TIMEOUT_S = 0.05
+
+
+class DraftLink:
+    """One connection at a time; `generation` grows with every draft process that has greeted.
+
+    A draft is there from its `Hello` until its socket ends or stops taking frames. While it is away every call returns
+    at once, and a new connection is tried at most ten times a second.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.generation = 0
+        self._path = path
+        self._clock = clock
+        self._connection: FrameConnection[ToTarget] | None = None
+        self._is_greeted = False
+        self._retry_at_s = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_greeted
+
+    def send(self, news: Round) -> bool:
+        """Send a round; False when no draft is there to hear it."""
+        if self._connection is None or not self._is_greeted:
+            return False
+        try:
+            self._connection.send(news, _SEND_TIMEOUT_S)
+        except ConnectionLostError as error:
+            self._drop(error)
+            return False
+        return True
+
+    def receive(self, timeout_s: float) -> list[Offers]:
+        """Offers that have arrived, waiting up to `timeout_s`; may greet a new draft on the way."""
+        self._reconnect()
+        if self._connection is None:
+            return []
+        try:
+            return self._hear(self._connection.receive(timeout_s if self._is_greeted else 0.0))
+        except ConnectionLostError as error:
+            self._drop(error)
+            return []
+
+    def close(self) -> None:
+        """Leave the draft; it forgets every sequence."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._is_greeted = False
+        self._retry_at_s = float("inf")
+
+    def _reconnect(self) -> None:
+        if self._connection is not None or self._clock() < self._retry_at_s:
+            return
+        self._retry_at_s = self._clock() + _RECONNECT_INTERVAL_S
+        self._connection = connect(self._path, ToTarget)
+
+    def _hear(self, messages: list[ToTarget]) -> list[Offers]:
+        offers = []
+        for message in messages:
+            if isinstance(message, Hello):
+                self._greet(message)
+            else:
+                offers.append(message)
+        return offers
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ConnectionLostError(f"it speaks protocol {hello.protocol_version}, not {PROTOCOL_VERSION}")
+        self._is_greeted = True
+        self.generation += 1
+        logger.info("draft connected: version=%s generation=%d", hello.draft_version, self.generation)
+
+    def _drop(self, error: ConnectionLostError) -> None:
+        logger.warning("draft lost, decoding goes on without it: %s", error)
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._is_greeted = False

@@ -1,0 +1,64 @@
+"""The async discipline of a draft process: offers for likely outcomes of passes that the target still verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actors.channel.draft_messages import Offer
+from actors.channel.offer_table import OfferTable
+from engine.draft import Draft
+from engine.proposer.draft_model.ahead_drafter import Lookahead, Prepared, Prospect
+from engine.sequence.sequence import Sequence
+
+
+class DraftAhead:
+    """What has been offered ahead, and for which sequences there is still to look ahead.
+
+    It keeps the same table of offers per sequence as the target does, so both sides know without a word whether the
+    drafts of a pass are there already.
+    """
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        self._lookahead = lookahead
+        self._tables: dict[str, OfferTable] = {}
+        self._due: dict[str, Prospect] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are outcomes to prepare for."""
+        return bool(self._due)
+
+    def open(self, mirror: Sequence) -> None:
+        """Begin with a sequence, of which nothing was offered."""
+        self._tables[mirror.request_id] = OfferTable(mirror.token_ids)
+
+    def close(self, request_id: str) -> None:
+        """Forget a sequence."""
+        self._tables.pop(request_id, None)
+        self._due.pop(request_id, None)
+
+    def decided(self, request_id: str) -> None:
+        """A verdict has come: what was to be prepared for it is of no use any more."""
+        self._due.pop(request_id, None)
+
+    def offered(self, mirror: Sequence) -> Draft | None:
+        """The draft that was offered ahead for what is committed now."""
+        return self._tables[mirror.request_id].draft
+
+    def expect(self, mirror: Sequence, draft: Draft, num_drafts: int) -> None:
+        """The target's next pass over the sequence verifies `draft`; the one after it may have `num_drafts`."""
+        self._due[mirror.request_id] = Prospect(mirror, draft.token_ids, num_drafts)
+
+    def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
+        """Prepare for all expected passes and send what is done; ends at once when `is_stopped`."""
+
+        def emit(prepared: tuple[Prepared, ...]) -> None:
+            if offers := self._keep(prepared):
+                send(offers)
+
+        if self._lookahead.run(tuple(self._due.values()), emit, is_stopped):
+            self._due.clear()
+
+    def _keep(self, prepared: tuple[Prepared, ...]) -> tuple[Offer, ...]:
+        offers = tuple(Offer(each.request_id, each.base_len, each.draft, each.after) for each in prepared)
+        return tuple(offer for offer in offers if self._tables[offer.request_id].add(offer))

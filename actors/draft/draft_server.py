@@ -1,0 +1,228 @@
+"""The draft process's end of the channel: mirrors the target's sequences and answers each round with offers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round, ToDraft
+from actors.draft.draft_ahead import DraftAhead
+from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
+from engine.config import TreeConfig
+from engine.draft import NO_DRAFT, Draft
+from engine.proposer import Proposer
+from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.messages import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_SEND_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What rounds ask for, as the number of drafts by sequence: of the next pass, and of one after a prompt.
+
+    `lost` are sequences that should go on and are not known.
+    """
+
+    drafts: dict[str, int]
+    prompts: dict[str, int]
+    lost: tuple[str, ...]
+
+
+class DraftServer:
+    """Serves one target at a time with what `proposer` proposes; a target that leaves takes its sequences along.
+
+    With a `lookahead` it offers ahead of verdicts too, for as long as the target has nothing to say.
+    """
+
+    def __init__(
+        self,
+        listener: FrameListener,
+        proposer: Proposer,
+        draft_version: str,
+        lookahead: Lookahead | None = None,
+        tree: TreeConfig | None = None,
+        counts: Callable[[], TranslationCounts] = TranslationCounts,
+    ) -> None:
+        """`counts` says what was lost in translation so far, where the draft has a tokenizer of its own."""
+        self._listener = listener
+        self._proposer = proposer
+        self._draft_version = draft_version
+        self._ahead = None if lookahead is None else DraftAhead(lookahead)
+        self._tree = tree
+        self._counts = counts
+        self._told_counts = counts()
+        self._mirrors: dict[str, Sequence] = {}
+        self._is_closing = threading.Event()
+
+    def run(self) -> None:
+        """Serve until `close`; raises what the proposer raises, which ends the process."""
+        while not self._is_closing.is_set():
+            connection = self._listener.accept(ToDraft, _POLL_S)
+            if connection is not None:
+                self._serve(connection)
+
+    def close(self) -> None:
+        """Make `run` return within half a second."""
+        self._is_closing.set()
+
+    def _serve(self, connection: FrameConnection[ToDraft]) -> None:
+        try:
+            connection.send(Hello(PROTOCOL_VERSION, self._draft_version), _SEND_TIMEOUT_S)
+            while not self._is_closing.is_set():
+                if rounds := _all_rounds(connection):
+                    self._answer(connection, rounds)
+                if self._ahead is not None and self._ahead.has_work:
+                    self._look_ahead(connection, self._ahead)
+        except ConnectionLostError as error:
+            logger.info("target left: %s", error)
+        finally:
+            connection.close()
+            self._forget(tuple(self._mirrors))
+
+    def _answer(self, connection: FrameConnection[ToDraft], rounds: list[Round]) -> None:
+        """Apply every round that has arrived, then offer once: older questions are stale by now.
+
+        New prompts are read after that, since nobody waits for them yet.
+        """
+        asked = self._apply(rounds)
+        wanted = {each: number for each, number in asked.drafts.items() if self._offered(each) is None}
+        began_s = time.monotonic()
+        offers = self._draft(wanted) if wanted else ()
+        if offers or asked.lost:
+            drafting_s = time.monotonic() - began_s
+            connection.send(Offers(offers, asked.lost, drafting_s, translated=self._new_counts()), _SEND_TIMEOUT_S)
+        if self._ahead is None:
+            self._read(tuple(asked.prompts))
+        else:
+            self._expect(self._ahead, asked, {offer.request_id: offer.draft for offer in offers})
+
+    def _look_ahead(self, connection: FrameConnection[ToDraft], ahead: DraftAhead) -> None:
+        """Offer for outcomes to come until all are done, or the target says what came."""
+        began_s = time.monotonic()
+
+        def send(offers: tuple[Offer, ...]) -> None:
+            nonlocal began_s
+            now_s = time.monotonic()
+            ahead_of_verdict = Offers(offers, (), now_s - began_s, is_answer=False, translated=self._new_counts())
+            connection.send(ahead_of_verdict, _SEND_TIMEOUT_S)
+            began_s = now_s
+
+        ahead.run(send, connection.has_arrived)
+
+    def _new_counts(self) -> TranslationCounts:
+        counts = self._counts()
+        new, self._told_counts = counts - self._told_counts, counts
+        return new
+
+    def _expect(self, ahead: DraftAhead, asked: _Asked, answered: dict[str, Draft]) -> None:
+        """The next passes verify what was just offered, what was offered ahead, or nothing after a prompt."""
+        for request_id, number in asked.drafts.items():
+            mirror = self._mirrors[request_id]
+            ahead.expect(mirror, answered.get(request_id) or ahead.offered(mirror) or NO_DRAFT, number)
+        for request_id, number in asked.prompts.items():
+            ahead.expect(self._mirrors[request_id], NO_DRAFT, number)
+
+    def _offered(self, request_id: str) -> Draft | None:
+        return None if self._ahead is None else self._ahead.offered(self._mirrors[request_id])
+
+    def _apply(self, rounds: list[Round]) -> _Asked:
+        """Follow what the rounds say, in order; returns what is to be done about it."""
+        drafts: dict[str, int] = {}
+        prompts: dict[str, int] = {}
+        lost: set[str] = set()
+        for news in rounds:
+            self._forget(news.closes)
+            for opening in news.opens:
+                self._open(opening)
+                (drafts if opening.is_next else prompts)[opening.request_id] = opening.num_drafts
+            for commit in news.commits:
+                drafts[commit.request_id] = commit.num_drafts
+                prompts.pop(commit.request_id, None)
+                if not self._follow(commit):
+                    lost.add(commit.request_id)
+        return _Asked(self._live(drafts), self._live(prompts), tuple(lost - self._mirrors.keys()))
+
+    def _live(self, asked: dict[str, int]) -> dict[str, int]:
+        """Without those that have ended meanwhile, or want nothing."""
+        return {each: number for each, number in asked.items() if number > 0 and each in self._mirrors}
+
+    def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
+        shares = [self._share(self._mirrors[request_id], number, len(asked)) for request_id, number in asked.items()]
+        drafts = self._proposer.propose(shares)
+        return tuple(
+            Offer(share.sequence.request_id, len(share.sequence.token_ids), draft)
+            for share, draft in zip(shares, drafts, strict=True)
+        )
+
+    def _read(self, request_ids: Seq[str]) -> None:
+        """Have the draft model compute these sequences' tokens, by way of one draft that nobody wants."""
+        if request_ids:
+            self._proposer.propose([_chain_share(self._mirrors[request_id], 1) for request_id in request_ids])
+
+    def _share(self, mirror: Sequence, num_drafts: int, num_asked: int) -> ScheduledSequence:
+        """What the target will have room for, as far as can be told from how many sequences it asks for."""
+        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_asked, mirror.verify)
+        return replace(_chain_share(mirror, num_drafts), max_tree_nodes=num_nodes)
+
+    def _open(self, opening: Open) -> None:
+        self._forget((opening.request_id,))
+        self._mirrors[opening.request_id] = mirror = _mirror(opening)
+        self._proposer.open(mirror)
+        if self._ahead is not None:
+            self._ahead.open(mirror)
+
+    def _follow(self, commit: Commit) -> bool:
+        """Append what is new; a repeated commit changes nothing, one with a gap means that the mirror is lost."""
+        mirror = self._mirrors.get(commit.request_id)
+        if mirror is None:
+            return False
+        num_known = len(mirror.token_ids) - commit.base_len
+        if num_known < 0:
+            self._forget((commit.request_id,))
+            return False
+        if new_ids := commit.token_ids[num_known:]:
+            mirror.token_ids.extend(new_ids)
+            self._proposer.commit((mirror,))
+            if self._ahead is not None:
+                self._ahead.decided(commit.request_id)
+        return True
+
+    def _forget(self, request_ids: Seq[str]) -> None:
+        for request_id in request_ids:
+            if self._mirrors.pop(request_id, None) is not None:
+                self._proposer.close(request_id)
+                if self._ahead is not None:
+                    self._ahead.close(request_id)
+
+
+def _all_rounds(connection: FrameConnection[ToDraft]) -> list[Round]:
+    rounds = connection.receive(_POLL_S)
+    while rounds and (more := connection.receive(0.0)):
+        rounds += more
+    return rounds
+
+
+def _mirror(opening: Open) -> Sequence:
+    request = GenerateRequest(
+        request_id=opening.request_id,
+        prompt_token_ids=opening.token_ids[: opening.num_prompt_tokens],
+        output_token_ids=opening.token_ids[opening.num_prompt_tokens :],
+        sampling=opening.sampling,
+        sample_index=opening.sample_index,
+    )
+    return Sequence(request, num_draft_tokens=opening.num_drafts, verify=opening.verify, arrival_s=0.0)
+
+
+def _chain_share(mirror: Sequence, num_drafts: int) -> ScheduledSequence:
+    return ScheduledSequence(mirror, len(mirror.token_ids) - 1, 1, num_drafts)

@@ -1,0 +1,155 @@
+"""Runs an `EngineCore` in a thread of its own: commands go in from any thread, what each step produced comes out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from actors.engine_loop.status_reporter import StatusReporter
+from actors.shell_messages import Abort, Add, AskSnapshot, Refused, StepOutput
+from engine.stats.engine_stats import EngineStats
+from protos.errors import ServingError
+from protos.messages import GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+_IDLE_TURN_S = 0.5  # `before_step` is called this often without work: a draft that has come back is met while idle
+
+
+class Engine(Protocol):
+    """What the loop needs of `engine.engine_core.EngineCore`."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def prepare(self, request: GenerateRequest) -> None: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str) -> TokenChunk | None: ...
+
+    def step(self) -> list[TokenChunk]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def is_starved(self) -> bool: ...
+
+
+class AbortAll:
+    """The shell is gone, and all its requests with it."""
+
+
+Command = Add | Abort | AbortAll | AskSnapshot
+
+
+class EngineLoop:
+    """Turns of: take commands, report, compute a step, emit its output.
+
+    `emit`, `before_step` and the reporter are called in the loop's thread. `stats` and `step_age_s` may be read from
+    any thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        emit: Callable[[StepOutput | Refused], None],
+        before_step: Callable[[], None] = lambda: None,
+        reporter: StatusReporter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = engine.stats()
+        self._engine = engine
+        self._emit = emit
+        self._before_step = before_step
+        self._reporter = reporter
+        self._clock = clock
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._step_began_s: float | None = None
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else self._clock() - began_s
+
+    def submit(self, command: Command) -> None:
+        """Hand a command to the loop; it is carried out before the next step.
+
+        What an `Add` needs that takes long is done here, in the caller's thread, so that no step waits for it.
+        """
+        if isinstance(command, Add):
+            self._engine.prepare(command.request)
+        self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is news for the engine: take the next step now, if there is work. For any thread."""
+        self._wake.set()
+
+    def run(self) -> None:
+        """Compute until `close`. Raises what a step raises; the engine is of no use after that."""
+        while not self._is_closing:
+            self._carry_out_commands()
+            self._before_step()
+            self._report()
+            if not self._engine.has_work:
+                self._sleep()
+                continue
+            self._step()
+            if self._engine.is_starved:
+                self._report()
+                self._sleep()
+        self._engine.close()
+
+    def close(self) -> None:
+        """Make `run` return after its current step."""
+        self._is_closing = True
+        self._wake.set()
+
+    def _step(self) -> None:
+        self._step_began_s = self._clock()
+        chunks = self._engine.step()
+        self._step_began_s = None
+        if chunks:
+            self._emit(StepOutput(tuple(chunks)))
+
+    def _report(self) -> None:
+        """Commands are carried out before it, so a request that has arrived is in the numbers."""
+        self.stats = self._engine.stats()
+        if self._reporter is not None:
+            self._reporter.report(self.stats, is_idle=not self._engine.has_work)
+
+    def _sleep(self) -> None:
+        if not self._commands and not self._is_closing:
+            self._wake.wait(_IDLE_TURN_S)
+        self._wake.clear()
+
+    def _carry_out_commands(self) -> None:
+        while self._commands:
+            match self._commands.popleft():
+                case Add(request):
+                    self._add(request)
+                case Abort(request_id):
+                    self._engine.abort(request_id)
+                case AbortAll():
+                    self._engine.close()
+                case AskSnapshot():
+                    if self._reporter is not None:
+                        self._reporter.send_snapshot()
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request)
+        except ServingError as error:
+            logger.info("request %s: refused: %s", request.request_id, error)
+            self._emit(Refused.of(request.request_id, error))

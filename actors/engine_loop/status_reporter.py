@@ -1,0 +1,57 @@
+"""Tells the shell how the engine stands whenever that has changed: its load, and what its prefix cache did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.shell_messages import Snapshot, Status
+from engine.stats.engine_stats import EngineStats
+from protos.block_keys import BlockKey, join_keys
+
+_INTERVAL_S = 0.01  # between two frames while the engine works: short steps share one
+
+
+class StatusReporter:
+    """Belongs to the engine's thread, which calls `report` once per turn.
+
+    `cached_keys` gives the keys of all cached blocks, those of `journal` included.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Status | Snapshot], None],
+        journal: CacheJournal,
+        cached_keys: Callable[[], Iterable[BlockKey]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._emit = emit
+        self._journal = journal
+        self._cached_keys = cached_keys
+        self._clock = clock
+        self._last_sent_s = 0.0
+        self._last_load: tuple[int, ...] | None = None
+
+    def report(self, stats: EngineStats, *, is_idle: bool) -> None:
+        """Send a frame if there is news, at most one in 10 ms; the last news before idleness always goes out."""
+        now_s = self._clock()
+        if not is_idle and now_s - self._last_sent_s < _INTERVAL_S:
+            return
+        load = (
+            stats.num_waiting,
+            stats.num_running,
+            stats.num_queued_prefill_tokens,
+            stats.num_running_decode_tokens,
+        )
+        if load == self._last_load and not self._journal:
+            return
+        self._last_load = load
+        self._last_sent_s = now_s
+        self._emit(Status(now_s, stats, self._journal.take()))
+
+    def send_snapshot(self) -> None:
+        """Send the whole cache; what the journal holds is part of it."""
+        self._journal.take()
+        self._emit(Snapshot(join_keys(self._cached_keys())))
+        self._last_load = None

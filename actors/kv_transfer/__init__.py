@@ -1,0 +1,1 @@
+"""KV blocks on their way from a prefill replica to a pair: messages and carriers."""

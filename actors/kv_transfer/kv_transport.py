@@ -1,0 +1,174 @@
+"""KV blocks from a prefill replica: through Ray's object store, or read out of the replica's memory by NIXL.
+
+    engine thread                       transport thread (asyncio)                       prefill replica
+    start(order)  ------------------->  Prefill.prefill(order) ------------------------> computes chunk 1
+                                        PrefillComputed        <------------------------
+                                        blocks of chunk 1      <------------------------ computes chunk 2 ...
+    poll() <- KVChunk <- deque <------  a tensor
+                                        PrefillDone            <------------------------
+                                        end of the stream      ------------------------> forgets the blocks
+
+In the object store the blocks are a read-only view of shared memory, without a copy; on another node the store copies
+them over first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from torch import Tensor
+
+from actors.kv_transfer.direct_blocks import DirectBlocks
+from actors.kv_transfer.nixl_carrier import NixlCarrier
+from actors.kv_transfer.prefill_messages import (
+    PrefillAccepted,
+    PrefillBlocks,
+    PrefillComputed,
+    PrefillDone,
+    PrefillFailed,
+    PrefillOrder,
+    PrefillReply,
+)
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import FetchAccepted, FetchEnd, FetchNews, FetchOrder, KVChunk, KVLayout
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillTransport:
+    """Implements `engine.remote_prefill.kv_transfer.KVTransport` over the handle of the `Prefill` deployment.
+
+    Serve chooses the replica, the less busy of two. Blocks come through Ray's object store or, where there is a
+    `carrier` on both sides, by that. `open` before the first fetch.
+    """
+
+    def __init__(self, prefill: DeploymentHandle, carrier: NixlCarrier | None = None) -> None:
+        self._prefill = prefill
+        self._carrier = carrier
+        self._loop = asyncio.new_event_loop()
+        self._news: deque[FetchNews] = deque()
+        self._fetches: dict[int, Future[None]] = {}
+
+    def open(self, layout: KVLayout, on_news: Callable[[], None]) -> None:
+        """Start the transport's thread. `on_news` is called there, whenever there is something to poll."""
+        self._layout = layout
+        self._on_news = on_news
+        threading.Thread(target=self._loop.run_forever, name="kv-transport", daemon=True).start()
+        logger.info("remote prefill of %s", layout)
+
+    def start(self, order: FetchOrder) -> None:
+        self._fetches[order.fetch_id] = asyncio.run_coroutine_threadsafe(self._fetch(order), self._loop)
+
+    def poll(self, max_news: int) -> list[FetchNews]:
+        polled: list[FetchNews] = []
+        while self._news and len(polled) < max_news:
+            news = self._news.popleft()
+            if news.fetch_id not in self._fetches:
+                continue  # cancelled
+            if isinstance(news, FetchEnd):
+                del self._fetches[news.fetch_id]
+            polled.append(news)
+        return polled
+
+    def cancel(self, fetch_id: int) -> None:
+        fetch = self._fetches.pop(fetch_id, None)
+        if fetch is not None:
+            fetch.cancel()
+
+    # ---- in the transport's thread
+
+    async def _fetch(self, order: FetchOrder) -> None:
+        try:
+            async with asyncio.timeout(order.timeout_s):
+                end = await self._receive(order)
+        except TimeoutError:
+            end = FetchEnd(order.fetch_id, FetchFailure.TIMEOUT, f"not complete after {order.timeout_s:.1f} s")
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_given_up():
+                raise
+            end = FetchEnd(order.fetch_id, FetchFailure.LOST, f"{type(error).__name__}: {error}".splitlines()[0])
+        self._say(end)
+
+    async def _receive(self, order: FetchOrder) -> FetchEnd:
+        stream = cast(DeploymentResponseGenerator, self._call.remote(self._remote_order(order)))
+        try:
+            async for reply in stream:
+                match reply:
+                    case PrefillAccepted(load):
+                        self._say(FetchAccepted(order.fetch_id, load))
+                    case PrefillComputed():
+                        self._say(await self._chunk(order, reply, stream))
+                    case PrefillFailed(cause, detail):
+                        return FetchEnd(order.fetch_id, cause, detail)
+                    case PrefillDone():
+                        break
+        finally:
+            stream.cancel()
+        return FetchEnd(order.fetch_id)
+
+    @cached_property
+    def _call(self) -> DeploymentHandle:
+        """The streaming method; a handle belongs to the event loop in which it is made.
+
+        By reference: replies then pass through the object store, and a large one is never copied on its way.
+        """
+        return self._prefill.options(method_name="prefill", stream=True, _by_reference=True)
+
+    def _remote_order(self, order: FetchOrder) -> PrefillOrder:
+        return PrefillOrder(
+            order.request_id,
+            order.token_ids,
+            order.first_block,
+            order.cache_salt,
+            order.timeout_s,
+            self._layout,
+            takes_direct=self._carrier is not None,
+        )
+
+    async def _chunk(
+        self, order: FetchOrder, computed: PrefillComputed, replies: AsyncIterator[PrefillReply]
+    ) -> KVChunk:
+        began_s = time.perf_counter()
+        blocks = await self._tensor(cast(PrefillBlocks, await anext(replies)), order.timeout_s)
+        transfer_s = time.perf_counter() - began_s
+        return KVChunk(order.fetch_id, computed.first_block, blocks, transfer_s, computed.load)
+
+    async def _tensor(self, blocks: PrefillBlocks, timeout_s: float) -> Tensor:
+        if not isinstance(blocks, DirectBlocks):
+            return _view(blocks)
+        assert self._carrier is not None, "else the order does not take them"
+        reading = asyncio.create_task(asyncio.to_thread(self._carrier.receive, blocks, timeout_s))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await asyncio.wait([reading])  # they must lie where they are until nobody reads them
+            raise
+
+    def _say(self, news: FetchNews) -> None:
+        self._news.append(news)
+        self._on_news()
+
+
+def _view(blocks: np.ndarray) -> Tensor:
+    """A view; the object store's memory is read-only, and so must the tensor be treated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(blocks)
+
+
+def _is_given_up() -> bool:
+    """Whether `cancel` was called, as opposed to Serve, which reports some losses as a cancellation too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

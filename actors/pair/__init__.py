@@ -1,0 +1,1 @@
+"""The shell of one draft-target pair: admission, streams, supervision, metrics."""

@@ -1,0 +1,162 @@
+"""The shell's side of the router's index: sends it what the target says, and starts over when either was away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from actors.shell_messages import Snapshot, Status
+from engine.stats.engine_stats import EngineStats
+from protos.errors import UnavailableError
+from protos.worker_load import WorkerLoad
+from protos.worker_report import CacheDelta, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.05  # between two reports of a busy worker; the router predicts what happens in between
+_HEARTBEAT_S = 1.0
+
+
+class ReportSink(Protocol):
+    """Where reports go; `router.routing.index.index_client.IndexClient` is the real one."""
+
+    async def report(self, report: WorkerReport) -> bool:
+        """True asks for a snapshot. Raises UnavailableError when there is no answer in time."""
+        ...
+
+
+class TargetLine(Protocol):
+    """What the reporter needs of a `TargetClient`."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def ask_snapshot(self) -> None: ...
+
+
+class IndexReporter:
+    """Collects what a `TargetClient` hears and sends it in one report at a time; nobody ever waits for it.
+
+    The target's first words are a snapshot, asked for at its greeting: statuses before that are part of it. The same
+    happens whenever the index says that it missed something, be it that the index itself was restarted.
+    """
+
+    def __init__(self, worker_id: str, sink: ReportSink, clock: Callable[[], float] = time.time) -> None:
+        self._worker_id = worker_id
+        self._sink = sink
+        self._clock = clock
+        self._epoch = 0
+        self._sequence = 0
+        self._load = self._make_load(0.0, None)
+        self._deltas: list[CacheDelta] = []
+        self._snapshot: bytes | None = None
+        self._is_serving = False
+        self._is_awaiting_snapshot = False
+        self._wants_snapshot = False
+        self._has_failed = False
+        self._news = asyncio.Event()
+
+    def on_ready(self, epoch: int) -> None:
+        """A target has greeted: nothing is known of its cache until its snapshot comes."""
+        if epoch != self._epoch:
+            self._epoch, self._sequence = epoch, 0
+        self._is_serving = True
+        self._load = self._make_load(self._clock(), None)
+        self._start_over()
+
+    def on_status(self, status: Status) -> None:
+        self._load = self._make_load(status.measured_at_s, status.engine)
+        if status.cache and not self._is_awaiting_snapshot:
+            self._deltas.append(status.cache)
+        self._news.set()
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._deltas = []
+        self._snapshot = snapshot.keys
+        self._is_awaiting_snapshot = False
+        self._news.set()
+
+    def on_lost(self) -> None:
+        """The cache is gone: say so at once, and that nothing can be sent here for now."""
+        self._is_serving = False
+        self._is_awaiting_snapshot = self._wants_snapshot = False
+        self._snapshot = None
+        self._deltas = [CacheDelta(is_cleared=True)]
+        self._load = self._make_load(self._clock(), None)
+        self._news.set()
+
+    async def run(self, line: TargetLine) -> None:
+        """Report until cancelled: at once when there is news, 50 ms after the last report at the earliest, and once a
+        second without."""
+        while True:
+            if self._wants_snapshot:
+                self._wants_snapshot = False
+                line.ask_snapshot()
+            await self._wait_for_news()
+            await self._report(is_quiet=line.num_requests == 0)
+            await asyncio.sleep(_INTERVAL_S)
+
+    def _start_over(self) -> None:
+        self._deltas = []
+        self._snapshot = None
+        self._is_awaiting_snapshot = self._wants_snapshot = True
+        self._news.set()
+
+    async def _wait_for_news(self) -> None:
+        try:
+            async with asyncio.timeout(_HEARTBEAT_S):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        self._news.clear()
+
+    async def _report(self, *, is_quiet: bool) -> None:
+        report = self._next_report(is_quiet)
+        try:
+            is_behind = await self._sink.report(report)
+        except UnavailableError as error:
+            if not self._has_failed:
+                logger.warning("the router's index does not answer; it will be brought up to date later: %s", error)
+            self._has_failed = True
+            return
+        self._has_failed = False
+        if is_behind and self._is_serving and not self._is_awaiting_snapshot and self._snapshot is None:
+            logger.info("the router's index asks for all blocks of this pair")
+            self._start_over()
+
+    def _next_report(self, is_quiet: bool) -> WorkerReport:
+        """An idle target says nothing, and its load is as good as new: what the router thinks it sent is not there."""
+        load = self._load
+        is_idle = is_quiet and load.num_waiting_requests + load.num_running_requests == 0
+        report = WorkerReport(
+            load=load,
+            load_age_s=0.0 if is_idle else max(self._clock() - load.measured_at_s, 0.0),
+            is_serving=self._is_serving,
+            sequence=self._sequence,
+            deltas=tuple(self._deltas),
+            snapshot=self._snapshot,
+        )
+        self._sequence += 1
+        self._deltas = []
+        self._snapshot = None
+        return report
+
+    def _make_load(self, measured_at_s: float, stats: EngineStats | None) -> WorkerLoad:
+        """The load as the router counts it; nothing is known without stats."""
+        if stats is None:
+            return WorkerLoad(self._worker_id, self._epoch, measured_at_s, 0, 0, 0, 0)
+        return WorkerLoad(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            measured_at_s=measured_at_s,
+            num_waiting_requests=stats.num_waiting,
+            num_running_requests=stats.num_running,
+            queued_prefill_tokens=stats.num_queued_prefill_tokens,
+            running_decode_tokens=stats.num_running_decode_tokens,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_slowdown=stats.decode_slowdown,
+            decode_tokens_per_s=stats.decode_tokens_per_s,
+        )

@@ -1,0 +1,89 @@
+"""The actors of one pair: started in the replica's placement group, restarted by Ray, killed with the replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.draft.draft_actor import DraftActor
+from actors.settings import PairDevices, PairSettings, ProcessShare
+from actors.shell_messages import TARGET_SOCKET
+from actors.target.target_actor import TargetActor
+
+logger = logging.getLogger(__name__)
+
+_TARGET_BUNDLE = 1
+_DRAFT_BUNDLE = 2
+
+
+class PairActors:
+    """A `TargetActor`, a `DraftActor` where the settings name one, and the folder of their sockets."""
+
+    def __init__(
+        self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle | None
+    ) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._devices = devices
+        self._prefill = prefill
+        self._actors: list[Any] = []
+
+    @property
+    def target_socket(self) -> Path:
+        return self._folder / TARGET_SOCKET
+
+    async def start(self) -> None:
+        """Create the actors and wait until both serve.
+
+        Raises:
+            ServingError: what kept one of them from it.
+        """
+        settings, devices = self._settings, self._devices
+        target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.targets))
+        self._actors = [target.remote(settings, self._folder, self._prefill)]
+        if settings.draft_share is not None:
+            gpus = () if devices.draft is None else (devices.draft,)
+            draft = ray.remote(DraftActor).options(**_options(settings.draft_share, _DRAFT_BUNDLE, gpus))
+            self._actors.append(draft.remote(settings, self._folder))
+        await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
+
+    def restart_target(self) -> None:
+        """Kill the target's process; Ray starts a new one."""
+        ray.kill(self._actors[0], no_restart=False)
+
+    def restart_draft(self) -> None:
+        """Kill the draft's process, if there is one; Ray starts a new one."""
+        for draft in self._actors[1:]:
+            ray.kill(draft, no_restart=False)
+
+    def close(self) -> None:
+        """Kill the actors for good and remove the folder; a second call does nothing."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _options(share: ProcessShare, bundle: int, gpus: tuple[int, ...]) -> dict[str, Any]:
+    """Options of a child: its bundle, and an environment in which it sees its devices alone.
+
+    OpenMP's own waiting suits both: threads spin for some milliseconds, which bridges the gaps between the products of
+    a pass, and then sleep, which leaves the core to the other of the two. Had they slept at once, a fifth of the cores
+    would idle during a pass.
+    """
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(share.num_threads)}
+    group = ray.util.get_current_placement_group()
+    strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
+    return {
+        "max_restarts": -1,
+        "num_cpus": share.num_cpus,
+        "runtime_env": {"env_vars": environment},
+        **({"scheduling_strategy": strategy} if strategy else {}),
+    }

@@ -1,0 +1,151 @@
+"""A pair's Prometheus metrics, read off the engine's own counters; latencies are measured by the ingress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from actors.shell_messages import Pong
+from engine.remote_prefill.fetch_failure import FetchFailure
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class PairMetrics(Collector):
+    """All `outrider_*` metrics a pair knows of; sums start over when the target restarts, as Prometheus expects."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._pong: Pong | None = None
+        self._num_refused = 0
+        self._registry.register(self)
+
+    def update(self, pong: Pong, num_refused: int) -> None:
+        """Take in how the target stands now."""
+        self._pong = pong
+        self._num_refused = num_refused
+
+    def text(self) -> str:
+        """Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterable[Family]:
+        """Called by the registry."""
+        if self._pong is None:
+            return
+        yield from _speculation(self._pong)
+        yield from _reasoning(self._pong)
+        yield from _cache(self._pong)
+        yield from _requests(self._pong)
+        yield _counter("num_requests_refused", "Requests refused because the pair was full.", self._num_refused)
+
+
+def _speculation(pong: Pong) -> Iterable[Family]:
+    drafts = pong.engine.drafts
+    yield _counter("spec_decode_num_drafts", "Verification passes with at least one draft token.", drafts.num_drafts)
+    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens)
+    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens)
+    per_position = CounterMetricFamily(
+        "outrider_spec_decode_num_accepted_tokens_per_pos",
+        "Passes whose draft at this position was accepted.",
+        labels=["position"],
+    )
+    for position, number in enumerate(drafts.num_accepted_tokens_per_pos):
+        per_position.add_metric([str(position)], number)
+    yield per_position
+    yield _gauge(
+        "spec_decode_acceptance_length",
+        "Mean tokens per pass with drafts, the recovered or bonus token included.",
+        drafts.acceptance_length,
+    )
+    speedups = GaugeMetricFamily(
+        "outrider_spec_decode_speedup",
+        "Tokens per second against no speculation, measured over recent steps, by class of requests.",
+        labels=["class"],
+    )
+    for name, speedup in pong.engine.speedups.items():
+        speedups.add_metric([name], speedup)
+    yield speedups
+    yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that could not be.", drafts.num_invalid_tokens)
+    yield _counter("draft_num_stale_offers", "Offers that came too late.", pong.draft.num_stale_offers)
+    yield _counter("draft_num_missed_offers", "Drafts missing at the deadline.", pong.draft.num_missed_offers)
+    yield _counter("draft_cache_queries", "Passes that wanted drafts.", pong.draft.num_lookups)
+    yield _counter("draft_cache_hits", "Passes whose drafts had been offered ahead.", pong.draft.num_hits)
+    yield _counter("draft_num_connections", "Draft processes that have connected.", pong.draft.num_connections)
+    yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
+    yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
+    translated = pong.draft.translated
+    yield _counter("draft_foreign_tokens", "Tokens a draft with its own tokenizer would say.", translated.num_tokens)
+    yield _counter("draft_untranslated_tokens", "Of these, those the target cannot be offered.", translated.num_lost)
+    yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
+
+
+def _reasoning(pong: Pong) -> Iterable[Family]:
+    """Steps that are not exact, in families of their own: none of the others has heard of them."""
+    stats = pong.engine.reasoning
+    steps = CounterMetricFamily(
+        "outrider_reasoning_steps", "Reasoning steps that the draft began, by what became of them.", labels=["outcome"]
+    )
+    tokens = CounterMetricFamily(
+        "outrider_reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", labels=["outcome"]
+    )
+    for outcome in ("accepted", "rejected", "abandoned"):
+        steps.add_metric([outcome], getattr(stats, f"num_{outcome}"))
+    for outcome in ("accepted", "rejected"):
+        tokens.add_metric([outcome], getattr(stats, f"num_{outcome}_tokens"))
+    yield steps
+    yield tokens
+    yield _counter("reasoning_step_score", "Sum of the scores of judged reasoning steps, 0 to 9.", stats.total_score)
+
+
+def _cache(pong: Pong) -> Iterable[Family]:
+    engine = pong.engine
+    yield _gauge("kv_cache_usage", "Share of the KV blocks that sequences hold, 0 to 1.", engine.kv_usage)
+    yield _gauge("kv_cache_blocks", "KV blocks of the pool.", engine.num_blocks)
+    yield _gauge("kv_cache_used_blocks", "KV blocks that sequences hold.", engine.num_used_blocks)
+    remote = engine.remote
+    queried, hits = engine.num_prefix_queried_tokens, engine.num_prefix_hit_tokens
+    yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queried)
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+    yield _counter("prefill_local_tokens", "Prompt tokens this pair computed.", queried - hits - remote.num_tokens)
+    yield _counter("prefill_remote_tokens", "Prompt tokens a prefill replica computed.", remote.num_tokens)
+    yield _counter("prefill_transfers", "Prompts a prefill replica was asked to read.", remote.num_fetches)
+    failures = CounterMetricFamily(
+        "outrider_prefill_transfers_failed", "Transfers that ended in local prefill, by cause.", labels=["cause"]
+    )
+    for cause in FetchFailure:
+        failures.add_metric([cause], remote.failures.get(cause, 0))
+    yield failures
+    yield _counter("prefill_transfer_seconds", "Time KV blocks were under way.", remote.transfer_s)
+    yield _counter("prefill_remote_seconds", "Time from orders to their last blocks.", remote.fetch_s)
+    yield _gauge("prefill_num_requests_fetching", "Sequences that wait for KV blocks.", remote.num_fetching)
+
+
+def _requests(pong: Pong) -> Iterable[Family]:
+    yield _gauge("num_requests_running", "Sequences that hold blocks.", pong.engine.num_running)
+    yield _gauge("num_requests_waiting", "Sequences in the queue.", pong.engine.num_waiting)
+    yield _counter(
+        "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
+    )
+    times = pong.engine.times
+    seconds = CounterMetricFamily("outrider_step_seconds", "Time of the engine's steps, by part.", labels=["part"])
+    for part in ("receive", "schedule", "draft", "forward", "sample", "commit"):
+        seconds.add_metric([part], getattr(times, f"{part}_s"))
+    yield seconds
+    yield _counter("num_steps", "Steps of the engine.", times.num_steps)
+    yield _counter(
+        "num_overlapped_passes",
+        "Passes that began before the host had seen their tokens.",
+        pong.engine.num_overlapped_passes,
+    )
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"outrider_{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"outrider_{name}", text, value=value)

@@ -1,0 +1,202 @@
+"""The shell's line to its target: sends requests, fans each step's output out to their streams, and fences the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+from actors.pair.token_stream import TokenStream
+from actors.process.frames import ConnectionLostError, FrameCodec
+from actors.shell_messages import (
+    Abort,
+    Add,
+    AskSnapshot,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Snapshot,
+    Status,
+    StepOutput,
+    ToShell,
+    ToTarget,
+)
+from protos.errors import RequestError, UnavailableError
+from protos.messages import GenerateRequest, ModelCard
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_INTERVAL_S = 0.05
+_READ_BYTES = 1 << 18
+
+
+class TargetListener(Protocol):
+    """Hears how the target fares; called in the shell's loop, between two greetings in this order."""
+
+    def on_ready(self, epoch: int) -> None:
+        """A target has greeted; `epoch` is larger than that of every one before."""
+
+    def on_status(self, status: Status) -> None: ...
+
+    def on_snapshot(self, snapshot: Snapshot) -> None: ...
+
+    def on_lost(self) -> None:
+        """The target is gone, and its cache with it."""
+
+
+class TargetClient:
+    """Connects whenever a target listens at `path`; between two targets every request fails at once.
+
+    `card` is that of the last target that has greeted.
+    """
+
+    def __init__(self, path: Path, listener: TargetListener | None = None) -> None:
+        self.card: ModelCard | None = None
+        self._path = path
+        self._listener = listener
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_ready = asyncio.Event()
+        self._streams: dict[str, TokenStream] = {}
+        self._pongs: deque[asyncio.Future[Pong]] = deque()
+        self._codec: FrameCodec[ToShell] = FrameCodec(ToShell)
+        self._task = asyncio.create_task(self._stay_connected(), name="target-client")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_ready.is_set()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
+
+    async def wait_connected(self, timeout_s: float) -> ModelCard:
+        """Return when a target has greeted. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            await self._is_ready.wait()
+        return self.require_card()
+
+    def require_card(self) -> ModelCard:
+        """The card of the target that is connected now. Raises UnavailableError if none is."""
+        if self.card is None or not self.is_connected:
+            raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
+        return self.card
+
+    def add(self, request: GenerateRequest) -> TokenStream:
+        """Send a request; its chunks come out of the stream.
+
+        Raises:
+            UnavailableError: no target is there now.
+            RequestError: the request's id is in use.
+        """
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use; choose another", param="request_id")
+        self.require_card()
+        stream = self._streams[request.request_id] = TokenStream()
+        self._send(Add(request))
+        return stream
+
+    def drop(self, request_id: str) -> None:
+        """Nobody reads this stream any more: abort the request unless it has ended. Unknown ids are ignored."""
+        if self._streams.pop(request_id, None) is not None and self.is_connected:
+            self._send(Abort(request_id))
+
+    def ask_snapshot(self) -> None:
+        """Ask for the whole prefix cache; the listener hears it. Without a target nothing happens."""
+        if self.is_connected:
+            self._send(AskSnapshot())
+
+    async def ping(self, timeout_s: float) -> Pong:
+        """How the target stands now. Raises TimeoutError or UnavailableError."""
+        self.require_card()
+        pong: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
+        self._pongs.append(pong)
+        self._send(Ping())
+        async with asyncio.timeout(timeout_s):
+            return await pong
+
+    def fence(self) -> None:
+        """Give the present target up: every stream fails now, and the next target is waited for."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def close(self) -> None:
+        """Disconnect for good; streams that are still open fail."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _send(self, message: ToTarget) -> None:
+        assert self._writer is not None, "connected"
+        self._writer.write(self._codec.encode(message))
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(os.fspath(self._path))
+                await self._read(reader)
+            except (OSError, ConnectionLostError) as error:
+                if self.is_connected:
+                    logger.warning("target lost with %d requests: %s", len(self._streams), error)
+            finally:
+                self._disconnect()
+            await asyncio.sleep(_RECONNECT_INTERVAL_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        self._codec = FrameCodec(ToShell)
+        while data := await reader.read(_READ_BYTES):
+            for message in self._codec.feed(data):
+                self._handle(message)
+        raise ConnectionLostError("the target closed the connection")
+
+    def _handle(self, message: ToShell) -> None:
+        match message:
+            case StepOutput():
+                self._deliver(message)
+            case Refused(request_id):
+                if stream := self._streams.pop(request_id, None):
+                    stream.fail(message.error())
+            case Pong():
+                pong = self._pongs.popleft()
+                if not pong.done():
+                    pong.set_result(message)
+            case Ready(card, epoch):
+                self.card = card
+                self._is_ready.set()
+                if self._listener:
+                    self._listener.on_ready(epoch)
+            case Status():
+                if self._listener:
+                    self._listener.on_status(message)
+            case Snapshot():
+                if self._listener:
+                    self._listener.on_snapshot(message)
+
+    def _deliver(self, output: StepOutput) -> None:
+        for chunk in output.chunks:
+            stream = self._streams.get(chunk.request_id)
+            if stream is None:
+                continue  # dropped while the step was running
+            stream.push(chunk)
+            if chunk.finish_reason is not None:
+                del self._streams[chunk.request_id]
+
+    def _disconnect(self) -> None:
+        if self._listener and self.is_connected:
+            self._listener.on_lost()
+        self._is_ready.clear()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        lost = UnavailableError("the target of this pair was lost; the request can go on elsewhere", retry_after_s=1.0)
+        for stream in self._streams.values():
+            stream.fail(lost)
+        self._streams.clear()
+        for pong in self._pongs:
+            if not pong.done():
+                pong.set_exception(lost)
+        self._pongs.clear()

@@ -1,0 +1,85 @@
+"""Sees that a target is dead or stuck, where no socket has closed to tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from actors.pair.target_client import TargetClient
+from actors.settings import PairSettings
+from actors.shell_messages import Pong
+from protos.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+
+class Watchdog:
+    """Pings the target once a second; fences and restarts one that does not answer or does not end its step.
+
+    A draft that the target has not heard for as long as a restart may take is restarted too. `restart` kills the
+    target's process, `restart_draft` the draft's, `on_pong` sees every answer.
+    """
+
+    def __init__(
+        self,
+        client: TargetClient,
+        settings: PairSettings,
+        restart: Callable[[], None],
+        on_pong: Callable[[Pong], None],
+        restart_draft: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._restart = restart
+        self._on_pong = on_pong
+        self._clock = clock
+        self._restart_draft = restart_draft
+        self._seen_at_s = clock()
+        self._draft_restarted_at_s = clock()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            if self._client.is_connected:
+                await self._look()
+
+    def check(self) -> None:
+        """Raise UnavailableError if the target has been away for longer than a restart may take."""
+        away_s = self._clock() - self._seen_at_s
+        if away_s > self._settings.restart_timeout_s:
+            raise UnavailableError(
+                f"the target has not been seen for {away_s:.0f} s, and a restart may take "
+                f"{self._settings.restart_timeout_s:.0f} s; look for TargetActor in Ray's logs"
+            )
+
+    async def _look(self) -> None:
+        try:
+            pong = await self._client.ping(self._settings.pong_timeout_s)
+        except UnavailableError:
+            return  # it died in this moment; the client has fenced it
+        except TimeoutError:
+            self._give_up(f"it answered no ping for {self._settings.pong_timeout_s} s")
+            return
+        self._seen_at_s = self._clock()
+        self._on_pong(pong)
+        self._look_at_draft(pong.draft.silent_s)
+        if pong.step_age_s > self._settings.step_timeout_s:
+            self._give_up(f"its step has run for {pong.step_age_s:.0f} s")
+
+    def _look_at_draft(self, silent_s: float) -> None:
+        now_s, patience_s = self._clock(), self._settings.restart_timeout_s
+        if min(silent_s, now_s - self._draft_restarted_at_s) > patience_s:
+            logger.error("the draft is restarted: it has not been heard for %.0f s", silent_s)
+            self._draft_restarted_at_s = now_s
+            self._restart_draft()
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("the target is restarted: %s", reason)
+        self._client.fence()
+        self._restart()

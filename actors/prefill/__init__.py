@@ -1,0 +1,1 @@
+"""The prefill replica: a Serve deployment that reads prompts for the pairs."""

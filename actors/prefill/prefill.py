@@ -1,0 +1,49 @@
+"""The Serve deployment that reads prompts for the pairs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from ray import serve
+
+from actors.prefill.prefill_metrics import PrefillMetrics
+from actors.process.process_logging import configure_logging
+from actors.settings import PrefillSettings
+
+if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
+    from actors.kv_transfer.prefill_messages import PrefillOrder, PrefillReply
+
+
+class Prefill:
+    """One replica of the Serve deployment `Prefill`: the target model, prefill only, with a prefix cache of its own.
+
+    Its death costs the pairs time and never a token: they read what is missing themselves.
+    """
+
+    async def __init__(self, settings: PrefillSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        from actors.prefill.prefill_engine import PrefillEngine
+
+        configure_logging()
+        self._engine = PrefillEngine(settings, serve.get_replica_context().replica_id.unique_id)
+        self._metrics = PrefillMetrics()
+        await self._engine.wait_ready()
+
+    async def prefill(self, order: PrefillOrder) -> AsyncGenerator[PrefillReply, None]:
+        """Read a prompt: one `PrefillAccepted`, then its blocks chunk by chunk, or one `PrefillFailed`.
+
+        Closing the generator stops the computation and frees its blocks within a step.
+        """
+        async with aclosing(self._engine.read(order)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def metrics_text(self) -> str:
+        """This replica's metrics in Prometheus text format, as they are now."""
+        self._metrics.update(self._engine.stats, self._engine.direct)
+        return self._metrics.text()
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when this replica should be replaced."""
+        self._engine.check()

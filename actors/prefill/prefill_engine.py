@@ -1,0 +1,186 @@
+"""What runs inside a prefill replica: the engine in its own thread, and the orders that asyncio waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from itertools import count
+
+from torch import Tensor
+
+from actors.engine_loop.engine_loop import EngineLoop
+from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
+from actors.kv_transfer.kv_carrier_choice import choose_carrier
+from actors.kv_transfer.prefill_messages import (
+    PrefillAccepted,
+    PrefillBlocks,
+    PrefillComputed,
+    PrefillDone,
+    PrefillFailed,
+    PrefillOrder,
+    PrefillReply,
+)
+from actors.process.actor_thread import ActorThread
+from actors.settings import PrefillSettings
+from actors.shell_messages import Abort, Add, Refused, StepOutput
+from engine.engine_core import EngineCore
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import LeadingRunner
+from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import KVLayout, RemoteLoad
+from engine.stats.engine_stats import EngineStats
+from protos.errors import UnavailableError
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # an engine ends a sequence by a token; nobody reads it
+_GRACE_S = 10.0  # beyond an order's time, in which a reader that is late ends its stream
+_Event = ExportedBlocks | TokenChunk | Refused
+
+
+class PrefillEngine:
+    """An `EngineCore` that samples for nobody. Each chunk's blocks leave while the next chunk is computed.
+
+    Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread.
+    """
+
+    def __init__(self, settings: PrefillSettings, replica_id: str) -> None:
+        self._settings = settings
+        self._replica_id = replica_id
+        self._event_loop = asyncio.get_running_loop()
+        self._events: dict[str, asyncio.Queue[_Event]] = {}
+        self._numbers = count()
+        self._thread = ActorThread("Prefill", self._serve)
+
+    async def wait_ready(self) -> None:
+        """Return when the model is loaded. Raises ConfigError for what cannot be served."""
+        await asyncio.to_thread(self._thread.wait_ready, self._settings.start_timeout_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        """How the engine stood before its present step."""
+        return self._loop.stats
+
+    @property
+    def direct(self) -> DirectStats:
+        """What pairs read out of this process's memory."""
+        return self._carrier.stats if self._carrier else DirectStats()
+
+    @property
+    def num_orders(self) -> int:
+        return len(self._events)
+
+    def check(self) -> None:
+        """Raise UnavailableError if the engine is stuck in a step."""
+        if self._loop.step_age_s > self._settings.step_timeout_s:
+            raise UnavailableError(
+                f"a prefill step has run for {self._loop.step_age_s:.0f} s, and "
+                f"{self._settings.step_timeout_s:.0f} s is the limit; the replica is replaced"
+            )
+
+    async def read(self, order: PrefillOrder) -> AsyncGenerator[PrefillReply, None]:
+        """Compute an order's tokens; its blocks leave as they are computed. Closing the generator frees everything."""
+        if difference := self._layout.difference(order.layout):
+            yield PrefillFailed(FetchFailure.MISMATCH, difference)
+            return
+        request_id = f"{order.request_id}-{next(self._numbers)}"
+        events = self._events[request_id] = asyncio.Queue()
+        load = self._load()
+        self._exporter.watch(request_id, order.first_block)
+        self._loop.submit(Add(_request(request_id, order)))
+        sent: list[DirectBlocks] = []
+        try:
+            yield PrefillAccepted(load)
+            async for reply in self._replies(events, order.takes_direct):
+                if isinstance(reply, DirectBlocks):
+                    sent.append(reply)
+                yield reply
+            if sent:  # they lie here until the reader has read them and ends the stream
+                await asyncio.sleep(order.timeout_s + _GRACE_S)
+        finally:
+            self._release(sent)
+            del self._events[request_id]
+            self._exporter.forget(request_id)
+            self._loop.submit(Abort(request_id))
+
+    async def _replies(self, events: asyncio.Queue[_Event], takes_direct: bool) -> AsyncGenerator[PrefillReply, None]:
+        while True:
+            match await events.get():
+                case ExportedBlocks(_, first_block, blocks):
+                    yield PrefillComputed(first_block, self._load())
+                    yield await self._parcel(blocks, takes_direct)
+                case Refused() as refused:
+                    yield PrefillFailed(FetchFailure.REFUSED, refused.message)
+                    return
+                case TokenChunk(finish_reason=FinishReason.TIMEOUT):
+                    yield PrefillFailed(FetchFailure.TIMEOUT, "the order's time was up in the prefill replica")
+                    return
+                case TokenChunk():
+                    yield PrefillDone()
+                    return
+
+    async def _parcel(self, blocks: Tensor, takes_direct: bool) -> PrefillBlocks:
+        """What brings the blocks to the pair; neither copying nor registering them is for the event loop."""
+        if not takes_direct or self._carrier is None:
+            return await asyncio.to_thread(lambda: blocks.cpu().numpy())
+        sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(lambda sent: self._release([sent.result()]))  # the reader has left meanwhile
+            raise
+
+    def _release(self, sent: list[DirectBlocks]) -> None:
+        for blocks in sent:
+            assert self._carrier is not None, "it has sent them"
+            self._event_loop.run_in_executor(None, self._carrier.release, blocks)
+
+    def _load(self) -> RemoteLoad:
+        stats = self.stats
+        return RemoteLoad(self._replica_id, stats.num_queued_prefill_tokens, stats.prefill_tokens_per_s)
+
+    # ---- in the engine's thread
+
+    def _serve(self, is_ready: Callable[[], None]) -> None:
+        os.nice(self._settings.niceness)  # of this thread and those it starts: asyncio's stays as quick as it was
+        self._carrier = choose_carrier(self._settings.kv_transport)
+        core = EngineCore.from_config(self._settings.engine)
+        runner = core.runner
+        assert isinstance(runner, ModelRunner), "from_config loads one"
+        if isinstance(runner, LeadingRunner):
+            runner.watch(lambda reason: os._exit(1))  # Serve starts another replica
+        self._layout: KVLayout = runner.kv_layout
+        max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)
+        self._exporter = BlockExporter(runner, max_blocks, self._say)
+        core.on_computed = self._exporter.collect
+        self._loop = EngineLoop(core, self._emit)
+        is_ready()
+        self._loop.run()
+
+    def _emit(self, output: StepOutput | Refused) -> None:
+        if isinstance(output, Refused):
+            self._say(output)
+            return
+        for chunk in output.chunks:
+            if chunk.finish_reason is not None:
+                self._say(chunk)
+
+    def _say(self, event: _Event) -> None:
+        with suppress(RuntimeError):  # the replica is shutting down, and its event loop has stopped
+            self._event_loop.call_soon_threadsafe(self._deliver, event)
+
+    def _deliver(self, event: _Event) -> None:
+        events = self._events.get(event.request_id)
+        if events is not None:  # else the order was given up
+            events.put_nowait(event)
+
+
+def _request(request_id: str, order: PrefillOrder) -> GenerateRequest:
+    return GenerateRequest(
+        request_id, order.token_ids, _SAMPLING, cache_salt=order.cache_salt, timeout_s=order.timeout_s
+    )

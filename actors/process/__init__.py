@@ -1,0 +1,1 @@
+"""What every process of a pair needs: its thread, its sockets, its log."""

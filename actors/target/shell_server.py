@@ -1,0 +1,85 @@
+"""The target process's end of the line to its shell: takes commands in, sends steps out, answers pings."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from actors.engine_loop.engine_loop import AbortAll, EngineLoop
+from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
+from actors.shell_messages import (
+    DraftChannelStats,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Snapshot,
+    Status,
+    StepOutput,
+    ToTarget,
+)
+from protos.messages import ModelCard
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_SEND_TIMEOUT_S = 5.0
+
+
+class ShellServer:
+    """Serves one shell at a time; a shell that leaves, or does not read for five seconds, takes its requests along.
+
+    `run` belongs in a thread of its own. `emit` is for the engine's thread, and waits at most for the socket.
+    """
+
+    def __init__(self, listener: FrameListener, card: ModelCard, draft_stats: Callable[[], DraftChannelStats]) -> None:
+        self._listener = listener
+        self._card = card
+        self._draft_stats = draft_stats
+        self._epoch = time.time_ns()
+        self._connection: FrameConnection[ToTarget] | None = None
+        self._is_closing = threading.Event()
+
+    def run(self, loop: EngineLoop) -> None:
+        """Accept and serve shells until `close`."""
+        while not self._is_closing.is_set():
+            connection = self._listener.accept(ToTarget, _POLL_S)
+            if connection is not None:
+                self._serve(connection, loop)
+        self._listener.close()
+
+    def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
+        """Send to the shell; without one the message is of no interest to anybody."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.send(message, _SEND_TIMEOUT_S)
+        except ConnectionLostError:
+            connection.close()  # the receiving thread notices and aborts the requests
+
+    def close(self) -> None:
+        """Make `run` return within half a second."""
+        self._is_closing.set()
+
+    def _serve(self, connection: FrameConnection[ToTarget], loop: EngineLoop) -> None:
+        try:
+            connection.send(Ready(self._card, self._epoch), _SEND_TIMEOUT_S)
+            self._connection = connection
+            while not self._is_closing.is_set():
+                for message in connection.receive(_POLL_S):
+                    self._handle(message, connection, loop)
+        except ConnectionLostError as error:
+            logger.info("shell left: %s", error)
+        finally:
+            self._connection = None
+            connection.close()
+            loop.submit(AbortAll())
+
+    def _handle(self, message: ToTarget, connection: FrameConnection[ToTarget], loop: EngineLoop) -> None:
+        if isinstance(message, Ping):
+            connection.send(Pong(loop.step_age_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
+        else:
+            loop.submit(message)

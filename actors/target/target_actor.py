@@ -1,0 +1,38 @@
+"""The actor that owns the target model, its KV and the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.process.actor_thread import ActorThread
+from actors.process.process_logging import configure_logging
+from actors.settings import PairSettings
+
+
+class TargetActor:
+    """Loads the target in the background and serves the pair's shell over a socket in `folder`.
+
+    Ray restarts it after a death with nothing but its settings: requests are lost to it, and found again by the
+    ingress, which holds their committed tokens. It calls the `Prefill` deployment itself, where there is one: KV blocks
+    pass neither the shell nor a socket.
+    """
+
+    def __init__(self, settings: PairSettings, folder: Path, prefill: DeploymentHandle | None) -> None:
+        configure_logging()
+        self._settings = settings
+        self._folder = folder
+        self._prefill = prefill
+        self._thread = ActorThread("TargetActor", self._serve)
+
+    def ready(self) -> None:
+        """Returns when the model is loaded and the socket listens. Raises ConfigError for what cannot be served."""
+        self._thread.wait_ready(self._settings.start_timeout_s)
+
+    def _serve(self, is_ready: Callable[[], None]) -> None:
+        # Here and not above: this class is known to shells and to Serve's builder, which must not load torch for it.
+        from actors.target.target_process import serve_target
+
+        serve_target(self._settings, self._folder, self._prefill, is_ready)

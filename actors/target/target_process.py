@@ -1,0 +1,106 @@
+"""What runs inside a `TargetActor`: the target model, its engine, and the two sockets to shell and draft."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.channel.channel_proposer import ChannelProposer
+from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.engine_loop.engine_loop import EngineLoop
+from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.status_reporter import StatusReporter
+from actors.kv_transfer.kv_carrier_choice import choose_carrier
+from actors.kv_transfer.kv_transport import PrefillTransport
+from actors.process.frames import FrameListener
+from actors.settings import DraftKind, PairSettings
+from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
+from actors.target.shell_server import ShellServer
+from engine.engine_core import EngineCore
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import LeadingRunner
+from engine.proposer.dispatch.methods import proposer_of
+from engine.sequence.sequence import Sequence
+from protos.block_keys import PROBE_SALT, probe_token_ids
+from protos.messages import GenerateRequest, ModelCard, VerifyMode
+
+logger = logging.getLogger(__name__)
+
+
+def serve_target(
+    settings: PairSettings, folder: Path, prefill: DeploymentHandle | None, is_ready: Callable[[], None]
+) -> None:
+    """Load the target, call `is_ready` once the shell can connect, and compute until the process is killed.
+
+    Long prompts are read by `prefill` where there is one and it pays.
+
+    Raises:
+        ConfigError: the model, its head, the pool or the limits cannot be had.
+    """
+    channel = _channel(settings, folder)
+    transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
+    journal = CacheJournal()
+    proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
+    core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)
+    if isinstance(core.runner, LeadingRunner):
+        core.runner.watch(_end_process)
+    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
+    reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)
+    loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
+    if transport is not None:
+        transport.open(_runner(core).kv_layout, on_news=loop.wake)
+    threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
+    is_ready()
+    loop.run()
+
+
+def _end_process(reason: str) -> None:
+    """A rank is gone: the engine's thread may wait for it in a sum that cannot be interrupted. Ray starts all anew."""
+    logger.error("the target ends: %s", reason)
+    os._exit(1)
+
+
+def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:
+    if settings.draft.kind is not DraftKind.MODEL:
+        return None
+    return ChannelProposer(folder / DRAFT_SOCKET)
+
+
+def _stats_of(channel: ChannelProposer | None) -> Callable[[], DraftChannelStats]:
+    return (lambda: channel.stats) if channel else DraftChannelStats
+
+
+def _runner(core: EngineCore) -> ModelRunner:
+    assert isinstance(core.runner, ModelRunner), "from_config loads one"
+    return core.runner
+
+
+def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
+    runner = _runner(core)
+    speculation = settings.engine.speculation
+    logger.info("requests that do not say are sampled by %s", runner.sampling_defaults)
+    return ModelCard(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        model_version=runner.model_version,
+        block_size=runner.block_size,
+        max_draft_tokens=speculation.max_num_tokens if speculation.can_draft else 0,
+        speculation_methods=speculation.methods,
+        verify=speculation.verify,
+        has_approximate_steps=speculation.steps is not None,
+        sampling_defaults=runner.sampling_defaults,
+        probe_key=_probe_key(core),
+    )
+
+
+def _probe_key(core: EngineCore) -> bytes:
+    """What this engine calls the last block of a fixed text: an ingress that calls it otherwise knows none of them."""
+    request = GenerateRequest("probe", probe_token_ids(core.blocks.block_size), cache_salt=PROBE_SALT)
+    sequence = Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    return core.blocks.prefix_keys(sequence)[-1]

@@ -1,0 +1,83 @@
+"""Transformers' own `generate`, plain and assisted: what a user has before installing anything else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from bench.contenders.contender import Prompts, Run
+
+
+def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+class ArrivalStreamer(BaseStreamer):
+    """Notes when new tokens came; `generate` hands over the prompt first, which is none."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        if self._has_prompt:
+            self.arrivals.append(time.perf_counter())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersContender:
+    """`model.generate` over a batch of equally long prompts; assisted generation serves one prompt at a time."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        num_draft_tokens: int = 4,
+        repetition_penalty: float = 1.0,
+    ) -> None:
+        self.name = "transformers generate" if draft is None else "transformers assisted"
+        self._target = target
+        self._draft = draft
+        self._repetition_penalty = repetition_penalty
+        if draft is not None:
+            draft.generation_config.num_assistant_tokens = num_draft_tokens
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            draft.generation_config.assistant_confidence_threshold = 0.0
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        batches = [prompts] if self._draft is None else [[prompt] for prompt in prompts]
+        began = time.perf_counter()
+        outputs: list[list[int]] = []
+        arrivals: list[list[float]] = []
+        for batch in batches:
+            streamer = ArrivalStreamer()
+            outputs += self._generate(batch, num_tokens, streamer)
+            arrivals += [[second - began for second in streamer.arrivals]] * len(batch)
+        return Run(outputs, time.perf_counter() - began, arrivals=arrivals)
+
+    def _generate(self, prompts: Prompts, num_tokens: int, streamer: BaseStreamer) -> list[list[int]]:
+        input_ids = torch.tensor(prompts)
+        generate: Any = self._target.generate
+        output = generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            repetition_penalty=self._repetition_penalty,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            assistant_model=self._draft,
+            streamer=streamer,
+        )
+        return output[:, input_ids.shape[1] :].tolist()
+
+    def close(self) -> None:
+        pass

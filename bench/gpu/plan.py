@@ -1,0 +1,38 @@
+"""What one run of the GPU bench measures, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.gpu.floor import ModelCost
+from engine.kv_cache.kv_dtype import KVKind
+from models.fixtures.wide_fixture import WideShape
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Seconds are limits: of one line, of a section, and of the whole run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_kind: KVKind  # of the target's pool
+    target: WideShape
+    draft: WideShape
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    sections: tuple[str, ...]
+    num_warm_steps: int
+    num_steps: int
+    cell_s: float
+    section_s: float
+    total_s: float
+
+    @property
+    def target_cost(self) -> ModelCost:
+        return ModelCost(self.target, self.dtype.itemsize, self.kv_kind.head_bytes(1, self.dtype))
+
+    @property
+    def draft_cost(self) -> ModelCost:
+        return ModelCost(self.draft, self.dtype.itemsize, self.dtype.itemsize)

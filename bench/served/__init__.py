@@ -1,0 +1,1 @@
+"""Benchmarks of the served application, over HTTP."""

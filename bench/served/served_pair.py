@@ -1,0 +1,74 @@
+"""The root deploy.yaml with another pair in the demo pair's place, served on ports of its own for a benchmark."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.served.application import ServedApplication
+
+HTTP_PORT = 8100
+GRPC_PORT = 9100
+CACHE_BYTES = 1 << 29
+MODEL_ID = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPair:
+    """What a benchmark sets; K is the same for every pass, as it is for those it is compared with.
+
+    Threads that are None are left to the placement.
+    """
+
+    target: Path
+    draft: Path
+    dtype: str = "bfloat16"
+    num_threads: int | None = 2
+    num_draft_tokens: int = 4
+    is_deterministic: bool = False
+    num_draft_threads: int | None = None
+    mode: str = "sync"
+
+    def deploy(self) -> dict[str, Any]:
+        """The root deploy.yaml, changed."""
+        deploy = yaml.safe_load(Path("deploy.yaml").read_text())
+        deploy["http_options"]["port"] = HTTP_PORT
+        deploy["grpc_options"]["port"] = GRPC_PORT
+        args = deploy["applications"][0]["args"]
+        args["model_id"] = MODEL_ID
+        args["target"] = {
+            "path": str(self.target.resolve()),
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+            "deterministic": self.is_deterministic,
+        }
+        draft = {"path": str(self.draft.resolve()), "dtype": self.dtype, "num_threads": self.num_draft_threads}
+        args["draft"] |= draft
+        args["speculation"] = {
+            **args.get("speculation", {}),
+            "num_tokens": self.num_draft_tokens,
+            "mode": self.mode,
+            "adaptive": False,
+        }
+        args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
+        return deploy
+
+
+def start_served(folder: Path, pair: ServedPair) -> ServedApplication:
+    """Starts serving from `folder`/deploy.yaml; the caller waits until it is ready, and closes it."""
+    path = folder / "deploy.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(pair.deploy(), sort_keys=False))
+    return ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
+
+
+def served_on(folder: Path, pair: ServedPair, stack: ExitStack) -> str:
+    """The OpenAI base URL of the pair, served until `stack` unwinds."""
+    application = start_served(folder, pair)
+    stack.callback(application.close)
+    application.wait_until_ready()
+    return f"http://127.0.0.1:{HTTP_PORT}/v1"

@@ -1,0 +1,69 @@
+"""Drafting ahead without a second process or a clock: every outcome has all the time it takes to be prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.draft import Draft
+from engine.proposer.draft_model.ahead_drafter import Prepared, Prospect
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+
+class AheadProposer:
+    """Prepares for every verdict, and asks the draft only for outcomes that were not foreseen; implements `Proposer`.
+
+    `num_lookups` counts the passes that wanted drafts behind another, `num_hits` those that found them prepared.
+    """
+
+    def __init__(self, proposer: ModelProposer, fan_out: int) -> None:
+        self.num_lookups = 0
+        self.num_hits = 0
+        self._proposer = proposer
+        self._lookahead = proposer.lookahead(fan_out)
+        self._prepared: dict[str, dict[tuple[int, ...], Draft]] = {}  # by all tokens that are committed then
+
+    def open(self, sequence: Sequence) -> None:
+        self._proposer.open(sequence)
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        found = [self._find(share.sequence) for share in shares]
+        missing = [share for share, draft in zip(shares, found, strict=True) if draft is None]
+        made = iter(self._proposer.propose(missing))
+        drafts = [next(made) if draft is None else draft for draft in found]
+        self._look_ahead(shares, drafts)
+        return [
+            Draft(draft.token_ids[: share.max_draft_tokens], draft.laws[: share.max_draft_tokens])
+            for share, draft in zip(shares, drafts, strict=True)
+        ]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        self._proposer.commit(sequences)
+
+    def close(self, request_id: str) -> None:
+        self._proposer.close(request_id)
+        self._prepared.pop(request_id, None)
+
+    def _find(self, sequence: Sequence) -> Draft | None:
+        prepared = self._prepared.get(sequence.request_id)
+        if prepared is None:
+            return None
+        draft = prepared.get(tuple(sequence.token_ids))
+        self.num_lookups += 1
+        self.num_hits += draft is not None
+        return draft
+
+    def _look_ahead(self, shares: Seq[ScheduledSequence], drafts: Seq[Draft]) -> None:
+        texts = {share.sequence.request_id: tuple(share.sequence.token_ids) for share in shares}
+        self._prepared |= {request_id: {} for request_id in texts}
+        prospects = [
+            Prospect(share.sequence, draft.token_ids, share.sequence.num_draft_tokens)
+            for share, draft in zip(shares, drafts, strict=True)
+        ]
+
+        def keep(wave: tuple[Prepared, ...]) -> None:
+            for each in wave:
+                self._prepared[each.request_id][(*texts[each.request_id], *each.after)] = each.draft
+
+        self._lookahead.run(prospects, keep, lambda: False)

@@ -1,0 +1,37 @@
+"""An engine, and what a run must reach of it: who says what was recorded, and who drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from bench.speculation.suite.recorded_verifier import RecordedVerifier
+from engine.config import SpeculationConfig
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.sequence.sequence import Sequence
+from protos.messages import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEngine:
+    """`proposer` is the core's own."""
+
+    core: EngineCore
+    verifier: RecordedVerifier
+    proposer: Proposer
+    speculation: SpeculationConfig
+
+    def remember(self, request: GenerateRequest, answer: Seq[int]) -> None:
+        """Let the proposer see a request that ended with this answer, as if it had been served here."""
+        sequence = Sequence(
+            request,
+            num_draft_tokens=self.speculation.num_tokens,
+            verify=self.speculation.verify,
+            arrival_s=0.0,
+            method=self.speculation.method,
+        )
+        if sequence.num_draft_tokens > 0:
+            self.proposer.open(sequence)
+            sequence.append(answer)
+            self.proposer.close(request.request_id)

@@ -1,0 +1,97 @@
+"""The replicas that compute: their KV pools, their limits, and how many there are of each kind."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from cluster.schema.section import Section, one_of
+
+
+class CacheSection(Section):
+    """The KV pool of the target: a budget, or a number of blocks. dtype int8 (processors) or fp8 (GPUs of compute
+    capability 8.9 or later) holds about twice the tokens of bfloat16 in the same memory, and changes the law a little
+    (docs/performance.md).
+    """
+
+    block_size: int = Field(default=16, ge=1, le=1024)
+    memory_gib: float | None = Field(default=None, gt=0, strict=False)
+    num_blocks: int | None = Field(default=None, ge=2)
+    dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
+
+    @model_validator(mode="after")
+    def _one_size(self) -> CacheSection:
+        if self.memory_gib is not None and self.num_blocks is not None:
+            raise ValueError("memory_gib and num_blocks are two ways to say one thing; keep one of them")
+        return self
+
+
+class SchedulerSection(Section):
+    """Limits of one step and of one sequence."""
+
+    max_num_sequences: int = Field(default=64, ge=1)
+    max_tokens_per_step: int = Field(default=2048, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+
+
+class AutoscalingSection(Section):
+    """Between how many replicas Serve may move, and the running requests per replica it aims at."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ongoing_requests: float = Field(default=16.0, gt=0, strict=False)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscalingSection:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}")
+        return self
+
+
+class Scaled(Section):
+    """A deployment with a fixed number of replicas, or a moving one."""
+
+    num_replicas: int | None
+    autoscaling: AutoscalingSection | None = None
+
+    @model_validator(mode="after")
+    def _one_count(self) -> Scaled:
+        if self.num_replicas is not None and self.autoscaling is not None:
+            raise ValueError("num_replicas and autoscaling contradict each other; keep one of them")
+        return self
+
+
+class PairSection(Scaled):
+    """How many draft-target pairs serve, and how many requests may wait in each before it says 429."""
+
+    num_replicas: int | None = Field(default=None, ge=1)
+    max_queued_requests: int = Field(default=256, ge=0)
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas that must be placeable."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 1
+
+
+class PrefillSection(Scaled):
+    """Replicas that read long prompts for the pairs; none of them means that each pair reads its own.
+
+    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there; KV blocks come back every
+    `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
+    installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` says otherwise. Its engine thread
+    gives way to other programs by `niceness`: left out, 10 on nodes without GPUs, where it shares cores with pairs.
+    """
+
+    num_replicas: int | None = Field(default=None, ge=0)
+    min_remote_prefill_tokens: int = Field(default=512, ge=1)
+    chunk_tokens: int = Field(default=512, ge=1)
+    kv_transport: Annotated[str, one_of("auto", "object_store", "nixl")] = "auto"
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
+    niceness: int | None = Field(default=None, ge=0, le=19)
+    memory_gib: float | None = Field(default=None, gt=0, strict=False)
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas that must be placeable."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 0

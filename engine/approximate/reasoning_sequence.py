@@ -1,0 +1,118 @@
+"""One sequence whose reasoning steps the draft may write, and the text the draft has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from enum import Enum, auto
+
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence, SequenceStatus
+from protos.messages import SpeculationMethod, SpeculationParams, StepStats
+
+
+class Phase(Enum):
+    """Who has the next word. Every step begins and ends with TARGET or ACCEPTED.
+
+    TARGET: the target writes, verified drafts and all, to the end of its step. DRAFT: the draft does, and the sequence
+    computes nothing. JUDGE: a step is complete, and the next pass reads it. ACCEPTED: that pass has committed it.
+    """
+
+    TARGET = auto()
+    DRAFT = auto()
+    JUDGE = auto()
+    ACCEPTED = auto()
+
+
+class Thought:
+    """`sequence` is the target's. `shadow` is what the draft knows: the committed tokens, and a step that it writes.
+
+    A draft cannot take words back: after a step that was not accepted it gets a new shadow, under a new id. `base_len`
+    is where the current step begins; the first `num_seen` committed tokens have been looked at for its end, and whether
+    it has come is `is_at_boundary`.
+    """
+
+    def __init__(self, sequence: Sequence, threshold: float) -> None:
+        self.sequence = sequence
+        self.threshold = threshold
+        self.phase = Phase.TARGET
+        self.base_len = self.num_seen = len(sequence.token_ids)
+        self.is_thinking = False
+        self.is_at_boundary = True
+        self.is_ending = False  # behind the step that is judged the draft would end the reasoning
+        self.is_proposed = False  # the step is in the pass that is being computed
+        self._num_shadows = 0
+        self.shadow = self.new_shadow()
+
+    @property
+    def step_ids(self) -> Seq[int]:
+        """What the draft has written of the current step."""
+        return self.shadow.token_ids[self.base_len :]
+
+    @property
+    def is_stale(self) -> bool:
+        """The sequence has grown past what its step continues."""
+        is_drafted = self.phase in (Phase.DRAFT, Phase.JUDGE)
+        return is_drafted and len(self.sequence.token_ids) != self.base_len
+
+    @property
+    def is_ready(self) -> bool:
+        """The target has caught up with its tokens, the first of its output among them."""
+        sequence = self.sequence
+        is_running = sequence.status is SequenceStatus.RUNNING and not sequence.is_fetching
+        return is_running and sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0
+
+    @property
+    def stats(self) -> StepStats:
+        return self.sequence.step_stats or StepStats()
+
+    def hold(self) -> None:
+        """The sequence computes nothing while the draft writes on from what is committed now."""
+        self.phase = Phase.DRAFT
+        self.base_len = len(self.sequence.token_ids)
+        self.shadow.token_ids += self.sequence.token_ids[len(self.shadow.token_ids) :]
+        self.sequence.is_held = True
+
+    def submit(self, num_tokens: int, num_suffix_tokens: int, *, is_ending: bool) -> None:
+        """The first `num_tokens` of what the draft wrote are a step for the next pass to judge."""
+        self.phase = Phase.JUDGE
+        self.is_ending = is_ending
+        del self.shadow.token_ids[self.base_len + num_tokens :]
+        self.sequence.is_held = False
+        self.sequence.draft_allowance = num_tokens + num_suffix_tokens
+
+    def release(self) -> None:
+        """The target goes on by itself."""
+        self.phase = Phase.TARGET
+        self.base_len = len(self.sequence.token_ids)
+        self.is_at_boundary = False
+        self.sequence.is_held = False
+        self.sequence.draft_allowance = self.sequence.num_draft_tokens
+
+    def record(self, *, is_accepted: bool) -> None:
+        """The current step has been judged."""
+        num_tokens = len(self.step_ids) if is_accepted else 0
+        self.sequence.step_stats = self.stats + StepStats(1, int(is_accepted), num_tokens)
+
+    def new_shadow(self) -> Sequence:
+        """A shadow of what is committed now, in place of the one before."""
+        request = self.sequence.request
+        self._num_shadows += 1
+        self.shadow = Sequence(
+            replace(
+                request,
+                request_id=f"{request.request_id}/step-{self._num_shadows}",
+                output_token_ids=tuple(self.sequence.token_ids[self.sequence.num_prompt_tokens :]),
+                speculation=SpeculationParams(),
+                prediction_token_ids=(),
+            ),
+            num_draft_tokens=self.sequence.num_draft_tokens,
+            verify=self.sequence.verify,
+            arrival_s=self.sequence.arrival_s,
+            method=SpeculationMethod.MODEL,
+        )
+        return self.shadow
+
+    def share(self, num_tokens: int) -> ScheduledSequence:
+        """What the draft is asked for: up to `num_tokens` more of the step."""
+        return ScheduledSequence(self.shadow, len(self.shadow.token_ids) - 1, 1, num_tokens)

@@ -1,0 +1,1 @@
+"""Paged attention: one interface, and an implementation for each device."""

@@ -1,0 +1,143 @@
+"""Who computes attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX-512."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from engine.attention.batch_invariant import ExactAttention
+from engine.attention.native import NativeAttention, native_or_exact, native_or_torch
+from engine.attention.torch_attention import AttentionPass, TorchAttention
+from engine.indexing import Index
+from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.pool import KVCache
+from engine.native.library import native_library
+from engine.span import Span
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
+_MIN_FLOAT8_CAPABILITY = (8, 9)
+_NATIVE = (NativeAttention, native_or_torch, native_or_exact)
+
+
+class AttentionKind(StrEnum):
+    """The configured choice; AUTO is TRITON or NATIVE where they can run, TORCH elsewhere."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    NATIVE = "native"
+    TRITON = "triton"
+
+
+class AttentionPlan(Protocol):
+    """The attention of some spans, laid out once; valid while the blocks of the spans stay theirs."""
+
+    def whole(self, slots: Index) -> AttentionPass:
+        """For a pass that computes all tokens; `slots` are where their KV goes."""
+
+    def step(self, step: int, slots: Index) -> AttentionPass:
+        """For a pass that computes only token `step` of each span; the spans have one length."""
+
+
+PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
+
+
+def choose_attention(name: str, device: torch.device, *, is_deterministic: bool = False) -> PlanAttention:
+    """The attention of a model on `device`; `name` is an AttentionKind.
+
+    Raises:
+        ConfigError: there is no such kind, or `device` cannot run it.
+    """
+    kind = _kind_of(name)
+    if kind is AttentionKind.NATIVE or (kind is AttentionKind.AUTO and _obstacle_to_native(device) is None):
+        return _choose_native(kind, device, is_deterministic=is_deterministic)
+    if is_deterministic:
+        return ExactAttention
+    obstacle = _obstacle_to_triton(device)
+    if kind is AttentionKind.TRITON and obstacle:
+        raise ConfigError(f"attention is 'triton', but {obstacle}; set it to auto or torch")
+    if kind is AttentionKind.TORCH or obstacle or (kind is AttentionKind.AUTO and device.type != "cuda"):
+        logger.info("attention on %s: torch (configured: %s%s)", device, kind, f"; {obstacle}" if obstacle else "")
+        return TorchAttention
+    logger.info("attention on %s: Triton kernel (configured: %s)", device, kind)
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.attention.triton_attention import TritonAttention
+
+    return TritonAttention
+
+
+def is_triton(plan_attention: PlanAttention) -> bool:
+    """Whether that is our kernel on GPUs."""
+    return plan_attention not in (TorchAttention, ExactAttention, *_NATIVE)
+
+
+def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.device) -> None:
+    """Whether `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    on_gpu = is_triton(plan_attention)
+    name = "Triton" if on_gpu else "native" if plan_attention in _NATIVE else "torch"
+    here = f"the model runs on {device} with {name} attention"
+    if kind is KVKind.INT8 and (on_gpu or device.type != "cpu"):
+        raise ConfigError(
+            f"cache.dtype is 'int8', which the attention on processors reads, and {here}; set it to auto, or to "
+            "fp8 where the Triton kernel runs on a GPU of compute capability 8.9 or later"
+        )
+    if kind is KVKind.FP8 and not on_gpu:
+        remedy = "int8" if device.type == "cpu" else "auto, or target.attention to auto"
+        raise ConfigError(
+            f"cache.dtype is 'fp8', which the Triton kernel on GPUs reads, and {here}; set it to {remedy}"
+        )
+    if kind is KVKind.FP8 and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f"cache.dtype is 'fp8', which needs compute capability 8.9, and {torch.cuda.get_device_name(device)} "
+                f"has {capability[0]}.{capability[1]}; set it to auto"
+            )
+
+
+def _kind_of(name: str) -> AttentionKind:
+    try:
+        return AttentionKind(name)
+    except ValueError as error:
+        raise ConfigError(f"attention is {name!r}; it must be {', '.join(AttentionKind)}") from error
+
+
+def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministic: bool) -> PlanAttention:
+    if obstacle := _obstacle_to_native(device):
+        raise ConfigError(f"attention is 'native', but {obstacle}; set it to auto or torch")
+    logger.info("attention on %s: native kernel (configured: %s)", device, kind)
+    if kind is AttentionKind.NATIVE:
+        return NativeAttention
+    return native_or_exact if is_deterministic else native_or_torch
+
+
+def _obstacle_to_native(device: torch.device) -> str | None:
+    """Why our kernel for processors cannot run on `device`; None if it can."""
+    if device.type != "cpu":
+        return f"the model runs on {device}, which is no processor"
+    return "there is no native kernel for it here, and the log says why" if native_library() is None else None
+
+
+def _obstacle_to_triton(device: torch.device) -> str | None:
+    """Why our kernel cannot run on `device`; None if it can."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda":
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if is_interpreted else f"the model runs on {device}, which is no GPU"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None

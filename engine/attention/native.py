@@ -1,0 +1,169 @@
+"""Paged attention on AVX-512 or AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
+
+It stands where `engine.attention.torch_attention.PagedAttentionPass` stands elsewhere, which gathers blocks into padded
+batches for torch's kernel, and is held to it by the tests and, at every start, by the agreement check of
+`engine.model.paged_model`. A row has the same bits in whatever pass it comes, so that deterministic models use it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.attention.batch_invariant import ExactAttention
+from engine.attention.torch_attention import LayerOptions, TorchAttention
+from engine.draft import path_to
+from engine.indexing import Index, upload
+from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.pool import KVCache
+from engine.native.library import native_library
+from engine.span import Span
+from protos.errors import ConfigError
+
+_MAX_DIM = 256  # of a head
+_CHAIN = -1  # in place of a span's first node
+_CPU = torch.device("cpu")
+
+_POINTERS = ("query", "new_keys", "new_values", "keys", "values", "out", "slots", "sinks")
+_LAYOUT = ("spans", "tables", "nodes", "paths")
+_SIZES = ("num_rows", "num_spans", "query_row", "query_head", "key_row", "key_head", "value_row", "value_head")
+_SHAPE = ("num_heads", "group_size", "key_dim", "value_dim", "block_size", "window", "is_bf16", "is_int8")
+
+
+class _Call(ctypes.Structure):
+    """`struct attention` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_LAYOUT)),
+        *((name, ctypes.c_int64) for name in (*_SIZES, *_SHAPE)),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+class NativeAttention:
+    """The `engine.attention.backend.AttentionPlan` of such processors."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        """Raises ConfigError where the kernel does not read such a pool."""
+        if not fits(cache):
+            raise ConfigError(
+                f"attention is 'native', which reads keys and values in bfloat16, float32 and int8 with heads of up to "
+                f"{_MAX_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
+                f"{cache.kind.name_of(cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
+                "set it to auto or torch"
+            )
+        self._spans = spans
+        self._cache = cache
+
+    def whole(self, slots: Index) -> NativePass:
+        return NativePass(self._cache, slots, self._spans)
+
+    def step(self, step: int, slots: Index) -> NativePass:
+        return NativePass(self._cache, slots, [span.at_step(step) for span in self._spans])
+
+
+class NativePass:
+    """One flat pass over the pool; what is laid out for it serves every layer."""
+
+    def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
+        self._cache = cache
+        self._slots = slots if isinstance(slots, Tensor) else torch.arange(slots.start, slots.stop)
+        layout = _Layout(spans)
+        self._layout = [upload(numbers, dtype, _CPU) for numbers, dtype in layout.lists()]
+        call = _Call(num_rows=len(self._slots), num_spans=len(layout.spans))
+        call.slots, call.block_size = self._slots.data_ptr(), cache.block_size
+        call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVKind.INT8
+        for name, tensor in zip(_LAYOUT, self._layout, strict=True):
+            setattr(call, name, tensor.data_ptr())
+        self._call = call
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        cache, call = self._cache, self._call
+        assert query.dtype == key.dtype == value.dtype == cache.dtype, "the kernel is told one dtype"
+        query, key, value = (_rowwise(heads) for heads in (query, key, value))
+        _, num_heads, num_rows, key_dim = query.shape
+        _, num_kv_heads, _, value_dim = value.shape
+        out = query.new_empty(1, num_rows, num_heads, value_dim)
+        call.query, call.new_keys, call.new_values = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        call.keys, call.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
+        call.out = out.data_ptr()
+        _, call.query_head, call.query_row, _ = query.stride()
+        _, call.key_head, call.key_row, _ = key.stride()
+        _, call.value_head, call.value_row, _ = value.stride()
+        call.num_heads, call.group_size = num_kv_heads, num_heads // num_kv_heads
+        call.key_dim, call.value_dim = key_dim, value_dim
+        call.window, call.softcap, call.scaling = options.window or 0, options.softcap or 0.0, options.scaling
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        if _kernel()(ctypes.byref(call)):
+            raise MemoryError("no memory for the partial sums of attention")
+        return out
+
+
+class _Layout:
+    """The spans as the kernel reads them; a span with a tree is two, as its nodes read their own paths."""
+
+    def __init__(self, spans: Seq[Span]) -> None:
+        self.spans: list[tuple[int, ...]] = []  # the fields of `struct span`
+        self._tables: list[int] = []
+        self._nodes: list[tuple[int, int]] = []  # position, and where its path begins
+        self._paths: list[int] = []
+        first_row = 0
+        for span in spans:
+            num_chained = span.num_chained
+            num_nodes = len(span.token_ids) - num_chained
+            table, tree = len(self._tables), span.tree_start
+            if num_chained:
+                self.spans.append((first_row, num_chained, span.start, table, tree, _CHAIN))
+            if num_nodes:
+                first = span.start + num_chained
+                self.spans.append((first_row + num_chained, num_nodes, first, table, tree, len(self._nodes)))
+                for node in range(first - tree, first - tree + num_nodes):
+                    path = path_to(span.parents, node)
+                    self._nodes.append((tree + len(path) - 1, len(self._paths)))
+                    self._paths += [tree + step for step in path]
+            self._tables += span.block_table
+            first_row += len(span.token_ids)
+
+    def lists(self) -> Iterator[tuple[Seq[object], torch.dtype]]:
+        yield self.spans, torch.int64
+        yield self._tables, torch.int32
+        yield self._nodes, torch.int32
+        yield self._paths, torch.int32
+
+
+def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | TorchAttention:
+    """The kernel for pools that it reads, torch for others: an `AttentionPlan` of processors."""
+    return NativeAttention(spans, cache) if fits(cache) else TorchAttention(spans, cache)
+
+
+def native_or_exact(spans: Seq[Span], cache: KVCache) -> NativeAttention | ExactAttention:
+    """`native_or_torch` of deterministic models."""
+    return NativeAttention(spans, cache) if fits(cache) else ExactAttention(spans, cache)
+
+
+def fits(cache: KVCache) -> bool:
+    """Whether this process has the kernel, and it reads such a pool."""
+    if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVKind.FP8:
+        return False
+    return cache.max_head_dim <= _MAX_DIM and native_library() is not None
+
+
+def _rowwise(heads: Tensor) -> Tensor:
+    """[1, H, T, D], a head's numbers side by side."""
+    return heads if heads.stride(-1) == 1 else heads.contiguous()
+
+
+@cache
+def _kernel() -> ctypes._NamedFuncPointer:
+    library = native_library()
+    assert library is not None, "`fits` says when there is one"
+    library.outrider_attend.argtypes = [ctypes.POINTER(_Call)]
+    library.outrider_attend.restype = ctypes.c_int
+    return library.outrider_attend

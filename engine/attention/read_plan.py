@@ -1,0 +1,215 @@
+"""Which rows of a flat pass read which keys: index tensors and masks, built once per pass and used by every layer.
+
+Rows of the pass are cut into *reads*. Short spans (decode and verification) are read many at a time, padded to a common
+number of rows and blocks; a prefill chunk is one read; so is a long span whose blocks are one run: it is read in place.
+Steps of spans that share most of their blocks read each block once (`engine.attention.shared_prefix`). A sliding window
+has its own reads, trimmed to the blocks that it can see. Nodes of a draft tree see, behind what is committed, only
+their ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention.shared_prefix import Extent, SharedExtents, hidden_keys, share
+from engine.attention.tree_mask import hide_in_tree
+from engine.indexing import Index, index_of, index_tensor, is_run
+from engine.kv_cache.pool import KVCache
+from engine.span import Span
+
+MAX_PACKED_ROWS = 16  # longer spans are prefill chunks
+_MIN_PADDING_TOKENS = 512  # padding below this costs less than one more read
+_MAX_PADDING_RATIO = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """B spans of up to Q rows that attend together to up to S keys each.
+
+    `rows` are their rows of the pass, span by span, the last one repeated where a span has fewer than Q; `blocks` are
+    the pool's blocks that hold the keys, [B * M] or one run; `mask` is additive, [B, 1, Q, S], None where every row
+    sees every key or where `is_causal` says the same. Where spans share their keys, a group of them counts as one here,
+    and `rows_per_span` says how many of the Q rows are each span's.
+    """
+
+    num_spans: int
+    num_rows: int
+    num_keys: int
+    rows: Index
+    blocks: Index
+    mask: Tensor | None
+    rows_per_span: int
+    is_causal: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
+        return self.num_rows <= MAX_PACKED_ROWS
+
+    def at_step(self, step: int) -> Read:
+        """The same spans when they compute only their row `step`, as they do when they decode one token at a time.
+
+        Every span has all of its rows. Keys of later steps are in the read, and masked.
+        """
+        num_steps = self.rows_per_span
+        if isinstance(self.rows, slice):
+            rows: Index = slice(self.rows.start // num_steps, self.rows.stop // num_steps)
+        else:
+            rows = self.rows[::num_steps] // num_steps
+        mask = None if self.mask is None else self.mask[:, :, step::num_steps]
+        return replace(self, num_rows=self.num_rows // num_steps, rows_per_span=1, rows=rows, mask=mask)
+
+
+class ReadPlan:
+    """The reads of one pass, for any window."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._spans = spans
+        self._block_size = cache.block_size
+        self._min_view_tokens = cache.min_view_tokens
+        self._dtype = cache.dtype
+        self._device = cache.device
+        self._all_steps: dict[int | None, list[Read]] = {}
+
+    def reads(self, window: int | None) -> list[Read]:
+        """Reads that cover each row once. `window` is how many tokens a row sees, itself included; None is all."""
+        return self._reads_of(list(self._extents(window)), window)
+
+    def _reads_of_steps(self, window: int | None) -> list[Read]:
+        """`reads`, those of spans that share blocks together; rows of one step are few enough for that."""
+        extents = list(self._extents(window))
+        groups = share(extents, self._block_size)
+        shared = {id(extent) for group in groups for extent in group.extents}
+        reads = self._reads_of([extent for extent in extents if id(extent) not in shared], window)
+        return [*reads, self._shared(groups, window)] if groups else reads
+
+    def _reads_of(self, extents: Seq[Extent], window: int | None) -> list[Read]:
+        alone: list[Extent] = []
+        together: list[Extent] = []
+        for extent in extents:
+            (alone if self._is_alone(extent) else together).append(extent)
+        return [self._single(extent, window) for extent in alone] + [
+            self._single(bucket[0], window) if len(bucket) == 1 else self._padded(bucket, window)
+            for bucket in _buckets(together, self._block_size)
+        ]
+
+    def step_reads(self, step: int, window: int | None) -> list[Read]:
+        """Reads of the pass that computes only row `step` of each span; the tensors of all steps are built at once."""
+        if window not in self._all_steps:
+            self._all_steps[window] = self._reads_of_steps(window)
+        return [read.at_step(step) for read in self._all_steps[window]]
+
+    def _extents(self, window: int | None) -> Iterator[Extent]:
+        first_row = 0
+        for span in self._spans:
+            first_block = span.first_key(window) // self._block_size
+            block_ids = span.block_table[first_block : -(-span.end // self._block_size)]
+            yield Extent(span, first_row, first_block * self._block_size, block_ids)
+            first_row += len(span.token_ids)
+
+    def _is_alone(self, extent: Extent) -> bool:
+        if extent.num_rows > MAX_PACKED_ROWS:
+            return True
+        return extent.num_blocks * self._block_size >= self._min_view_tokens and is_run(extent.block_ids)
+
+    def _single(self, extent: Extent, window: int | None) -> Read:
+        """One span, with exactly the keys that it needs."""
+        num_rows, span = extent.num_rows, extent.span
+        num_keys = span.end - extent.first_key
+        # Folded heads repeat rows, which the kernel's own causal mask cannot express.
+        is_whole = span.start == 0 and not span.parents and (window is None or num_keys <= window)
+        is_causal = num_rows > MAX_PACKED_ROWS and is_whole
+        is_partial = bool(span.parents) or (window is not None and num_keys > window)
+        is_mask_needed = not is_causal and (num_rows > 1 or is_partial)
+        return Read(
+            num_spans=1,
+            num_rows=num_rows,
+            rows_per_span=num_rows,
+            num_keys=num_keys,
+            rows=slice(extent.first_row, extent.first_row + num_rows),
+            blocks=index_of(extent.block_ids, self._device),
+            mask=self._mask([extent], num_rows, num_keys, window) if is_mask_needed else None,
+            is_causal=is_causal,
+        )
+
+    def _padded(self, bucket: list[Extent], window: int | None) -> Read:
+        """Several short spans; padded keys lie behind every row's position and padded rows repeat the last one."""
+        num_rows = max(extent.num_rows for extent in bucket)
+        num_blocks = max(extent.num_blocks for extent in bucket)
+        rows = [extent.first_row + step for extent in bucket for step in extent.steps(num_rows)]
+        blocks: list[int] = []
+        for extent in bucket:
+            blocks += extent.block_ids
+            # Padding is the span's own last block: never another sequence's numbers.
+            blocks += [extent.block_ids[-1]] * (num_blocks - extent.num_blocks)
+        num_keys = num_blocks * self._block_size
+        return Read(
+            num_spans=len(bucket),
+            num_rows=num_rows,
+            rows_per_span=num_rows,
+            num_keys=num_keys,
+            rows=index_of(rows, self._device),
+            blocks=index_tensor(blocks, self._device),
+            mask=self._mask(bucket, num_rows, num_keys, window),
+        )
+
+    def _shared(self, groups: Seq[SharedExtents], window: int | None) -> Read:
+        """Groups of spans that share blocks; short groups repeat their last span, and their last block unseen."""
+        is_hidden = hidden_keys(groups, self._block_size, window, self._device)  # [B, M, Q, S]
+        num_spans, num_steps, num_keys = is_hidden.shape[1:]
+        rows: list[int] = []
+        blocks: list[int] = []
+        for group in groups:
+            padded = [*group.extents, *[group.extents[-1]] * (num_spans - len(group.extents))]
+            rows += [extent.first_row + step for extent in padded for step in range(num_steps)]
+            blocks += group.first_keys
+            blocks += [next(reversed(group.first_keys))] * (num_keys // self._block_size - len(group.first_keys))
+        return Read(
+            num_spans=len(groups),
+            num_rows=num_spans * num_steps,
+            rows_per_span=num_steps,
+            num_keys=num_keys,
+            rows=index_of(rows, self._device),
+            blocks=index_tensor(blocks, self._device),
+            mask=self._additive(is_hidden.flatten(1, 2)[:, None]),  # [B, 1, M * Q, S]
+        )
+
+    def _mask(self, extents: Seq[Extent], num_rows: int, num_keys: int, window: int | None) -> Tensor:
+        """0 where a row sees the key, -inf elsewhere; [B, 1, Q, S]."""
+        places = torch.tensor([[extent.span.start + step for step in extent.steps(num_rows)] for extent in extents])
+        rows = places[:, None, :, None].to(self._device)  # [B, 1, Q, 1]
+        keys = torch.arange(num_keys, device=self._device)  # [S]
+        first_keys = [extent.first_key for extent in extents]
+        if any(first_keys):
+            keys = keys + index_tensor(first_keys, self._device)[:, None, None, None]  # [B, 1, 1, S]
+        is_hidden = keys > rows
+        if window is not None:
+            is_hidden |= keys <= rows - window
+        for index, extent in enumerate(extents):
+            if extent.span.parents:
+                hide_in_tree(is_hidden[index, 0], extent.span, extent.steps(num_rows), extent.first_key, window)
+        return self._additive(is_hidden)
+
+    def _additive(self, is_hidden: Tensor) -> Tensor:
+        mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(is_hidden, float("-inf"))
+
+
+def _buckets(extents: list[Extent], block_size: int) -> Iterator[list[Extent]]:
+    """Group extents of similar length, shortest first, so that padding stays cheap against the keys that are needed."""
+    bucket: list[Extent] = []
+    num_needed = 0
+    for extent in sorted(extents, key=lambda extent: extent.num_blocks):
+        num_padding = (len(bucket) * extent.num_blocks - num_needed) * block_size
+        if num_padding > max(_MIN_PADDING_TOKENS, _MAX_PADDING_RATIO * num_needed * block_size):
+            yield bucket
+            bucket, num_needed = [], 0
+        bucket.append(extent)
+        num_needed += extent.num_blocks
+    if bucket:
+        yield sorted(bucket, key=lambda extent: extent.first_row)

@@ -1,0 +1,204 @@
+"""Paged attention behind transformers' AttentionInterface: write a pass's new KV, then read what each row sees.
+
+Every layer of a model calls `paged_attention`, which hands the work to the `AttentionPass` that rides through the
+model's forward as a keyword. The code is plain torch and runs on any device; it is shaped for the processor: the query
+heads of a kv head are folded into rows of one matrix product ("packed"), so that keys are read once and never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from engine.attention.read_plan import Read, ReadPlan
+from engine.indexing import Index
+from engine.kv_cache.pool import KVCache
+from engine.span import Span
+
+ATTENTION_NAME = "outrider_paged"
+PASS_KEYWORD = "attention_pass"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What a layer asks of attention beside q, k and v."""
+
+    scaling: float
+    window: int | None = None  # tokens a row sees, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H * G] logits of keys without a value (gpt-oss)
+
+
+class AttentionPass(Protocol):
+    """The attention of all layers in one forward pass."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        """query [1, H * G, T, D], key and value [1, H, T, D], after rotary -> [1, T, H * G, D] (D of the values)."""
+
+
+class UnsupportedAttention(Exception):
+    """A layer asked for something this attention does not compute; the loader turns it into a refusal by name."""
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    attention_pass: AttentionPass | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The function every attention layer calls; its signature is the interface's."""
+    if attention_pass is None:
+        raise UnsupportedAttention("its layers drop the keywords of the forward call")
+    if position_bias is not None or attention_mask is not None:
+        raise UnsupportedAttention("its attention adds a bias or a mask of its own")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = LayerOptions(scaling, sliding_window, softcap, s_aux)
+    return attention_pass.attend(module.layer_idx, query, key, value, options), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+class PagedAttentionPass:
+    """One flat pass over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
+
+    def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[Read]]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._plan_reads = plan_reads
+        self._reads: dict[int | None, list[Read]] = {}
+        self._packed_masks: dict[tuple[int, int], Tensor | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        reads = self._reads.get(options.window)
+        if reads is None:
+            reads = self._reads[options.window] = self._plan_reads(options.window)
+        if len(reads) == 1 and isinstance(reads[0].rows, slice):
+            return self._read(layer, reads[0], query, options)
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        for read in reads:
+            result = self._read(layer, read, query, options)[0]
+            if isinstance(read.rows, slice):
+                out[0, read.rows] = result
+            else:
+                out[0].index_copy_(0, read.rows, result)
+        return out
+
+    def _read(self, layer: int, read: Read, query: Tensor, options: LayerOptions) -> Tensor:
+        """Attention of the read's rows over its keys, [1, B * Q, H * G, D]."""
+        rows = query[:, :, read.rows] if isinstance(read.rows, slice) else query.index_select(2, read.rows)
+        keys, values = (_by_span(blocks, read) for blocks in self._cache.read_blocks(layer, read.blocks))
+        num_kv_heads = keys.shape[1]
+        group_size = query.shape[1] // num_kv_heads
+        if read.is_packed:
+            q = _fold(rows, read, num_kv_heads, group_size)  # [B, H, G * Q, D]
+            out = _attend(q, keys, values, self._packed_mask(read, group_size), options, group_size)
+            return _unfold(out, read, group_size)
+        if group_size > 1:
+            keys, values = (_repeat_heads(tensor, group_size) for tensor in (keys, values))
+        out = _attend(rows, keys, values, read.mask, options, 1, is_causal=read.is_causal)
+        return out.transpose(1, 2)
+
+    def _packed_mask(self, read: Read, group_size: int) -> Tensor | None:
+        """The read's mask with its rows repeated for each folded head, [B, 1, G * Q, S]."""
+        if read.mask is None or group_size == 1 or read.num_rows == 1:
+            return read.mask  # a single row broadcasts
+        mask = self._packed_masks.get((id(read), group_size))
+        if mask is None:
+            mask = read.mask.repeat(1, 1, group_size, 1)
+            self._packed_masks[id(read), group_size] = mask
+        return mask
+
+
+class TorchAttention:
+    """The `engine.attention.backend.AttentionPlan` that this file computes."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._cache = cache
+        self._plan = ReadPlan(spans, cache)
+
+    def whole(self, slots: Index) -> PagedAttentionPass:
+        return PagedAttentionPass(self._cache, slots, self._plan.reads)
+
+    def step(self, step: int, slots: Index) -> PagedAttentionPass:
+        return PagedAttentionPass(self._cache, slots, partial(self._plan.step_reads, step))
+
+
+def _by_span(blocks: Tensor, read: Read) -> Tensor:
+    """The read's keys (or values) [B * M, P, H, D] as [B, H, S, D]."""
+    by_span = blocks.view(read.num_spans, -1, *blocks.shape[2:])  # [B, M * P, H, D]
+    return by_span[:, : read.num_keys].transpose(1, 2)
+
+
+def _fold(rows: Tensor, read: Read, num_kv_heads: int, group_size: int) -> Tensor:
+    """[1, H * G, B * Q, D] -> [B, H, G * Q, D]."""
+    split = rows.view(num_kv_heads, group_size, read.num_spans, read.num_rows, -1)
+    return split.permute(2, 0, 1, 3, 4).reshape(read.num_spans, num_kv_heads, group_size * read.num_rows, -1)
+
+
+def _unfold(out: Tensor, read: Read, group_size: int) -> Tensor:
+    """[B, H, G * Q, D] -> [1, B * Q, H * G, D]."""
+    num_spans, num_kv_heads, _, dim = out.shape
+    split = out.view(num_spans, num_kv_heads, group_size, read.num_rows, dim)
+    return split.permute(0, 3, 1, 2, 4).reshape(1, num_spans * read.num_rows, num_kv_heads * group_size, dim)
+
+
+def _repeat_heads(keys: Tensor, group_size: int) -> Tensor:
+    """[B, H, S, D] -> [B, H * G, S, D]; a prefill chunk computes far more than this copy costs."""
+    num_spans, num_kv_heads, num_keys, dim = keys.shape
+    spread = keys[:, :, None].expand(num_spans, num_kv_heads, group_size, num_keys, dim)
+    return spread.reshape(num_spans, num_kv_heads * group_size, num_keys, dim)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    options: LayerOptions,
+    group_size: int,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    if options.softcap is None and options.sinks is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=options.scaling
+        )
+    if is_causal:
+        mask = torch.full((query.shape[2], keys.shape[2]), float("-inf"), device=query.device).triu_(1)
+    return _attend_eagerly(query, keys, values, mask, options, group_size)
+
+
+def _attend_eagerly(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: LayerOptions, group_size: int
+) -> Tensor:
+    """Softcaps and sinks, which no fused kernel on the processor knows; scores and softmax in float32."""
+    scores = (query @ keys.transpose(-1, -2)).float() * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores + mask
+    if options.sinks is not None:
+        num_spans, num_heads, num_rows, _ = scores.shape
+        sinks = options.sinks.float().view(1, num_heads, group_size, 1, 1)
+        column = sinks.expand(num_spans, -1, -1, num_rows // group_size, 1).reshape(num_spans, num_heads, num_rows, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return probs.to(values.dtype) @ values

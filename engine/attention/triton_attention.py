@@ -1,0 +1,220 @@
+"""Paged attention on the GPU: one launch of our Triton kernel for decode, verification, trees and prefill chunks alike.
+
+It stands where `engine.attention.torch_attention.PagedAttentionPass` stands on the processor, and is held to it by the
+tests and, at every start, by the agreement check of `engine.model.paged_model`. Import it only where Triton is
+installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache as memoized
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from engine.attention.ancestor_mask import lineage
+from engine.attention.torch_attention import LayerOptions
+from engine.attention.triton_kernel import attend_tiles, merge_splits
+from engine.attention.triton_tiles import TilePlan, split_tiles, whole_tiles
+from engine.attention.triton_tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
+from engine.indexing import Index, upload
+from engine.kv_cache.pool import KVCache
+from engine.span import Span
+
+_SPLITS_AT_A_TIME = 8
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What the rows of draft trees see; for passes that hold a tree."""
+
+    ancestors: Tensor  # [T] int64, see engine.attention.ancestor_mask
+    positions: Tensor  # [T] int32
+
+    @classmethod
+    def of(cls, spans: Seq[Span], window: int | None, device: torch.device) -> RowMasks | None:
+        """None where every span is a chain, whose masks follow from the places."""
+        if not any(span.parents for span in spans):
+            return None
+        ancestors = [bits for span in spans for bits in lineage(span, window)]
+        positions = [position for span in spans for position in span.positions]
+        return cls(upload(ancestors, torch.int64, device), upload(positions, torch.int32, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The work of one pass for all layers of one window and one set of head sizes, on the device."""
+
+    tiling: Tiling
+    block_tables: Tensor  # [blocks of all spans] int32, end to end
+    tiles: Tensor  # [W, fields] int32
+    merges: Tensor  # [tiles in splits, fields] int32
+    num_partials: int
+    num_lanes: int  # packed rows to merge of each tile in splits
+    masks: RowMasks | None
+
+    @classmethod
+    def of(
+        cls, plan: TilePlan, tiling: Tiling, group_size: int, block_tables: Tensor, masks: RowMasks | None
+    ) -> Launch:
+        tiles, merges = (upload(rows, torch.int32, block_tables.device) for rows in plan.rows())
+        num_lanes = min(tiling.block_m, group_size * max((merge.num_rows for merge in plan.merges), default=0))
+        return cls(tiling, block_tables, tiles, merges, plan.num_partials, num_lanes, masks)
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What stored keys and values are multiplied by, for pools of float8; [H] float32 each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, launch: Launch, options: LayerOptions, scales: KVScales | None = None
+) -> Tensor:
+    """Attention of the rows of a pass over their sequences' blocks, [T, H * G, D of the values], dtype of the query.
+
+    query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
+    same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
+    values. Nothing waits for the device.
+    """
+    assert query.stride(-1) == 1, "a head's numbers lie side by side"
+    assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018
+    _, block_size, num_kv_heads, key_dim = keys.shape
+    value_dim = values.shape[-1]
+    num_rows, num_heads, _ = query.shape
+    tiling, masks = launch.tiling, launch.masks
+    sizes = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP_SIZE": num_heads // num_kv_heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": max(16, power_of_two(value_dim)),
+        "BLOCK_M": tiling.block_m,
+    }
+    out = query.new_empty(num_rows, num_heads, value_dim)
+    lanes = (launch.num_partials, num_kv_heads, tiling.block_m)
+    sums = query.new_empty(*lanes, sizes["VALUE_WIDTH"], dtype=torch.float32)
+    peaks, totals = query.new_empty(2, *lanes, dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        attend_tiles[(launch.tiles.shape[0] * num_kv_heads,)](
+            out,
+            query,
+            keys,
+            values,
+            launch.block_tables,
+            launch.tiles,
+            None if masks is None else masks.ancestors,
+            None if masks is None else masks.positions,
+            options.sinks,
+            None if scales is None else scales.keys,
+            None if scales is None else scales.values,
+            sums,
+            peaks,
+            totals,
+            options.scaling,
+            query.stride(0),
+            query.stride(1),
+            **sizes,
+            BLOCK_SIZE=block_size,
+            KEY_DIM=key_dim,
+            KEY_WIDTH=max(16, power_of_two(key_dim)),
+            WINDOW=options.window or 0,
+            SOFTCAP=options.softcap or 0.0,
+            OPERAND=_operand(query.dtype),
+            BLOCK_N=tiling.block_n,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+        if launch.num_partials:
+            merge_splits[(launch.merges.shape[0] * num_kv_heads * launch.num_lanes,)](
+                out,
+                launch.merges,
+                launch.num_lanes,
+                options.sinks,
+                sums,
+                peaks,
+                totals,
+                **sizes,
+                BLOCK_S=_SPLITS_AT_A_TIME,
+                num_warps=1,
+            )
+    return out
+
+
+def heads_of(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """The head sizes of a layer that is given these, [1, heads, T, D] each."""
+    return Heads(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
+
+
+def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, options: LayerOptions) -> Tensor:
+    """`paged_attention` as an `AttentionPass` has it: query [1, H * G, T, D] -> [1, T, H * G, D of the values]."""
+    rows = query[0].transpose(0, 1)  # [T, H * G, D]
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return paged_attention(rows, cache.keys[layer], cache.values[layer], launch, options)[None]
+
+
+class TritonAttention:
+    """The `engine.attention.backend.AttentionPlan` of GPUs."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._spans = spans
+        self._cache = cache
+        block_ids = [block_id for span in spans for block_id in span.block_table]
+        self._block_tables = upload(block_ids, torch.int32, cache.device)
+
+    def whole(self, slots: Index) -> TritonAttentionPass:
+        return TritonAttentionPass(self._cache, slots, self._spans, self._block_tables)
+
+    def step(self, step: int, slots: Index) -> TritonAttentionPass:
+        spans = [span.at_step(step) for span in self._spans]
+        return TritonAttentionPass(self._cache, slots, spans, self._block_tables)
+
+
+class TritonAttentionPass:
+    """One flat pass over the pool; what is laid out for a window and head sizes serves every layer that has them."""
+
+    def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span], block_tables: Tensor) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._spans = spans
+        self._block_tables = block_tables
+        self._launches: dict[tuple[int | None, Heads], Launch] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        launch = self.launch(options.window, heads_of(query, key, value), query.itemsize)
+        return read_layer(self._cache, layer, query, launch, options)
+
+    def launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+        """The work of every layer of this window and these heads, for queries of `itemsize` bytes per number."""
+        launch = self._launches.get((window, heads))
+        if launch is None:
+            launch = self._launches[window, heads] = self._lay_out(window, heads, itemsize)
+        return launch
+
+    def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+        tiling = choose_tiling(max(len(span.token_ids) for span in self._spans), heads, itemsize)
+        tiles = whole_tiles(self._spans, window, tiling, heads.group_size)
+        num_keys = sum(tile.end - tile.begin for tile in tiles)
+        split_tokens = choose_split(num_keys, heads.num_kv_heads, num_processors(self._cache.device))
+        masks = RowMasks.of(self._spans, window, self._cache.device)
+        return Launch.of(split_tiles(tiles, split_tokens), tiling, heads.group_size, self._block_tables, masks)
+
+
+def _operand(dtype: torch.dtype) -> tl.dtype:
+    """The kernel's dtype for products of queries of `dtype`; the interpreter has none in bfloat16."""
+    if dtype is torch.bfloat16 and knobs.runtime.interpret:
+        return tl.float32
+    return _OPERANDS[dtype]
+
+
+@memoized
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 where Triton's interpreter runs the kernels one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,25 @@
+"""What an engine is built from: frozen dataclasses, checked when they are made."""
+
+from engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config.model_config import GraphConfig, GraphKind, HeadConfig, HeadKind, ModelConfig
+from engine.config.speculation_config import MAX_TREE_NODES, DraftVocabulary, SpeculationConfig, TreeConfig, TreeKind
+from engine.config.step_config import DEFAULT_RATING_PROMPT, JudgeKind, StepConfig
+
+__all__ = [
+    "DEFAULT_RATING_PROMPT",
+    "MAX_TREE_NODES",
+    "CacheConfig",
+    "DraftVocabulary",
+    "EngineConfig",
+    "GraphConfig",
+    "GraphKind",
+    "HeadConfig",
+    "HeadKind",
+    "JudgeKind",
+    "ModelConfig",
+    "SchedulerConfig",
+    "SpeculationConfig",
+    "StepConfig",
+    "TreeConfig",
+    "TreeKind",
+]

@@ -1,0 +1,66 @@
+"""The whole configuration of an engine, with the limits of its KV pool and its scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config.model_config import HeadConfig, ModelConfig
+from engine.config.speculation_config import SpeculationConfig
+from protos.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
+
+    `dtype` is auto, as the model computes; int8 on processors or fp8 on GPUs, about half of bfloat16's bytes
+    (`engine.kv_cache.kv_dtype`).
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = 1 << 30
+    enable_prefix_caching: bool = True
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "int8", "fp8"):
+            raise ConfigError(f"cache.dtype is {self.dtype!r}; it must be auto, int8 (processors) or fp8 (GPUs)")
+        if self.block_size < 1:
+            raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
+        if self.num_blocks is None and self.memory_bytes is None:
+            raise ConfigError("cache has neither num_blocks nor memory_gib; set one of them")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"cache.num_blocks is {self.num_blocks}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of one sequence. `max_model_len` None means the model's own number of positions."""
+
+    max_num_sequences: int = 64
+    max_tokens_per_step: int = 2048
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_sequences < 1:
+            raise ConfigError(f"scheduler.max_num_sequences is {self.max_num_sequences}; it must be at least 1")
+        if self.max_tokens_per_step < 1:
+            raise ConfigError(f"scheduler.max_tokens_per_step is {self.max_tokens_per_step}; it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(
+                f"scheduler.max_model_len is {self.max_model_len}; it must be at least 2, prompt and output"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything `EngineCore` needs to know."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    head: HeadConfig | None = None  # who drafts from the target's hidden states, in the place of a draft of its own
+    min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer
+    overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens

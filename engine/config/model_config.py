@@ -1,0 +1,84 @@
+"""A model that an engine computes: its files, its device, its kernels, and a draft head beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos.errors import ConfigError
+
+
+class GraphKind(StrEnum):
+    """Whether small passes are recorded and replayed: AUTO where the device and the model allow it. EAGER pads them as
+    AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty computation.
+    """
+
+    AUTO = "auto"
+    OFF = "off"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConfig:
+    """The passes to be recorded (`engine.model.cuda_graphs.graph_runner`): each of `batches` with each of `row_counts`
+    per sequence.
+
+    `EngineCore.from_config` fills in what follows from its limits; without `row_counts` nothing is recorded.
+    """
+
+    kind: GraphKind = GraphKind.AUTO
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    row_counts: tuple[int, ...] = ()
+    max_rows: int = 2048
+    has_trees: bool = False
+
+    def __post_init__(self) -> None:
+        if any(batch < 1 for batch in self.batches):
+            raise ConfigError(f"target.cuda_graph_batches has {min(self.batches)}; a batch has at least 1 sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Where a model is and how it is computed.
+
+    `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
+    processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4
+    (`engine.model.linear.quantized_linear`). `num_threads` is the torch thread count of the process; None leaves
+    torch's choice. `attention` is auto, torch, native or triton (`engine.attention.backend`); auto means our own
+    kernels where they run. `deterministic` makes the bits of a token's logits depend on the text before it alone
+    (`engine.model.determinism`). `tensor_parallel_size` processes divide the model among them, each on a device of its
+    own (`engine.model.runner.tensor_parallel_runner`). `generation_config` auto: requests that do not say otherwise are
+    sampled as the checkpoint advises; none: as OpenAI's API does (`engine.model.generation_defaults`).
+    """
+
+    path: str
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str = "none"
+    num_threads: int | None = None
+    attention: str = "auto"
+    deterministic: bool = False
+    tensor_parallel_size: int = 1
+    generation_config: str = "auto"
+    graphs: GraphConfig = GraphConfig()
+
+
+class HeadKind(StrEnum):
+    """Drafters that read the target's hidden states, in the target's process."""
+
+    MEDUSA = "medusa"
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether it has KV of the whole text, which whoever computes blocks for others must then compute too."""
+        return self is not HeadKind.MEDUSA
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """A head and its folder or Hub id; `path` is None for a head that is among the target's own weights (mtp)."""
+
+    kind: HeadKind
+    path: str | None = None

@@ -1,0 +1,154 @@
+"""The physical KV pool: for every layer one tensor of keys and one of values, cut into N blocks of P tokens.
+
+It does not know who owns a block: `engine.kv_cache.block_manager` decides that, `engine.attention.torch_attention`
+reads and writes.
+
+    slot:    0    1  ...  P-1 |  P  ...
+           +---------------------------+
+    keys   |      block 0      | block 1 ...     [N, P, H, D] per layer; slot s is row s % P of block s // P
+           +---------------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.config import CacheConfig
+from engine.indexing import Index, index_of, index_tensor
+from engine.kv_cache.kv_dtype import KVKind
+from protos.errors import ConfigError
+
+_MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV of one token in one layer. The head sizes of keys and values differ in some families (DeepSeek)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
+
+    `dtype` is that of keys and values as they are written and read, `kind` says what is kept of them. `keys` and
+    `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D].
+
+    `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
+    """
+
+    def __init__(
+        self,
+        shapes: Seq[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: KVKind = KVKind.AUTO,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
+        self.kind = kind
+        self.max_head_dim = max(dim for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+        self._memory_dtype = kind.memory_dtype(dtype)
+        self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
+        for shape in shapes:
+            widths = [kind.head_width(dim) for dim in (shape.key_dim, shape.value_dim)]
+            sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
+            self._pools.append([torch.zeros(size, dtype=self._memory_dtype, device=device) for size in sizes])
+        # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
+        self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
+        self.keys, self.values = ([kind.kernel_view(layer[at]) for layer in self._pools] for at in (0, 1))
+
+    def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
+        """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
+        for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
+            new = self.kind.stored(new)
+            if isinstance(slots, slice):
+                by_slot[slots] = new
+            else:
+                by_slot.index_copy_(0, slots, new)
+
+    def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
+        by_slots = self._slots[layer]
+        keys, values = (self.kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
+        return keys, values
+
+    def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
+        """The keys and the values of some blocks, each [n, P, H, D]: in place where they are a run of a pool that keeps
+        them as they are, a copy elsewhere.
+        """
+        stored = (
+            pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
+        )
+        keys, values = (self.kind.loaded(heads, self.dtype) for heads in stored)
+        return keys, values
+
+    def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
+        """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
+        source, target = index_tensor(from_slots, self.device), index_tensor(to_slots, self.device)
+        for layer in self._slots:
+            for by_slot in layer:
+                by_slot.index_copy_(0, target, by_slot.index_select(0, source))
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        """A copy of these blocks on the pool's device, [n, bytes of a block] uint8: by layer its keys, then its values.
+
+        No pass may write to these blocks while they are copied.
+        """
+        index = index_of(block_ids, self.device)
+        parts = [pool[index].flatten(1) for pool in chain.from_iterable(self._pools)]
+        return torch.cat(parts, dim=1).view(torch.uint8)
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""
+        index = index_of(block_ids, self.device)
+        rows = blocks.to(self.device).view(self._memory_dtype)  # [n, elements of a block]
+        start = 0
+        for pool in chain.from_iterable(self._pools):
+            end = start + pool[0].numel()
+            pool[index] = rows[:, start:end].view(-1, *pool.shape[1:])
+            start = end
+
+    def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
+        """Give each of `block_ids` the contents of its source, in every layer; no block is on both sides."""
+        sources, blocks = index_tensor(source_ids, self.device), index_tensor(block_ids, self.device)
+        for pool in chain.from_iterable(self._pools):
+            pool.index_copy_(0, blocks, pool.index_select(0, sources))
+
+
+def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVKind = KVKind.AUTO) -> int:
+    """Bytes one block takes in all layers together, where the model computes in `dtype`."""
+    heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+    return sum(num_heads * kind.head_bytes(dim, dtype) for num_heads, dim in heads) * block_size
+
+
+def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
+    """Number of blocks the configuration pays for; `num_blocks` wins over `memory_bytes`."""
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    else:
+        assert config.memory_bytes is not None, "CacheConfig guarantees one of the two"
+        num_blocks = config.memory_bytes // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool of {config.memory_bytes} bytes holds no block: one takes {bytes_per_block} bytes; "
+            "raise cache.memory_gib or lower cache.block_size"
+        )
+    return num_blocks

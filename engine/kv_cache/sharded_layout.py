@@ -1,0 +1,64 @@
+"""Exported KV blocks of a model that is divided among ranks: each has the rows of its own heads, the world sees all.
+
+Families whose attention is not divided have all heads on every rank: what one of them has is the whole.
+
+a block of rank r, one layer    keys [P, H / ranks, D], values [P, H / ranks, D]
+the block as it is exported     keys [P, H, D], values [P, H, D]: the same bytes as without ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.pool import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """How blocks of a model with these layers (all heads of them) are divided among `num_ranks`, each with
+    `rank_shapes`.
+    """
+
+    shapes: Seq[LayerShape]
+    rank_shapes: Seq[LayerShape]
+    block_size: int
+    dtype: torch.dtype  # that the model computes in
+    num_ranks: int
+    kind: KVKind
+
+    def join(self, parts: Seq[Tensor]) -> Tensor:
+        """Whole blocks `[n, bytes]` uint8 of every rank's."""
+        by_rank = [self._pools(part, self.rank_shapes) for part in parts]
+        columns: list[Tensor] = []
+        for is_whole, *pools in zip(self._are_whole, *by_rank, strict=True):
+            columns.append(pools[0] if is_whole else torch.cat(pools, dim=2))
+        return torch.cat([column.flatten(1) for column in columns], dim=1)
+
+    def of_rank(self, blocks: Tensor, index: int) -> Tensor:
+        """What rank `index` has of whole blocks `[n, bytes]` uint8."""
+        columns: list[Tensor] = []
+        for is_whole, pool in zip(self._are_whole, self._pools(blocks, self.shapes), strict=True):
+            columns.append(pool if is_whole else pool.chunk(self.num_ranks, dim=2)[index])
+        return torch.cat([column.flatten(1) for column in columns], dim=1)
+
+    @property
+    def _are_whole(self) -> list[bool]:
+        """Whether every rank has all heads of a pool, for each pool in the order of export."""
+        pairs = zip(self.shapes, self.rank_shapes, strict=True)
+        return [shape == rank_shape for shape, rank_shape in pairs for _ in ("keys", "values")]
+
+    def _pools(self, blocks: Tensor, shapes: Seq[LayerShape]) -> list[Tensor]:
+        """Blocks `[n, bytes]` uint8 with these layers as one `[n, P, H, bytes of a head]` per pool, in that order."""
+        sizes = [
+            (shape.num_kv_heads, self.kind.head_bytes(dim, self.dtype))
+            for shape in shapes
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        widths = [self.block_size * num_heads * head_bytes for num_heads, head_bytes in sizes]
+        pools = zip(blocks.split(widths, dim=1), sizes, strict=True)
+        return [pool.view(len(blocks), self.block_size, *size) for pool, size in pools]

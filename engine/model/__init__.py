@@ -1,0 +1,1 @@
+"""The model: loaded, cut into shards, computed over the KV pool."""

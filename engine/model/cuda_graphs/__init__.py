@@ -1,0 +1,1 @@
+"""Passes of a few shapes, recorded once and replayed."""

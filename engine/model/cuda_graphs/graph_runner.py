@@ -1,0 +1,145 @@
+"""Decodes and verifications of a few shapes, each recorded once at start and replayed from then on.
+
+On a GPU a step of a large model is some hundreds of kernels of microseconds each; issued one by one, the host is late.
+A recording keeps the addresses of weights, pool and buffers: none of them moves while the runner lives. The draft is
+another process, so its end, its return and its exchange for another change nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.attention.backend import PlanAttention, is_triton
+from engine.config import GraphConfig
+from engine.kv_cache.pool import KVCache
+from engine.model.cuda_graphs.buckets import PassShape, fitting_shape, pass_shapes
+from engine.model.cuda_graphs.graph import CudaGraph, EagerGraph, Passed, PassGraph
+from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticPass
+from engine.model.forward_batch import FlatPass, logit_rows
+from engine.span import Span
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[FlatPass, Tensor], Passed]  # a pass, and where its logits go
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLimits:
+    """What all recorded passes have in common; block `scratch_block` of the pool belongs to nobody else."""
+
+    scratch_block: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One token of each span, in a recorded pass; `input_ids` [B] are filled in place before it is run."""
+
+    input_ids: Tensor
+    spans: Seq[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    static: StaticPass
+    graph: PassGraph
+
+
+class GraphedPasses:
+    """The recorded passes of one model over one pool, which leave their logits in one place."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: KVCache,
+        plan_attention: PlanAttention,
+        graphs: GraphConfig,
+        limits: StaticLimits,
+    ) -> None:
+        """Record every shape of `graphs`; on a GPU this takes about a second for each.
+
+        `plan_attention` other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are
+        padded all the same, and computed call by call.
+        """
+        self._shapes = pass_shapes(graphs)
+        self._has_trees = graphs.has_trees
+        self._device = cache.device
+        self._passes: dict[PassShape, _Recorded] = {}
+        began_s = time.monotonic()
+        pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        largest_first = list(reversed(self._shapes))  # whose memory the others use again
+        most_rows = largest_first[0].num_rows if largest_first else 0
+        self._logits = torch.zeros(most_rows, limits.vocab_size, device=cache.device)
+        for shape in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
+            attention = _static_attention(shape, cache, plan_attention, limits.max_model_len, graphs.has_trees)
+            static = StaticPass(shape, cache, limits.scratch_block, limits.max_model_len, attention)
+            static.fill([Span([0], 0, [limits.scratch_block], 1)])
+            compute = partial(forward, static.flat_pass, self._logits[: shape.num_rows])
+            compute()  # attention finds what it needs
+            graph = EagerGraph(compute) if pool is None else CudaGraph(compute, pool)
+            self._passes[shape] = _Recorded(static, graph)
+        logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
+
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Passed | None:
+        """What a pass over `spans` gives, or None where they fit no shape; valid until the next call.
+
+        `input_ids` [T], if given, replace the tokens of the spans.
+        """
+        recorded = self._fitting(spans)
+        if recorded is None:
+            return None
+        recorded.static.fill(spans)
+        num_rows = sum(len(span.token_ids) for span in spans)
+        if input_ids is not None:
+            recorded.static.flat_pass.input_ids[:num_rows].copy_(input_ids)
+        rows = logit_rows(spans, num_rows, self._device)
+        passed = recorded.graph.replay().head(num_rows, num_rows)
+        return passed if rows is None else Passed(passed.logits.index_select(0, rows), passed.features)
+
+    def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
+        """As `ModelRunner.plan_steps`, or None where there are more spans than in any recorded pass."""
+        if fitting_shape([_token(span, 0) for span in spans], self._shapes) is None:
+            return None
+        input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
+        num_steps = len(spans[0].token_ids)
+        return [RecordedStep(input_ids, [_token(span, step) for span in spans]) for step in range(num_steps)]
+
+    def run(self, step: RecordedStep) -> Tensor:
+        """The logits of a step, valid until the next pass."""
+        recorded = self._fitting(step.spans)
+        assert recorded is not None, "it was planned"
+        recorded.static.fill(step.spans)
+        recorded.static.flat_pass.input_ids[: len(step.spans)].copy_(step.input_ids)
+        return recorded.graph.replay().logits[: len(step.spans)]
+
+    def _fitting(self, spans: Seq[Span]) -> _Recorded | None:
+        if not self._has_trees and any(span.parents for span in spans):
+            return None
+        shape = fitting_shape(spans, self._shapes)
+        return None if shape is None else self._passes[shape]
+
+
+def _token(span: Span, index: int) -> Span:
+    """One of the span's tokens, whose logits are wanted."""
+    return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1)
+
+
+def _static_attention(
+    shape: PassShape, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
+) -> StaticAttention:
+    if not is_triton(plan_attention):
+        return PlannedAttention(cache, plan_attention)
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.model.cuda_graphs.static_attention import TiledAttention
+
+    return TiledAttention(shape, cache, max_model_len, has_trees=has_trees and shape.rows_per_span > 1)

@@ -1,0 +1,104 @@
+"""The Triton kernel's attention for recorded passes: launches of a fixed size whose lists of work are filled anew.
+
+A launch reads from device memory what each of its programs does, so a recording of it serves any contexts: it has as
+many programs as the pass can need at most, and those without work end at once.
+
+    tiles    [real work, longest first | 0 0 0 ...]      a tile of no rows reads and writes nothing
+    merges   [tiles that were split    | 0 0 0 ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.attention.ancestor_mask import lineage
+from engine.attention.torch_attention import LayerOptions
+from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer
+from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
+from engine.attention.triton_tiles import split_tiles, whole_tiles
+from engine.attention.triton_tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
+from engine.indexing import copy_into
+from engine.kv_cache.pool import KVCache
+from engine.model.cuda_graphs.buckets import PassShape, most_spans
+from engine.model.cuda_graphs.static_batch import StaticAttention
+from engine.span import Span
+
+_Key = tuple[int | None, Heads]
+
+
+class TiledAttention(StaticAttention):
+    """All layers of one shape; what is laid out for a window and head sizes serves every layer that has them.
+
+    The first computation finds the windows and head sizes there are; it must come before any recording, and computes
+    nothing of use.
+    """
+
+    def __init__(self, shape: PassShape, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
+        self._shape = shape
+        self._cache = cache
+        self._has_trees = has_trees
+        self._num_spans = most_spans(shape, cache.block_size)
+        num_blocks = shape.num_spans * -(-max_model_len // cache.block_size) + self._num_spans
+        self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
+        self._launches: dict[_Key, Launch] = {}
+
+    def fill(self, spans: Seq[Span]) -> None:
+        spans = [span.trimmed(self._cache.block_size) for span in spans]
+        tables = list(chain.from_iterable(span.block_table for span in spans))
+        copy_into(self._block_tables[: len(tables)], tables)
+        for (window, heads), launch in self._launches.items():
+            self._fill(launch, spans, window, heads)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        self._cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        heads = heads_of(query, key, value)
+        launch = self._launches.get((options.window, heads))
+        if launch is None:
+            launch = self._launches[options.window, heads] = self._new_launch(options.window, heads, query.itemsize)
+        return read_layer(self._cache, layer, query, launch, options)
+
+    def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+        tiling = choose_tiling(self._shape.rows_per_span, heads, itemsize)
+        tiles_per_span = -(-self._shape.rows_per_span * heads.group_size // tiling.block_m)
+        num_whole = self._num_spans * tiles_per_span
+        # `choose_split` cuts all keys into at most so many pieces; each tile adds one where its keys end within a
+        # piece, and another where a window makes them begin within one.
+        num_pieces = PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
+        num_tiles = num_pieces + num_whole * (1 if window is None else 2)
+        num_merges = min(num_whole, num_pieces) if window is None else num_whole
+        num_lanes = min(tiling.block_m, self._shape.rows_per_span * heads.group_size)
+        tiles = self._zeros(num_tiles, TILE_FIELDS.value)
+        merges = self._zeros(num_merges, MERGE_FIELDS.value)
+        return Launch(tiling, self._block_tables, tiles, merges, num_tiles, num_lanes, self._new_masks())
+
+    def _new_masks(self) -> RowMasks | None:
+        if not self._has_trees:
+            return None
+        num_rows = self._shape.num_rows
+        return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
+
+    def _fill(self, launch: Launch, spans: Seq[Span], window: int | None, heads: Heads) -> None:
+        whole = whole_tiles(spans, window, launch.tiling, heads.group_size)
+        num_keys = sum(tile.end - tile.begin for tile in whole)
+        split_tokens = choose_split(num_keys, heads.num_kv_heads, num_processors(self._cache.device))
+        tiles, merges = split_tiles(whole, split_tokens).rows()
+        copy_into(launch.tiles, _filled(tiles, launch.tiles))
+        copy_into(launch.merges, _filled(merges, launch.merges))
+        if launch.masks is not None:
+            copy_into(launch.masks.ancestors, [bits for span in spans for bits in lineage(span, window)])
+            copy_into(launch.masks.positions, [position for span in spans for position in span.positions])
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        with torch.inference_mode(False):  # these are written to outside of it too
+            return torch.zeros(*shape, dtype=dtype, device=self._cache.device)
+
+
+def _filled(rows: list[tuple[int, ...]], buffer: Tensor) -> list[tuple[int, ...]]:
+    """`rows`, and rows of zeros behind them."""
+    missing = len(buffer) - len(rows)
+    assert missing >= 0, f"{len(rows)} programs in a launch of {len(buffer)}"
+    return rows + [(0,) * buffer.shape[1]] * missing

@@ -1,0 +1,75 @@
+"""A pass whose tensors stay where they are: filled for every pass anew, so that a recording of it can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import PlanAttention
+from engine.attention.torch_attention import AttentionPass, LayerOptions
+from engine.indexing import copy_into, slots_of
+from engine.kv_cache.pool import KVCache
+from engine.model.cuda_graphs.buckets import PassShape, pad
+from engine.model.forward_batch import FlatPass
+from engine.span import Span
+
+
+class StaticPass:
+    """The `FlatPass` of one shape.
+
+    Attributes:
+        flat_pass: what the model computes; its tensors are those that `fill` writes to.
+    """
+
+    def __init__(
+        self, shape: PassShape, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
+    ) -> None:
+        """`num_positions` bounds all positions, now and later."""
+        self._shape = shape
+        self._scratch_block = scratch_block
+        self._block_size = cache.block_size
+        self._attention = attention
+        self._numbers = torch.zeros(3, shape.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
+        self._numbers[2] = scratch_block * cache.block_size
+        ids, positions, slots = self._numbers
+        self.flat_pass = FlatPass(ids, positions, num_positions, None, attention)
+        attention.slots = slots
+
+    def fill(self, spans: Seq[Span]) -> None:
+        """Lay out `spans`, which fit the shape, and padding behind them. Nothing waits for the device."""
+        padded = pad(spans, self._shape, self._scratch_block, self._block_size)
+        numbers = [
+            list(chain.from_iterable(span.token_ids for span in padded)),
+            list(chain.from_iterable(span.positions for span in padded)),
+            list(chain.from_iterable(slots_of(span, self._block_size) for span in padded)),
+        ]
+        copy_into(self._numbers, numbers)
+        self._attention.fill(padded)
+
+
+class StaticAttention(AttentionPass):
+    """The attention of a `StaticPass`."""
+
+    slots: Tensor
+
+    def fill(self, spans: Seq[Span]) -> None:
+        """Lay out the padded pass."""
+
+
+class PlannedAttention(StaticAttention):
+    """Attention that is planned anew for every pass: it is computed call by call, never replayed."""
+
+    def __init__(self, cache: KVCache, plan_attention: PlanAttention) -> None:
+        self._cache = cache
+        self._plan_attention = plan_attention
+        self._planned: AttentionPass | None = None
+
+    def fill(self, spans: Seq[Span]) -> None:
+        self._planned = self._plan_attention(spans, self._cache).whole(self.slots)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        assert self._planned is not None, "a pass is filled before it is computed"
+        return self._planned.attend(layer, query, key, value, options)

@@ -1,0 +1,188 @@
+"""Llama-shaped models in as few operations as torch allows; every other family runs through transformers' own modules.
+
+A small model on a processor is limited by the number of operations, not by arithmetic. Here q, k and v are one product,
+gate and up another, rotary tables are computed once, and no module is called. The agreement check of `PagedModel` holds
+this forward to the stock model's logits at every start, as it does the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from engine.attention.torch_attention import LayerOptions
+from engine.model.decoders.rotary import RotaryTable, rotate
+from engine.model.forward_batch import FlatPass
+from engine.model.hidden_state_taps import NO_TAP, Tap, joined
+from engine.model.linear.batch_invariant_linear import row_exact
+from engine.model.linear.gated_linear import gated_of
+from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
+from engine.model.position_limit import max_positions
+from engine.model.tensor_parallel.rank import ALONE, Rank
+
+_MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    mlp: Linear
+    options: LayerOptions
+
+
+class LlamaDecoder:
+    """The forward of one loaded model; takes over its weights and leaves its layers empty.
+
+    Attributes:
+        features: what `tap` asks for of the last pass, [T, F].
+        lm_head: from the states behind the final norm to logits, those of this rank's tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: Seq[LayerOptions],
+        make_linear: LinearFactory = linear_of,
+        tap: Tap = NO_TAP,
+        rank: Rank = ALONE,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """`options` are what each layer passes to its attention; `make_linear` packs the weights, of which `rank` takes
+        its part.
+
+        When deterministic, a row's logits do not depend on the rows beside it, provided that its attention does not.
+        """
+        self.features: Tensor | None = None
+        self._tap = tap
+        config = model.config
+        attention = model.model.layers[0].self_attn
+        self._rank = rank
+        self._vocab_size = model.lm_head.weight.shape[0]
+        self._head_dim = attention.head_dim
+        self._num_heads = config.num_attention_heads // rank.size
+        self._num_kv_heads = config.num_key_value_heads // rank.size
+        self._epsilon = config.rms_norm_eps
+        self._embedding = rank.place(model.model.embed_tokens.weight)
+        self._is_deterministic = is_deterministic
+        rotary = model.model.rotary_emb.to(self._embedding.device)
+        self._rotary = RotaryTable(rotary, self._embedding, max_positions(config), is_deterministic)
+        self._make_linear = make_linear
+        self._layers = []
+        for index, layer_options in enumerate(options):
+            self._layers.append(self._take_layer(model.model.layers[index], layer_options))
+            model.model.layers[index] = nn.Identity()
+        self._final_norm = rank.place(model.model.norm.weight)
+        head = model.lm_head
+        bias = None if head.bias is None else rank.tokens(head.bias)
+        self.lm_head = self._rowwise(make_linear(rank.tokens(head.weight), bias), head.in_features)
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        config = model.config
+        return config.model_type in FAMILIES and config.hidden_act == "silu"
+
+    def logits(self, flat_pass: FlatPass) -> Tensor:
+        """Logits of the pass's rows, [R, V]."""
+        hidden = self._embedding.index_select(0, flat_pass.input_ids)  # [T, hidden]
+        cos, sin = self._rotary.at(flat_pass)
+        tapped: list[Tensor] = []
+        for index, layer in enumerate(self._layers):
+            if index in self._tap.layers:
+                tapped.append(hidden)
+            hidden = hidden + self._attend(index, layer, hidden, cos, sin, flat_pass)
+            hidden = hidden + self._feed_forward(layer, hidden)
+        if len(self._layers) in self._tap.layers:
+            tapped.append(hidden)
+        if self._tap.is_final:
+            hidden = self._norm(hidden, self._final_norm)
+            tapped.append(hidden)
+        self.features = joined(tapped)
+        if flat_pass.logit_rows is not None:
+            hidden = hidden.index_select(0, flat_pass.logit_rows)
+        states = hidden if self._tap.is_final else self._norm(hidden, self._final_norm)
+        return self._rank.join(self.lm_head(states), self._vocab_size)
+
+    def _attend(
+        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: FlatPass
+    ) -> Tensor:
+        num_rows = hidden.shape[0]
+        num_rotated = self._num_heads + self._num_kv_heads
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(num_rows, -1, self._head_dim)
+        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]  # [T, Hq + H, D], [T, H, D]
+        if layer.head_norm is not None:
+            query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._epsilon) * layer.head_norm
+        query_key = rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
+        attended = flat_pass.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
+        return self._rank.sum(layer.output(attended.reshape(num_rows, -1)))
+
+    def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        normed = self._norm(hidden, layer.mlp_norm)
+        if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
+            return self._rank.sum(layer.mlp(normed))
+        return self._rank.sum(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
+
+    def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden = attention.q_proj.in_features
+        return _Layer(
+            input_norm=self._rank.place(layer.input_layernorm.weight),
+            qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
+            head_norm=self._head_norm(attention),
+            output=self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features),
+            mlp_norm=self._rank.place(layer.post_attention_layernorm.weight),
+            mlp=self._mlp(mlp),
+            options=options,
+        )
+
+    def _summed(self, linear: nn.Linear) -> Linear:
+        """A product by this rank's inputs; the sum over all ranks is the layer's output."""
+        return self._make_linear(self._rank.inputs(linear.weight), self._rank.bias(linear.bias))
+
+    def _head_norm(self, attention: Any) -> Tensor | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        query, key = self._rank.place(attention.q_norm.weight), self._rank.place(attention.k_norm.weight)
+        return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
+
+    def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
+        """`function` of rows, row-exact if need be."""
+        return row_exact(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
+
+    def _mlp(self, mlp: Any) -> Linear:
+        gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)
+        down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
+        return lambda x: down(gated(x))
+
+    def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
+        """`silu(gate(x)) * up(x)`."""
+        if self._rank.size == 1 and (gated := gated_of(gate, up, self._make_linear)) is not None:
+            return gated
+        joined = self._joined(gate, up)
+
+        def compute(x: Tensor) -> Tensor:
+            gate, up = joined(x).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
+
+        return compute
+
+    def _joined(self, *linears: nn.Linear) -> Linear:
+        """One product in place of several with the same input; outputs lie side by side."""
+        biases: list[Tensor] = [self._rank.outputs(linear.bias) for linear in linears if linear.bias is not None]
+        weights: list[Tensor] = [self._rank.outputs(linear.weight) for linear in linears]
+        return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -1,0 +1,51 @@
+"""Rotary position embeddings from a table: cosines and sines are computed once, by a model's own rotary module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.forward_batch import FlatPass
+
+_FIRST_POSITIONS = 2048
+
+
+class RotaryTable:
+    """Cosines and sines of all positions that have been asked for, and some more.
+
+    Never longer than `max_positions`: past it some rotary scalings change the early positions too.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, like: Tensor, max_positions: int | None = None, is_whole: bool = False
+    ) -> None:
+        """`embedding` is a rotary module of transformers; the table has dtype and device of `like`.
+
+        A table that grows is computed anew, and some rotary scalings then change the early positions too: one that
+        `is_whole` has all of `max_positions` from the first.
+        """
+        self._embedding = embedding
+        self._like = like
+        self._max_positions = max_positions
+        self._table = self._rows((is_whole and max_positions) or _FIRST_POSITIONS)
+
+    def at(self, flat_pass: FlatPass) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the pass's rows, [T, 1, D] each, for `rotate`."""
+        if flat_pass.num_positions > self._table.shape[0]:
+            self._table = self._rows(2 * flat_pass.num_positions)
+        rows = self._table.index_select(0, flat_pass.position_ids)  # [T, 2, D]
+        return rows[:, :1], rows[:, 1:]
+
+    def _rows(self, num_positions: int) -> Tensor:
+        """[positions, 2, D], the first half of the sines negated."""
+        num_positions = min(num_positions, self._max_positions or num_positions)
+        positions = torch.arange(num_positions, device=self._like.device)[None]
+        cos, sin = self._embedding(self._like, positions)  # [1, positions, D]
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        return torch.stack((cos[0], sin[0]), dim=1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [T, heads, D]; sin's sign makes up for the halves that change places."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,66 @@
+"""What `deterministic: true` asks of a model: the bits of a row's logits depend on the text before it and nothing else.
+
+Then speculation, batches, chunks and prefix hits change no token in any dtype.
+`engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or `engine.attention.batch_invariant`) bring
+it about; here is what they cannot do, and the look at the whole model, at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.model.attention_probe import LayerRecord
+from engine.span import Span
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LENGTH = 24  # tokens of the look
+_OTHER_LENGTH = 11
+
+Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
+
+
+def obstacle(model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool) -> str | None:
+    """Why the model cannot be made deterministic, with our own attention kernel or torch's; None if it can."""
+    config = model.config.get_text_config()
+    if model.device.type != "cpu":
+        return f"it runs on {model.device}, whose products are not deterministic yet; use device cpu"
+    if any(getattr(config, key, None) for key in _EXPERT_KEYS):
+        return "how many rows an expert gets depends on the whole pass"
+    for record in [] if has_own_kernel else records:
+        if record.options.softcap is not None or record.options.sinks is not None:
+            return f"layer {record.layer} has a softcap or attention sinks: torch has no kernel in fixed units for them"
+        if record.shape.key_dim != record.shape.value_dim:
+            return (
+                f"keys and values of layer {record.layer} differ in size: torch has no kernel in fixed units for them"
+            )
+    return None
+
+
+def first_difference(forward: Forward, vocab_size: int) -> str | None:
+    """The first kind of pass that gives a row other bits than a prefill does; None where there is none.
+
+    `forward` has a pool of three blocks of at least `_LENGTH` slots.
+    """
+    text = [(5 + 11 * place) % vocab_size for place in range(_LENGTH)]
+    other = Span([(2 + 3 * place) % vocab_size for place in range(_OTHER_LENGTH)], 0, [2], 0)
+    expected = forward([_span(text, 0, _LENGTH)])
+    passes = {
+        "chunks": [[_span(text, 0, 10)], [_span(text, 10, _LENGTH)]],
+        "a verification beside another sequence": [[_span(text, 0, 17)], [other, _span(text, 17, 22)]],
+        "single tokens": [[_span(text, at, at + 1)] for at in range(_LENGTH - 4, _LENGTH)],
+    }
+    for name, steps in passes.items():
+        for spans in steps:
+            span = spans[-1]
+            if not torch.equal(forward(spans), expected[span.start : span.end]):
+                return name
+    return None
+
+
+def _span(text: list[int], start: int, end: int) -> Span:
+    return Span(text[start:end], start, [0], end - start)

@@ -1,0 +1,125 @@
+"""EAGLE-3: one decoder layer that reads three of the target's states, and then its own (arXiv:2503.01840).
+
+    low, middle and high state of position p        token t(p+1)
+                      |                                  |
+                     fc                              embedding
+                      |                                  |
+                   state p ----- norm --- cat --- norm --+
+                      |                    |
+                      + <-- attention -----+       attends to the pairs of all positions up to p
+                      + <-- feed-forward
+                      |
+                next state, from which the head's own vocabulary tells t(p+2)
+
+The drafts behind the first have no state of the target: the head has learned to go on from its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.attention.torch_attention import LayerOptions
+from engine.kv_cache.pool import LayerShape
+from engine.model.decoders.rotary import RotaryTable, rotate
+from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
+from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
+from engine.model.forward_batch import FlatPass
+from engine.model.linear.packed_linear import Linear, linear_of
+
+
+class Eagle3Head:
+    """One head over its target; a `engine.model.draft_heads.recurrent.RecurrentHead` whose states have the head's own
+    width.
+    """
+
+    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, first_layer: int) -> None:
+        """`first_layer` is where the head's keys and values are in the pool, behind those of the target's layers."""
+        layer = config.layer
+        self.tap = config.tap
+        self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
+        self.lm_head: Linear = linear_of(weights.lm_head, None)  # until the runner puts the target's in its place
+        self._tell = self.lm_head
+        self._config = config
+        self._first_layer = first_layer
+        self._options = LayerOptions(layer.head_dim**-0.5)
+        self._embedding, self._target_ids = weights.embedding, weights.target_ids
+        self._rotary = RotaryTable(LlamaRotaryEmbedding(layer).to(self._embedding.device), self._embedding)
+        self._input_norm, self._tap_norms = weights.input_norm, weights.tap_norms
+        self._embedding_norm, self._hidden_norm = weights.embedding_norm, weights.hidden_norm
+        self._mlp_norm, self._final_norm = weights.mlp_norm, weights.final_norm
+        self._fuse, self._qkv = linear_of(weights.fc, None), linear_of(weights.qkv, None)
+        self._output = linear_of(weights.output, None)
+        self._gate_up, self._down = linear_of(weights.gate_up, None), linear_of(weights.down, None)
+
+    @torch.inference_mode()
+    def enter(self, features: Tensor) -> Tensor:
+        """The tapped states of the target [R, F] as one state each, [R, S]."""
+        if self._input_norm is not None:
+            features = self._norm(features, self._input_norm)
+        if self._tap_norms is not None:
+            num_taps, width = self._tap_norms.shape
+            normed = F.rms_norm(features.view(-1, num_taps, width), (width,), eps=self._config.layer.rms_norm_eps)
+            features = (normed * self._tap_norms).flatten(1)
+        return self._fuse(features)
+
+    @torch.inference_mode()
+    def forward(self, flat_pass: FlatPass, states: Tensor) -> Tensor:
+        """States [T, S] and the tokens behind them to the next states of the pass's logit rows, [R, S]."""
+        embedded = self._embedding.index_select(0, flat_pass.input_ids)  # [T, S]
+        normed = self._norm(states, self._hidden_norm)
+        residual = normed if self._config.norm_before_residual else states
+        attended = self._attend(torch.cat((self._norm(embedded, self._embedding_norm), normed), dim=-1), flat_pass)
+        if flat_pass.logit_rows is not None:
+            attended, residual = (rows.index_select(0, flat_pass.logit_rows) for rows in (attended, residual))
+        hidden = residual + self._output(attended)  # [R, S]
+        gate, up = self._gate_up(self._norm(hidden, self._mlp_norm)).chunk(2, dim=-1)
+        hidden = hidden + self._down(F.silu(gate).mul_(up))
+        return self._norm(hidden, self._final_norm) if self._config.norm_output else hidden
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, S] -> [R, V of the target] float32; a token that the head does not know has minus infinity."""
+        if not self._config.norm_output:
+            states = self._norm(states, self._final_norm)
+        drafted = self._tell(states).float()  # [R, draft vocabulary]
+        if self._target_ids is None:
+            return drafted
+        logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), float("-inf"))
+        return logits.index_copy_(1, self._target_ids, drafted)
+
+    def _attend(self, x: Tensor, flat_pass: FlatPass) -> Tensor:
+        """[T, 2 * S] -> [T, heads * D]; the rows' keys and values go to the pool."""
+        layer = self._config.layer
+        num_rotated = layer.num_attention_heads + layer.num_key_value_heads
+        qkv = self._qkv(x).view(x.shape[0], -1, layer.head_dim)
+        query_key = rotate(qkv[:, :num_rotated], *self._rotary.at(flat_pass)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
+        value = qkv[:, num_rotated:].transpose(0, 1)[None]
+        attended = flat_pass.attention.attend(self._first_layer, query, key, value, self._options)
+        return attended.reshape(x.shape[0], -1)
+
+    def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(states, weight.shape, weight, self._config.layer.rms_norm_eps)
+
+
+def load_eagle3(path: str, target: PreTrainedModel) -> Eagle3Head:
+    """The head in `path`, for `target`.
+
+    Raises:
+        ConfigError: there is none, it is incomplete, made for another target, or asks for lossy acceptance.
+    """
+    folder = head_folder(path)
+    embeddings: Any = target.get_input_embeddings()
+    embedding: Tensor = embeddings.weight
+    target_config: Any = target.config.get_text_config()
+    shape = TargetShape(target_config.vocab_size, embedding.shape[1], target_config.num_hidden_layers)
+    config = Eagle3Config.of(read_config(folder), shape, path)
+    weights = Weights(read_tensors(folder), f"the EAGLE-3 head in {path!r}")
+    return Eagle3Head(config, Eagle3Reader(config, weights, embedding).read(), target_config.num_hidden_layers)

@@ -1,0 +1,214 @@
+"""Medusa heads (arXiv:2401.10774): head k says token p + 2 + k from the target's last hidden state of position p.
+
+A head is a few residual blocks x + silu(W x + b) and a linear layer to the vocabulary, its own or the target's. Two
+formats are read, that of FasterDecoding/Medusa (`{head}.{layer}.linear.weight`, `{head}.{layers}.weight`) and that of
+vLLM (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`, a `token_map` where the vocabulary is cut).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from engine.kv_cache.pool import LayerShape
+from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.hidden_state_taps import UNKNOWN, Tap
+from engine.model.linear.packed_linear import Linear, linear_of
+from protos.errors import ConfigError
+
+_FILES = ("medusa_lm_head.pt",)
+_PREFIXES = ("medusa_head.", "medusa_heads.")  # of checkpoints that hold the heads beside other things
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a format calls its tensors; `{h}` is the head, `{l}` the layer, `{n}` the number of layers."""
+
+    weight: str
+    bias: str
+    lm_head: str
+    num_heads: str  # keys of config.json
+    num_layers: str
+
+
+_ORIGINAL = _Names(
+    "{h}.{l}.linear.weight", "{h}.{l}.linear.bias", "{h}.{n}.weight", "medusa_num_heads", "medusa_num_layers"
+)
+_VLLM = _Names(
+    "blocks.{h}.layers.{l}.weight",
+    "blocks.{h}.layers.{l}.bias",
+    "lm_heads.{h}.weight",
+    "num_heads",
+    "num_hidden_layers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One head's blocks, and its way to the vocabulary; None: the target's."""
+
+    blocks: tuple[Linear, ...]
+    lm_head: Linear | None
+
+
+class MedusaHeads:
+    """A set of heads; they keep no KV and read one state per sequence.
+
+    Attributes:
+        tap: the states behind the final norm.
+        layer_shapes: none; a state is all that a head needs.
+        num_heads: drafts they can make in a round.
+        lm_head: the target's, given by the runner before the first pass.
+    """
+
+    def __init__(self, heads: list[_Head], vocab_size: int, token_map: Tensor | None) -> None:
+        """`token_map [cut V] int64` has the target's ids of a vocabulary that was cut."""
+        self.tap = Tap(is_final=True)
+        self.layer_shapes: list[LayerShape] = []
+        self.num_heads = len(heads)
+        self.lm_head: Linear = _no_lm_head
+        self._heads = heads
+        self._vocab_size = vocab_size
+        self._token_map = token_map
+
+    def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """States [B, hidden] to the logits of the first `num_heads` heads, [B, K, V] float32."""
+        parts = [self._state(head, hidden) for head in self._heads[:num_heads]]  # K x [B, hidden]
+        if all(head.lm_head is None for head in self._heads):
+            return self.lm_head(torch.stack(parts, dim=1)).float()
+        own = [(head.lm_head or self.lm_head)(part) for head, part in zip(self._heads, parts, strict=False)]
+        return self._spread(torch.stack(own, dim=1).float())
+
+    def _state(self, head: _Head, hidden: Tensor) -> Tensor:
+        for block in head.blocks:
+            hidden = hidden + F.silu(block(hidden))
+        return hidden
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Over the target's vocabulary; tokens that were cut are `UNKNOWN`."""
+        if self._token_map is None:
+            return logits
+        spread = logits.new_full((*logits.shape[:-1], self._vocab_size), UNKNOWN)
+        return spread.index_copy_(-1, self._token_map, logits)
+
+
+def load_medusa(path: str, target: PreTrainedModel) -> MedusaHeads:
+    """The heads in `path`, for `target`.
+
+    Raises:
+        ConfigError: there are none, they are incomplete, of another size than the target, or ask for lossy acceptance.
+    """
+    folder = head_folder(path)
+    config = read_config(folder)
+    tensors = {_bare(name): tensor for name, tensor in read_tensors(folder, _FILES).items()}
+    names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
+    num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
+    return _Reader(Weights(tensors, f"the Medusa head in {path!r}"), names, num_layers, config, target).read(num_heads)
+
+
+class _Reader:
+    """Takes the heads out of a checkpoint, one after the other."""
+
+    def __init__(
+        self, weights: Weights, names: _Names, num_layers: int, config: Mapping[str, Any], target: PreTrainedModel
+    ) -> None:
+        self._weights, self._names, self._num_layers = weights, names, num_layers
+        self._has_one_lm_head = bool(config.get("original_lm_head"))
+        target_head = target.get_output_embeddings().weight
+        self._vocab_size, self._hidden_size = target_head.shape
+        self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
+        self._place: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)
+        self._device = target.device
+
+    def read(self, num_heads: int) -> MedusaHeads:
+        token_map = self._token_map()
+        shared = self._shared_lm_head(token_map)
+        heads = [self._head(index, shared, token_map) for index in range(num_heads)]
+        self._weights.finish()
+        return MedusaHeads(heads, self._vocab_size, token_map)
+
+    def _head(self, index: int, shared: Linear | None, token_map: Tensor | None) -> _Head:
+        blocks = tuple(self._block(index, layer) for layer in range(self._num_layers))
+        if self._has_one_lm_head:
+            return _Head(blocks, shared)
+        return _Head(blocks, self._lm_head(self._name(self._names.lm_head, index), token_map))
+
+    def _block(self, head: int, layer: int) -> Linear:
+        size = self._hidden_size
+        weight = self._weights.take(self._name(self._names.weight, head, layer), (size, size))
+        bias = self._weights.take_if_there(self._name(self._names.bias, head, layer), (size,))
+        return linear_of(self._place(weight), None if bias is None else self._place(bias))
+
+    def _lm_head(self, name: str, token_map: Tensor | None) -> Linear:
+        """A head over the cut vocabulary may be stored whole: then the map chooses its rows."""
+        num_rows = self._vocab_size if token_map is None else self._cut_size
+        if token_map is not None and self._weights.num_rows(name) == self._vocab_size:
+            whole = self._weights.take(name, (self._vocab_size, self._hidden_size))
+            return linear_of(self._place(whole[token_map.to(whole.device)]), None)
+        return linear_of(self._place(self._weights.take(name, (num_rows, self._hidden_size))), None)
+
+    def _shared_lm_head(self, token_map: Tensor | None) -> Linear | None:
+        """One linear layer for all heads where the configuration says so; None: that of the target."""
+        if not self._has_one_lm_head:
+            return None
+        stored = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in self._weights]
+        if stored:
+            return self._lm_head(stored[0], token_map)
+        if token_map is not None:
+            raise ConfigError("a Medusa head with a token_map and original_lm_head needs lm_head.weight in its file")
+        return None
+
+    def _token_map(self) -> Tensor | None:
+        if self._cut_size == self._vocab_size:
+            return None
+        token_map = self._weights.take("token_map", (self._cut_size,)).long()
+        if int(token_map.min()) < 0 or int(token_map.max()) >= self._vocab_size:
+            raise ConfigError(
+                f"the Medusa head's token_map has ids from {int(token_map.min())} to {int(token_map.max())}, and the "
+                f"target has {self._vocab_size} tokens; use the head that was trained for it"
+            )
+        return token_map.to(self._device)
+
+    def _name(self, template: str, head: int, layer: int = 0) -> str:
+        return template.format(h=head, l=layer, n=self._num_layers)
+
+
+def _no_lm_head(hidden: Tensor) -> Tensor:
+    raise AssertionError("the runner gives the heads the target's lm_head")
+
+
+def _bare(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _count(config: Mapping[str, Any], key: str, folder: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"the Medusa head in {str(folder)!r} has {key} = {value!r} in config.json; it must be 1 or more"
+        )
+    return value
+
+
+def _num_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any], names: _Names, folder: Path) -> int:
+    """All heads in the file: published configurations name fewer than their files hold, and never more."""
+    pattern = re.compile(re.escape(names.weight).replace(r"\{h\}", r"(\d+)").replace(r"\{l\}", r"\d+"))
+    found = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
+    num_named = _count(config, names.num_heads, folder)
+    num_heads = max(found, default=-1) + 1
+    if num_heads < num_named:
+        raise ConfigError(
+            f"the Medusa head in {str(folder)!r} has {num_heads} heads in its file and {names.num_heads} = {num_named} "
+            "in config.json; the file is incomplete"
+        )
+    return num_heads

@@ -1,0 +1,46 @@
+"""Heads that draft as a language model of one layer does, token by token, on states that begin as the target's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kv_cache.pool import LayerShape
+from engine.model.forward_batch import FlatPass
+from engine.model.hidden_state_taps import Tap
+from engine.model.linear.packed_linear import Linear
+
+
+class RecurrentHead(Protocol):
+    """A head that maps a state and the token behind it to the next state (arXiv:2401.15077, arXiv:2412.19437).
+
+            position       p           p + 1        p + 2
+            target       feature p   feature p+1
+            token        t(p)        t(p+1)       t(p+2)
+            pair p:     (feature p, t(p+1))  ->  state p, which tells t(p+2)
+
+    Pair p has its keys and values in slot p of the sequence, in layers behind the target's own: what the target's
+    block tables share, evict, move or fetch, they do with the head's. S is the width of a state, F that of a feature.
+
+    Attributes:
+        tap: the features it reads.
+        layer_shapes: the KV of each of its layers; the first is layer `first_layer` of the pool.
+        lm_head: the target's, given by the runner before the first pass; heads with their own leave it alone.
+    """
+
+    tap: Tap
+    layer_shapes: list[LayerShape]
+    lm_head: Linear
+
+    def enter(self, features: Tensor) -> Tensor:
+        """The target's features [R, F] as states [R, S]."""
+
+    def forward(self, flat_pass: FlatPass, states: Tensor) -> Tensor:
+        """States [T, S] and the tokens behind them, `flat_pass.input_ids`, to the next states of its logit rows [R, S].
+
+        Their KV is in the pass's slots afterwards.
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""

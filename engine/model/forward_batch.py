@@ -1,0 +1,65 @@
+"""The tensors of one flat pass: spans of many sequences laid end to end, each row at its own position and slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import PlanAttention
+from engine.attention.torch_attention import AttentionPass, TorchAttention
+from engine.indexing import index_of, index_tensor, slots_of
+from engine.kv_cache.pool import KVCache
+from engine.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPass:
+    """What one forward takes; valid for one forward, and only while the blocks of its spans stay theirs."""
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    num_positions: int  # at least one more than the largest position
+    logit_rows: Tensor | None  # [R] int64; None: every row, in order
+    attention: AttentionPass
+
+    @classmethod
+    def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> FlatPass:
+        """Lay out `spans` (at least one) in order."""
+        slots = list(chain.from_iterable(slots_of(span, cache.block_size) for span in spans))
+        return cls(
+            input_ids=index_tensor(chain.from_iterable(span.token_ids for span in spans), cache.device),
+            position_ids=index_tensor(chain.from_iterable(span.positions for span in spans), cache.device),
+            num_positions=max(span.num_positions for span in spans),
+            logit_rows=logit_rows(spans, len(slots), cache.device),
+            attention=plan_attention(spans, cache).whole(index_of(slots, cache.device)),
+        )
+
+
+def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[FlatPass]:
+    """One pass per token of `spans`, all of one length: pass i computes the i-th token of each, at its own position.
+
+    The passes share `input_ids`, which the caller fills in place before each of them.
+    """
+    input_ids = index_tensor((0 for _ in spans), cache.device)
+    starts = index_tensor((span.start for span in spans), cache.device)
+    num_positions = max(span.end for span in spans)
+    plan = plan_attention(spans, cache)
+    passes = []
+    for step, slots in enumerate(zip(*(slots_of(span, cache.block_size) for span in spans), strict=True)):
+        attention = plan.step(step, index_of(slots, cache.device))
+        passes.append(FlatPass(input_ids, starts + step, num_positions, None, attention))
+    return passes
+
+
+def logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
+    """The rows of a pass of `num_rows` whose logits are wanted, [R] int64; None where all are."""
+    rows: list[int] = []
+    end = 0
+    for span in spans:
+        end += len(span.token_ids)
+        rows.extend(range(end - span.num_logits, end))
+    return None if len(rows) == num_rows else index_tensor(rows, device)

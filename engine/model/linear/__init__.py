@@ -1,0 +1,1 @@
+"""Linear layers: packed, quantized, batch-invariant, and our kernels behind them."""

@@ -1,0 +1,94 @@
+"""Makes a function of rows give each row the same bits, however many rows it is called with.
+
+Matrix kernels choose the order of their sums by the number of rows, so the same row has other roundings in a pass of
+one row than in a pass of forty: in bfloat16 that changes tokens. Here rows are computed in tiles of a few heights,
+and only in such heights as were seen, at start, to give each row the bits that the others give it:
+
+    13 rows, heights 2 4 8        8 rows | 4 rows | 1 row and another one that pads it to 2
+
+A kernel sums in an order that follows from the shapes it is given, so one look at random numbers tells heights apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.model.linear.native_product import NativeProduct
+from engine.model.linear.native_quantized import NativeQuantizedProduct
+from engine.model.linear.packed_linear import Linear, LinearFactory
+from protos.errors import ConfigError
+
+_HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and must not cost much padding
+
+
+def exact_factory(make_linear: LinearFactory) -> LinearFactory:
+    """`make_linear`, whose products are made row-exact."""
+
+    def make_exact(weight: Tensor, bias: Tensor | None) -> Linear:
+        return row_exact(make_linear(weight, bias), weight.shape[1], weight.dtype)
+
+    return make_exact
+
+
+def row_exact(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
+    """`function` of rows [..., num_inputs], each of which gets the same result in whatever company it comes.
+
+    Our own kernels give it anyway.
+
+    Raises:
+        ConfigError: the result of a row depends on its place among the others, so that no height will do.
+    """
+    if isinstance(function, NativeProduct | NativeQuantizedProduct):
+        return function
+    heights = exact_heights(function, num_inputs, dtype)
+
+    def compute(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, num_inputs)
+        tiles = [function(_padded(tile, height))[: len(tile)] for tile, height in _cut(rows, heights)]
+        result = torch.cat(tiles) if len(tiles) != 1 else tiles[0]
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    return compute
+
+
+@torch.inference_mode()
+def exact_heights(function: Callable[[Tensor], Tensor], num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The heights, ascending, in which `function` gives every row the bits that it has in the base height."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)
+    expected = torch.cat([function(tile) for tile in rows.split(_BASE_HEIGHT)])
+    heights = tuple(height for height in _HEIGHTS if _is_exact(function, rows[:height], expected[:height]))
+    if _BASE_HEIGHT not in heights:
+        raise ConfigError(
+            "deterministic is true, but a matrix product of this processor gives a row other bits at another place "
+            "among the rows; set it to false"
+        )
+    return heights
+
+
+def _is_exact(function: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor) -> bool:
+    return torch.equal(function(rows), expected) and torch.equal(function(rows.flip(0)), expected.flip(0))
+
+
+def _cut(rows: Tensor, heights: Seq[int]) -> list[tuple[Tensor, int]]:
+    """`rows` as tiles, each with the height that it is computed in: the largest that is full, one for the rest."""
+    cut: list[tuple[Tensor, int]] = []
+    start = 0
+    while start < len(rows) or not cut:
+        num_left = len(rows) - start
+        height = next((height for height in reversed(heights) if height <= num_left), heights[0])
+        padded = next((each for each in heights if each >= num_left), height)
+        height = padded if padded < 2 * height else height  # 7 rows: one tile of 8, not tiles of 4, 2 and 1
+        cut.append((rows[start : start + height], height))
+        start += height
+    return cut
+
+
+def _padded(tile: Tensor, height: int) -> Tensor:
+    missing = height - len(tile)
+    return torch.cat((tile, tile.new_zeros(missing, tile.shape[1]))) if missing else tile

@@ -1,0 +1,99 @@
+"""Products by a bfloat16 weight that is read once, at the speed of memory: `engine/native/*products.c`.
+
+A step of few rows is limited by the reading of the weights, which oneDNN does at 0.5 to 0.7 of the rate of this kernel
+(docs/performance.md). Every row has the same bits in whatever company it comes, so deterministic models pay nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from engine.native.library import Instructions, native_library
+
+OUTPUTS = 32  # of a pair of tiles
+
+
+class NativeProduct:
+    """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
+
+    _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out, in]."""
+        self._num_outputs, self._num_inputs = weight.shape
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._width = self._num_outputs  # of a row of the result
+        self._packed = tiled(weight.detach().bfloat16(), 2)
+        self._dtype = weight.dtype
+        self._multiply = _kernel(self._kernels[weight.dtype])
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
+        if weight.dtype == torch.bfloat16:
+            return has_tiles(weight)
+        is_candidate = weight.dtype == torch.float32 and has_tiles(weight, least=Instructions.AVX2)
+        return is_candidate and torch.equal(weight.bfloat16().float(), weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""
+        if x.dtype is not self._dtype or x.shape[-1] != self._num_inputs:
+            raise TypeError(f"rows are {x.shape[-1]} {x.dtype}; the weight takes {self._num_inputs} {self._dtype}")
+        rows = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self._width)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        sizes = rows.numel() // self._num_inputs, self._num_inputs, self._num_outputs
+        self._multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
+        return out
+
+
+class NativeGate(NativeProduct):
+    """`silu(gate(x)) * up(x)`: both products lie side by side in the packed weight and meet while still in the core."""
+
+    _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
+
+    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
+        """`gate` and `up` [out, in], of one shape and dtype."""
+        bias = None
+        if gate_bias is not None and up_bias is not None:
+            bias = alternating(gate_bias, up_bias)
+        super().__init__(alternating(gate, up), bias)
+        self._width = gate.shape[0]
+
+
+def has_tiles(weight: Tensor, num_inputs: int = 32, least: Instructions = Instructions.AVX512) -> bool:
+    """Whether this process has the kernels, and `weight` [out, in] is made of whole tiles of so many inputs."""
+    if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
+        return False
+    return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library(least) is not None
+
+
+def tiled(weight: Tensor, num_together: int) -> Tensor:
+    """`weight` [out, in] in the kernels' order: [pair, tile of inputs, half of the pair, row, output, input].
+
+    A tile has 16 rows of `num_together` inputs, those that fill four bytes.
+    """
+    tiles = weight.unflatten(1, (-1, 16, num_together)).unflatten(0, (-1, 2, OUTPUTS // 2))
+    words = tiles.contiguous().view(torch.int32)  # [pair, half, output, tile of inputs, row, 1]: fewer numbers to move
+    return words.permute(0, 3, 1, 4, 2, 5).contiguous().view(weight.dtype)
+
+
+def alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """16 outputs of the gate, the same 16 of up, the next 16 of the gate ...: [out] or [out, in], twice as long."""
+    half = OUTPUTS // 2
+    return torch.stack((gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))), dim=1).flatten(0, 2)
+
+
+@cache
+def _kernel(name: str) -> Any:
+    library = native_library(Instructions.AVX2)
+    assert library is not None, "NativeProduct.fits says when there is one"
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+    function.restype = None
+    return function

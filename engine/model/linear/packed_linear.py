@@ -1,0 +1,96 @@
+"""Linear layers whose weight is packed once for the processor: for our kernels where they run, else for oneDNN's.
+
+oneDNN reads a reordered bfloat16 weight faster than `F.linear` does for a few rows, and our kernels faster than oneDNN.
+Its two operators are private to torch: torch's version is pinned, `can_pack` guards them, and a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from engine.model.linear.native_product import NativeProduct
+
+Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
+LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
+
+ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 to 8, and larger passes lose nothing
+_MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, and a call of oneDNN costs 18 us alone
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this process multiplies by a packed `weight`, and gains from it."""
+    return can_reorder(weight) or NativeProduct.fits(weight)
+
+
+def can_reorder(weight: Tensor) -> bool:
+    """Whether this build of torch does so by oneDNN, which reorders the weight."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 and weight.numel() >= _MIN_FLOAT32_ELEMENTS
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own copy of what it packs."""
+    return NativeProduct(weight, bias) if NativeProduct.fits(weight) else torch_linear_of(weight, bias)
+
+
+def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_of` without our own kernel."""
+    if not can_reorder(weight):
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS_HINT)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def multiply_packed(x: Tensor) -> Tensor:
+        return multiply(x, packed, bias, "none", [], "")
+
+    return multiply_packed
+
+
+class PackedLinear(nn.Module):
+    """A layer around what `make_linear` gives, to stand in for `nn.Linear` inside a stock model; inference only."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: LinearFactory = linear_of) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.forward = make_linear(weight, bias)
+
+
+def pack_linears(model: nn.Module, make_linear: LinearFactory = linear_of) -> int:
+    """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
+
+    Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not.
+
+    Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
+    model needs at most one layer's memory more than before.
+    """
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if gains(child, make_linear):
+                setattr(parent, name, _packed(child, make_linear))
+                num_packed += 1
+    return num_packed
+
+
+def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
+    if type(module) is not nn.Linear and type(module) is not Conv1D:
+        return False
+    return make_linear is not linear_of or can_pack(module.weight)
+
+
+def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory) -> PackedLinear:
+    is_transposed = isinstance(linear, Conv1D)  # GPT-2's linear, stored as [in, out]
+    return PackedLinear(linear.weight.t() if is_transposed else linear.weight, linear.bias, make_linear)

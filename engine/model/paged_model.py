@@ -1,0 +1,170 @@
+"""A causal language model whose attention reads a KV pool, held to the logits of the stock model it was made from.
+
+The agreement check decides what can be served: it computes tokens of two sequences in flat passes, one of them in
+pieces, and compares the logits with the stock model's. A family that ignores what a flat pass relies on (keywords,
+positions, one sequence's tokens being hidden from another) cannot pass, so nothing rests on a list of families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention.backend import PlanAttention
+from engine.attention.native import NativeAttention
+from engine.attention.torch_attention import TorchAttention
+from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.pool import KVCache, LayerShape
+from engine.model.attention_probe import record_attention, refusal
+from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.stock_decoder import StockDecoder
+from engine.model.determinism import first_difference, obstacle
+from engine.model.forward_batch import FlatPass
+from engine.model.hidden_state_taps import NO_TAP, Tap
+from engine.model.linear.batch_invariant_linear import exact_factory
+from engine.model.linear.packed_linear import Linear, pack_linears
+from engine.model.linear.quantized_linear import Quantization
+from engine.model.shard import divide
+from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.span import Span
+from protos.errors import ConfigError
+
+_PROBE_LENGTHS = (7, 5)
+_PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
+_PROBE_CHUNK = 4  # tokens of the first probe sequence that are computed in a pass before the others
+_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
+_QUANTIZATION_ERROR = {Quantization.NONE: 0.0, Quantization.INT8: 0.15, Quantization.INT4: 0.6}  # seen: 0.04, 0.32
+
+
+class PagedModel:
+    """The forward of flat passes.
+
+    Attributes:
+        vocab_size: columns of the logits.
+        layer_shapes: the KV every layer keeps, first to last, on all ranks together.
+        rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not divided.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantization: Quantization = Quantization.NONE,
+        plan_attention: PlanAttention = TorchAttention,
+        tap: Tap = NO_TAP,
+        rank: Rank = ALONE,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
+
+        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for, an
+        exact one where `is_deterministic`; `tap` what they keep as `features`. Where there are other ranks, all of them
+        construct theirs at the same time, and call `forward` together.
+
+        Raises:
+            ConfigError: the model's family cannot be served.
+        """
+        stock_logits = _stock_logits(model)
+        records = record_attention(model)
+        self.vocab_size = stock_logits.shape[-1]
+        self.layer_shapes = self.rank_shapes = [record.shape for record in records]
+        self._dtype, self._device = model.dtype, rank.device or model.device
+        if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
+            raise _not_deterministic(model, reason)
+        self._decoder: LlamaDecoder | StockDecoder
+        if LlamaDecoder.fits(model):
+            options = [record.options for record in records]
+            self._decoder = LlamaDecoder(
+                model, options, quantization.make_linear, tap, rank, is_deterministic=is_deterministic
+            )
+            self.rank_shapes = [
+                replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in self.layer_shapes
+            ]
+        else:
+            if rank.size > 1:
+                self.rank_shapes = divide(model, rank)
+            make_linear = quantization.make_linear
+            pack_linears(model, exact_factory(make_linear) if is_deterministic else make_linear)
+            self._decoder = StockDecoder(model, tap)
+        error = self._relative_error(stock_logits, plan_attention)
+        if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
+            place = f" on {rank.size} ranks" if rank.size > 1 else ""
+            raise refusal(model, f"its logits in a flat pass{place} differ from the stock model's by {error:.1%}")
+        if is_deterministic and (difference := self._first_difference(plan_attention)):
+            raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
+
+    @property
+    def features(self) -> Tensor | None:
+        """What was tapped of the last pass, [T, F]; None without a tap. Valid until the next forward."""
+        return self._decoder.features
+
+    @property
+    def lm_head(self) -> Linear:
+        """From the states behind the final norm to logits."""
+        return self._decoder.lm_head
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a forward is the same kernels whatever its numbers are, so that a recording of it may be replayed."""
+        return isinstance(self._decoder, LlamaDecoder)
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVKind = KVKind.AUTO
+    ) -> KVCache:
+        """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
+        shapes = [*self.rank_shapes, *more_layers]
+        return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
+
+    @torch.inference_mode()
+    def forward(self, flat_pass: FlatPass, out: Tensor | None = None) -> Tensor:
+        """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
+        logits = self._decoder.logits(flat_pass)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def _relative_error(self, stock_logits: Tensor, plan_attention: PlanAttention) -> float:
+        """How far the probe's logits lie from `stock_logits`, against their spread.
+
+        The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
+        """
+        cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
+        first, second = _probe_token_ids(self.vocab_size)
+        self.forward(FlatPass.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
+        rest = first[_PROBE_CHUNK:]
+        # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
+        spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
+        logits = self.forward(FlatPass.of(spans, cache, plan_attention))
+        expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        return float(((logits - expected).norm(dim=-1) / spread).median())
+
+    def _is_native(self, plan_attention: PlanAttention) -> bool:
+        cache = self.new_cache(1, _PROBE_BLOCK_SIZE)
+        return isinstance(plan_attention([Span([0], 0, [0], 1)], cache), NativeAttention)
+
+    def _first_difference(self, plan_attention: PlanAttention) -> str | None:
+        cache = self.new_cache(num_blocks=3, block_size=32)
+        return first_difference(lambda spans: self.forward(FlatPass.of(spans, cache, plan_attention)), self.vocab_size)
+
+
+def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(
+        f"target.deterministic is true, and model type {model.config.model_type!r} cannot be made so here: {reason}; "
+        "set it to false"
+    )
+
+
+def _probe_token_ids(vocab_size: int) -> tuple[list[int], list[int]]:
+    ids = [(3 + 7 * index) % vocab_size for index in range(sum(_PROBE_LENGTHS))]
+    return ids[: _PROBE_LENGTHS[0]], ids[_PROBE_LENGTHS[0] :]
+
+
+@torch.inference_mode()
+def _stock_logits(model: PreTrainedModel) -> Tensor:
+    """Logits of the probe sequences, end to end, by the model as transformers has it; [sum of lengths, V] float32."""
+    vocab_size = model.config.get_text_config().vocab_size
+    sequences = (torch.tensor([ids], device=model.device) for ids in _probe_token_ids(vocab_size))
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in sequences])

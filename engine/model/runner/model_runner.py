@@ -1,0 +1,264 @@
+"""The model as the engine uses it: one flat pass over spans of many sequences, from token ids to logits.
+
+It knows nothing of requests, scheduling or drafts. Prefill chunks, decodes and verification rows are all spans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention.backend import PlanAttention, check_kv_kind, choose_attention, is_triton
+from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
+from engine.kv_cache.compaction import KVMove
+from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
+from engine.kv_cache.sharded_layout import HeadParts
+from engine.model.cuda_graphs.graph import Passed
+from engine.model.cuda_graphs.graph_runner import GraphedPasses, RecordedStep, StaticLimits
+from engine.model.draft_heads.loader import Head, load_head
+from engine.model.forward_batch import FlatPass, plan_steps
+from engine.model.generation_defaults import eos_token_ids, sampling_defaults
+from engine.model.hidden_state_taps import NO_TAP
+from engine.model.linear.quantized_linear import Quantization, can_quantize
+from engine.model.loader import load_model, model_version
+from engine.model.paged_model import PagedModel
+from engine.model.position_limit import max_positions
+from engine.model.resident_memory import leave_checkpoint, trim_heap
+from engine.model.runner.warm_up import warm_up
+from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.native.library import native_instructions
+from engine.remote_prefill.kv_transfer import KVLayout
+from engine.span import Span
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """A loaded model and its KV pool.
+
+    Attributes:
+        vocab_size: columns of the logits, padding rows of the embedding included.
+        max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
+        num_blocks, block_size: the pool.
+        bytes_per_block: what a block of it is to other engines, all layers together.
+        kv_layout: what a block of the pool is, for engines that exchange them.
+        model_version: names these weights; equal on every machine that holds the same files.
+        eos_token_ids: tokens that end a text, from the model's generation config.
+        sampling_defaults: how requests that do not say are sampled.
+        head: what drafts from the model's hidden states, its KV in the same pool; None where there is none.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        max_model_len: int | None = None,
+        head: HeadConfig | None = None,
+        rank: Rank = ALONE,
+    ) -> None:
+        """Load, check and pack; takes as long as reading the weights. Raises ConfigError for what cannot be served.
+
+        Where `rank` has others beside it, all construct theirs and call its methods together, in one order.
+        """
+        if model.num_threads is not None:
+            torch.set_num_threads(model.num_threads)
+        self._rank = rank
+        stock = load_model(model, rank.load_device)
+        device = rank.device or stock.device
+        self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
+        kind = KVKind(cache.dtype)
+        check_kv_kind(kind, self._plan_attention, device)
+        self._take_weights(stock, model, head, device)
+        self.vocab_size = self._model.vocab_size
+        self.model_version = model_version(model.path, model.quantization)
+        self.eos_token_ids = eos_token_ids(stock)
+        self.sampling_defaults = sampling_defaults(stock, model.generation_config)
+        has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
+        self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
+        version = _kv_version(self.model_version, head)
+        layers = (*self._model.layer_shapes, *self._head_layers)
+        self.kv_layout = KVLayout(version, kind.name_of(stock.dtype), cache.block_size, layers, _rounding(model))
+        self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
+        self._features: Tensor | None = None
+        self._graphs: GraphedPasses | None = None
+        if device.type == "cuda":
+            warm_up(self._compute, self.block_size, self.max_model_len)
+        if has_graphs:
+            limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
+            self._graphs = GraphedPasses(self._pass, self._cache, self._plan_attention, model.graphs, limits)
+
+    def _take_weights(
+        self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
+    ) -> None:
+        """Make `stock` and its head what computes here, packed and checked; nothing of its files is kept in memory."""
+        quantization = _quantization(model, device)
+        if device.type == "cpu":
+            leave_checkpoint(stock, quantization.make_linear)
+        self.head: Head | None = None if head is None else load_head(head, stock)
+        self._rank.meet()
+        tap = NO_TAP if self.head is None else self.head.tap
+        self._model = PagedModel(
+            stock, quantization, self._plan_attention, tap, self._rank, is_deterministic=model.deterministic
+        )
+        if self.head is not None:
+            self.head.lm_head = self._model.lm_head
+        trim_heap()
+
+    @property
+    def _head_layers(self) -> Seq[LayerShape]:
+        """KV that the head keeps, behind that of the model's layers."""
+        return [] if self.head is None else self.head.layer_shapes
+
+    def _make_pool(self, cache: CacheConfig, kind: KVKind, dtype: torch.dtype, *, has_padding: bool) -> None:
+        """`has_padding`: one block more for the padding of recorded passes, within the budget where there is one."""
+        shapes = [*self._model.layer_shapes, *self._head_layers]
+        rank_shapes = [*self._model.rank_shapes, *self._head_layers]
+        num_ranks = self._rank.size
+        self.block_size = cache.block_size
+        self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
+        num_bytes = num_ranks * block_bytes(rank_shapes, cache.block_size, dtype, kind)
+        self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
+        self._heads = HeadParts(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
+        self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a pass is worth issuing before the host knows its tokens: small ones are recorded, so that the device
+        is busy while the host is not, and there are no other ranks that had to be told."""
+        return self._graphs is not None and self._rank.size == 1
+
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
+
+        Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
+        of this very pass writes. Block tables must cover every position of their span. The logits may be overwritten by
+        the next pass.
+
+        Where the host does not know the tokens, `input_ids` [T] int64 are what the spans' tokens stand for.
+        """
+        return self._compute(spans, input_ids)
+
+    @property
+    def features(self) -> Tensor | None:
+        """What the head reads of every row of the last `forward`, [T, F]; None without a head."""
+        return self._features
+
+    def lay_out(self, spans: Seq[Span]) -> FlatPass:
+        """A pass over `spans`, for this model or its head; valid for one forward."""
+        return FlatPass.of(spans, self._cache, self._plan_attention)
+
+    def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        passed = None if self._graphs is None else self._graphs.forward(spans, input_ids)
+        if passed is None:
+            flat_pass = self.lay_out(spans)
+            if input_ids is not None:
+                flat_pass.input_ids.copy_(input_ids)
+            passed = self._pass(flat_pass)
+        self._features = passed.features
+        return passed.logits
+
+    def _pass(self, flat_pass: FlatPass, out: Tensor | None = None) -> Passed:
+        return Passed(self._model.forward(flat_pass, out), self._model.features)
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
+        if moves:
+            block_size = self._cache.block_size
+            self._cache.move(
+                [move.slot(place, block_size) for move in moves for place in move.from_places],
+                [move.slot(place, block_size) for move in moves for place in move.to_places],
+            )
+
+    def plan_steps(self, spans: Seq[Span]) -> list[FlatPass]:
+        """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
+
+        For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
+        Fill `input_ids` of each pass, in place, before it is computed.
+        """
+        return plan_steps(spans, self._cache, self._plan_attention)
+
+    def plan_own_steps(self, spans: Seq[Span]) -> Seq[FlatPass | RecordedStep]:
+        """`plan_steps` for passes of this very model, by `run`: recorded ones where they fit."""
+        recorded = None if self._graphs is None else self._graphs.plan_steps(spans)
+        return self.plan_steps(spans) if recorded is None else recorded
+
+    def run(self, step: FlatPass | RecordedStep) -> Tensor:
+        """`forward` for a pass laid out beforehand."""
+        if isinstance(step, RecordedStep):
+            assert self._graphs is not None, "it comes from there"
+            return self._graphs.run(step)
+        return self._model.forward(step)
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        """A copy of these blocks (at least one), [n, bytes_per_block] uint8: on its device, that of all ranks in main
+        memory.
+        """
+        part = self._cache.export_blocks(block_ids)
+        if self._rank.size == 1:
+            return part
+        parts = self._rank.collect(part.cpu())
+        return self._heads.join(parts) if parts else part
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        """Overwrite these blocks with what another engine of the same `kv_layout` has exported."""
+        if self._rank.size > 1:
+            blocks = self._heads.of_rank(self._rank.share(blocks.cpu()), self._rank.index)
+        self._cache.import_blocks(block_ids, blocks)
+
+    def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
+        """Give each of `block_ids` the KV of its source: for branches that part within a block."""
+        self._cache.copy_blocks(source_ids, block_ids)
+
+
+def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
+    quantization = Quantization(model.quantization)
+    if quantization is not Quantization.NONE and not can_quantize(device):
+        raise ConfigError(
+            f"quantization is {str(quantization)!r}, which needs a processor with int8 units "
+            f"(AVX512-VNNI or AMX), and the model runs on {device}; set it to 'none'"
+        )
+    return quantization
+
+
+def _rounding(model: ModelConfig) -> str:
+    """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
+    if not model.deterministic:
+        return "any"
+    instructions = native_instructions()
+    kernels = "torch's" if instructions is None else instructions.name
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
+
+
+def _kv_version(target_version: str, head: HeadConfig | None) -> str:
+    """Names all weights that a block depends on: those of the head too, where it has files of its own."""
+    if head is None or head.path is None or not head.kind.keeps_kv:
+        return target_version
+    return f"{target_version} with head {model_version(head.path)}"
+
+
+def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, plan_attention: PlanAttention) -> bool:
+    """Whether small passes are recorded, and a line in the log where they could be and are not."""
+    if graphs.kind is GraphKind.OFF or not graphs.row_counts:
+        return False
+    if graphs.kind is GraphKind.EAGER:
+        return True
+    if device.type != "cuda":
+        return False
+    if not is_recordable or not is_triton(plan_attention):
+        logger.info("passes are not recorded: CUDA graphs need a Llama-shaped model and the Triton attention kernel")
+        return False
+    return True
+
+
+def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:
+    positions = max_positions(model.config) or num_slots
+    if configured is not None and configured > positions:
+        raise ConfigError(f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it")
+    return positions if configured is None else configured

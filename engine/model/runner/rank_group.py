@@ -1,0 +1,136 @@
+"""The ranks of a divided model as rank 0 sees them: started, watched, told what to compute, ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from engine.config import CacheConfig, ModelConfig
+from engine.model.runner.rank_messages import Call, Progress, RankOrder, join_ranks, rank_device, receive, send
+from engine.model.tensor_parallel.rank import Rank
+from protos.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's patience with a step, so that the log names the cause
+_LOAD_TIMEOUT_S = 1800.0
+
+
+class RankTeam:
+    """Processes of ranks 1, 2, ...; this process is rank 0, in the thread that constructs this.
+
+    When a rank dies, what waits for it raises at once where gloo connects the ranks; between GPUs it may wait until the
+    time for sums is up, and the process is better ended (`watch`). The ranks die with the thread that has started them.
+
+    Attributes:
+        rank: this process.
+    """
+
+    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
+        """Start the others, which load at once.
+
+        Raises ConfigError where this machine has too few GPUs, and EngineError where this process leads a team already.
+        """
+        device = rank_device(model, 0)
+        if dist.is_initialized():
+            raise EngineError("this process has a divided model already, and it can have only 1; close it first")
+        self._on_lost: Callable[[str], None] = lambda reason: None
+        self.rank = Rank(0, model.tensor_parallel_size, device, self._meet)
+        self._folder = tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-ranks-")
+        self._is_closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        orders = [
+            RankOrder(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
+            for index in range(model.tensor_parallel_size)
+        ]
+        try:
+            for order in orders[1:]:
+                self._start(order)
+            self._hear_all()  # else a rank that cannot even start would be waited for until the time is up
+            join_ranks(orders[0], device)
+        except BaseException:
+            self.close()
+            raise
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have every other rank call this method of its runner now. Raises EngineError where one is gone or stuck."""
+        for index, connection in enumerate(self._connections, start=1):
+            try:
+                send(connection, Call(method, arguments))
+            except OSError as error:
+                raise EngineError(f"rank {index} of the target takes no orders: {error}") from error
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Have `on_lost` called with the reason, in another thread or in this call, when a rank has died."""
+        self._on_lost = on_lost
+        for index, process in enumerate(self._processes, start=1):
+            if process.poll() is not None:
+                on_lost(f"rank {index} of the target has ended with code {process.returncode}")
+
+    def close(self) -> None:
+        """End the other ranks; a second call does nothing."""
+        self._is_closing = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, order: RankOrder) -> None:
+        ours, theirs = socket.socketpair()
+        # A rank that is stopped must not stop this one for good: a full pipe raises after a while.
+        limit = struct.pack("ll", int(order.timeout_s), int(order.timeout_s % 1 * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.model.runner.rank_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        connection = Connection(ours.detach())
+        self._processes.append(process)
+        self._connections.append(connection)
+        send(connection, order)
+        threading.Thread(target=self._watch, args=(order.index, process), name="rank-watch", daemon=True).start()
+
+    def _meet(self) -> None:
+        """Wait until every rank has its weights, and let all go on. Raises ConfigError with what kept one from it."""
+        self._hear_all()
+        for connection in self._connections:
+            send(connection, Progress())
+
+    def _hear_all(self) -> None:
+        for index, connection in enumerate(self._connections, start=1):
+            try:
+                if not connection.poll(_LOAD_TIMEOUT_S):
+                    raise EngineError(f"rank {index} of the target has not loaded within {_LOAD_TIMEOUT_S} s")
+                progress: Progress = receive(connection)
+            except (EOFError, OSError) as error:
+                raise EngineError(f"rank {index} of the target died while it was loading; look for its log") from error
+            if progress.failure is not None:
+                raise ConfigError(f"rank {index} of the target: {progress.failure}")
+
+    def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._is_closing:
+            reason = f"rank {index} of the target has ended with code {code}"
+            logger.error("%s; the engine cannot go on without it", reason)
+            self._on_lost(reason)

@@ -1,0 +1,87 @@
+"""`python -m engine.model.runner.rank_process FD`: a rank of a divided model other than the first; started by
+`engine.model.runner.rank_group`.
+
+It computes whatever rank 0 computes, in the same order, and knows nothing of requests. It ends when rank 0 does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.rank_messages import Call, Progress, RankOrder, join_ranks, rank_device, receive, send
+from engine.model.tensor_parallel.rank import Rank
+from protos.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def main() -> None:
+    """Load, then follow until rank 0 has gone."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    connection = Connection(int(sys.argv[1]))
+    try:
+        order: RankOrder = receive(connection)
+        send(connection, Progress())
+        runner = _load(order, connection)
+        _follow(runner, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # rank 0 has gone
+    except Exception:
+        logger.exception("a rank of the target failed")
+        os._exit(1)  # whatever a collective still waits for
+    os._exit(0)
+
+
+def _load(order: RankOrder, connection: Connection) -> ModelRunner:
+    has_met = False
+
+    def meet() -> None:
+        nonlocal has_met
+        send(connection, Progress())
+        receive(connection)
+        has_met = True
+
+    try:
+        device = rank_device(order.model, order.index)
+        join_ranks(order, device)
+        rank = Rank(order.index, order.model.tensor_parallel_size, device, meet)
+        return ModelRunner(order.model, order.cache, order.max_model_len, rank=rank)
+    except Exception as error:
+        if not has_met:
+            send(connection, Progress(failure=str(error)))
+        raise
+
+
+def _follow(runner: ModelRunner, connection: Connection) -> None:
+    while True:
+        call: Call = receive(connection)
+        if call.method == "import_blocks":  # their bytes come from rank 0 by themselves
+            block_ids = call.arguments[0]
+            blocks = torch.empty(len(block_ids), runner.bytes_per_block, dtype=torch.uint8)
+            runner.import_blocks(block_ids, blocks)
+        else:
+            getattr(runner, call.method)(*call.arguments)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == 1:
+            raise EngineError("rank 0 has gone before this rank had begun")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A model runner whose model is divided among several processes: rank 0, which the others follow call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from engine.config import CacheConfig, HeadConfig, ModelConfig
+from engine.kv_cache.compaction import KVMove
+from engine.model.loader import load_config
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.rank_group import RankTeam
+from engine.model.tensor_parallel.plan import check_divisible
+from engine.span import Span
+from protos.errors import ConfigError
+
+
+def load_runner(
+    model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
+) -> ModelRunner:
+    """The runner of a model, divided if it is configured so. Raises ConfigError for what cannot be served."""
+    if model.tensor_parallel_size == 1:
+        return ModelRunner(model, cache, max_model_len, head)
+    if head is not None:
+        raise ConfigError(
+            f"draft.kind is {str(head.kind)!r} and target.tensor_parallel_size is {model.tensor_parallel_size}; heads "
+            "compute on one device: set draft.kind to 'model', or the size to 1"
+        )
+    return LeadingRunner(model, cache, max_model_len)
+
+
+class LeadingRunner(ModelRunner):
+    """To the engine a `ModelRunner` like any other: passes, moves and whole blocks in and out are those of all ranks.
+
+    Every call is told to the other ranks first and then made here, so all meet in the sums between their layers.
+    Scheduling, sampling and verification are here alone. Blocks are exported with all heads: engines with another
+    number of ranks, or none, can read them.
+    """
+
+    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
+        """Start the ranks, load, check; raises ConfigError for what cannot be divided or served."""
+        _check(model)
+        self._team = RankTeam(model, cache, max_model_len)
+        try:
+            super().__init__(model, cache, max_model_len, rank=self._team.rank)
+        except BaseException:
+            self._team.close()
+            raise
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Have `on_lost` called, in another thread, with the reason, when a rank dies: nothing can be computed then."""
+        self._team.watch(on_lost)
+
+    def close(self) -> None:
+        """End the other ranks; a second call does nothing."""
+        self._team.close()
+
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        assert input_ids is None, "tokens on this device are not on the others"
+        self._team.tell("forward", [span.trimmed(self.block_size) for span in spans])  # less to send
+        return super().forward(spans)
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        if moves:
+            self._team.tell("move", list(moves))
+        super().move(moves)
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        self._team.tell("export_blocks", list(block_ids))
+        return super().export_blocks(block_ids)
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        self._team.tell("import_blocks", list(block_ids))
+        super().import_blocks(block_ids, blocks)
+
+    def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
+        self._team.tell("copy_blocks", list(source_ids), list(block_ids))
+        super().copy_blocks(source_ids, block_ids)
+
+
+def _check(model: ModelConfig) -> None:
+    if model.quantization != "none":
+        raise ConfigError(
+            f"target.quantization is {model.quantization!r} and target.tensor_parallel_size is "
+            f"{model.tensor_parallel_size}; quantised weights are not divided: set one of them to 'none' or 1"
+        )
+    if model.deterministic:
+        raise ConfigError(
+            f"target.deterministic is true and target.tensor_parallel_size is {model.tensor_parallel_size}; sums "
+            "between ranks have no fixed order: set deterministic to false, or the size to 1"
+        )
+    check_divisible(load_config(model.path), model.tensor_parallel_size)

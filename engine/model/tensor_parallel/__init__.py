@@ -1,0 +1,1 @@
+"""How a model is sharded over ranks, and what ranks exchange."""

@@ -1,0 +1,1 @@
+"""Kernels for processors in C, and their loader."""

@@ -1,0 +1,84 @@
+"""Our kernels in C (`engine/native`): compiled when the package is installed, loaded here, optional everywhere.
+
+Products of float32 rows run on AVX2, all others and attention on AVX-512 with bfloat16, and faster on AMX. Where they
+are missing or the processor lacks what they need, torch computes instead, more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from enum import IntEnum
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch  # noqa: F401  # brings the OpenMP that the kernels are linked to
+
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+SWITCH = "OUTRIDER_NATIVE"  # 0: never load them; avx2, avx512: use no more than that; to compare
+
+
+class Instructions(IntEnum):
+    """What the kernels compute with, as `enum instructions`: the last bits of a sum may depend on it."""
+
+    AVX2 = 1
+    AVX512 = 2
+    AMX = 3
+
+
+_MOST = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.AVX512, "avx2": Instructions.AVX2}
+
+
+def native_library(least: Instructions = Instructions.AVX512) -> ctypes.CDLL | None:
+    """The kernels, or None where they may not use so much; the log says once what they use, or why there are none."""
+    loaded = _loaded()
+    return loaded[0] if loaded is not None and loaded[1] >= least else None
+
+
+def native_instructions() -> Instructions | None:
+    """What the kernels use in this process, or None where it does without."""
+    loaded = _loaded()
+    return None if loaded is None else loaded[1]
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL, Instructions] | None:
+    try:
+        library, instructions = _load()
+    except _Unavailable as reason:
+        logger.info("native kernels: none, torch computes instead: %s", reason)
+        return None
+    logger.info("native kernels: %s, from %s", instructions.name, library._name)
+    return library, instructions
+
+
+class _Unavailable(Exception):
+    pass
+
+
+def _load() -> tuple[ctypes.CDLL, Instructions]:
+    switch = os.environ.get(SWITCH, "")
+    if switch == "0":
+        raise _Unavailable(f"{SWITCH} is 0")
+    if switch not in _MOST:
+        raise ConfigError(
+            f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
+        )
+    found = find_spec("engine._native")
+    if found is None or found.origin is None:
+        raise _Unavailable("they were not compiled when the package was installed, which takes gcc 11 or later on x86")
+    if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.glob("*.[ch]")):
+        raise _Unavailable("their sources have changed since they were compiled; install the package again")
+    try:
+        library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
+    except OSError as error:
+        raise _Unavailable(str(error)) from error
+    if not (used := library.outrider_start(_MOST[switch])):
+        raise _Unavailable("this processor has no AVX2")
+    return library, Instructions(used)

@@ -1,0 +1,1 @@
+"""How many drafts each sequence gets: acceptance, cost, goodput."""

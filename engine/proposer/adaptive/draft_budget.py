@@ -1,0 +1,237 @@
+"""How many drafts each sequence gets in the next pass: as many as make the most tokens per second.
+
+After every pass the budget learns how far drafts survived and what the pass cost, and sets the length of every next
+draft before anybody has drafted. So a length depends on committed tokens, counts and clocks alone, never on a token it
+decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
+DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
+It hangs on clocks nevertheless, and so would the text that those two make of a seed: sequences of a client's seed keep
+the length that they came with, and cost what they cost.
+
+What drafts cost is what their rows add to a pass, and a prompt that is computed beside them fills what reading the
+weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts themselves are work
+that no draft saves or adds to, so their time is in nobody's account.
+
+No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
+for probes: one draft of one token now and then. While there are some, now and then a pass goes without, to keep the
+baseline measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.proposer.adaptive.acceptance import Floats, Ints, SurvivalTable
+from engine.proposer.adaptive.forward_cost import DraftCost, RowCost
+from engine.proposer.adaptive.goodput import allocate
+from engine.proposer.adaptive.speculation_gate import ClassStep, ClassSwitch
+from engine.sequence.sequence import Sequence
+
+_PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
+_CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
+_CLOSE_GAIN = 1.1
+_PROBE_SHARE = 0.01  # of the time, for probes of sequences without drafts
+_MAX_SAVED = 10.0  # plain passes' time at most, for a probe
+_MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
+_OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
+_MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
+_NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
+_LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
+_WAKE_GAIN = 1.02  # drafts begin where they promise this much; once begun they go on while they gain at all
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPass:
+    """One sequence's part of a pass: drafts asked for, computed and accepted."""
+
+    sequence: Sequence
+    num_asked: int
+    num_proposed: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds a pass took: waiting for drafts, and everything else."""
+
+    draft_s: float
+    target_s: float
+
+
+class DraftBudget:
+    """Plans draft lengths in [0, what the sequence may have]; state of the engine's thread.
+
+    `first_length` is the length until there is something to plan by.
+    """
+
+    def __init__(self, first_length: int, max_length: int) -> None:
+        self._first_length = first_length
+        self._max_length = max_length
+        self._positions = np.arange(max_length)
+        self._survival = SurvivalTable(max_length)
+        self._row_cost = RowCost()
+        self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
+        self._draft_cost = DraftCost()
+        self._switches: dict[str, ClassSwitch] = {}
+        self._num_steps_since_plain = _PLAIN_PERIOD
+        self._is_speculating = False
+        self._expected_gain = 1.0  # tokens per second of the last plan, against none
+        self._probe_credit_s = 0.0
+        self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
+        self._step = 0
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Measured tokens per second against no speculation, by class of requests."""
+        return {name: switch.meter.speedup for name, switch in self._switches.items()}
+
+    def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
+        """Learn from a pass of these sequences and of so many rows of prompts besides.
+
+        `time` is None if it also computed what says nothing of other passes. Call it once per pass, before `plan`.
+        """
+        self._prompt_rows.append(num_prompt_rows)
+        if not passes:
+            return
+        self._step += 1
+        has_newcomer = any(each.num_asked > 0 and not self._survival.knows(each.sequence.request_id) for each in passes)
+        self._survival.observe(
+            [each.sequence.request_id for each in passes],
+            [class_of(each.sequence) for each in passes],
+            np.array([each.num_proposed for each in passes]),
+            np.array([each.num_accepted for each in passes]),
+        )
+        for each in passes:
+            if each.num_asked > 0:
+                self._last_drafted[each.sequence.request_id] = self._step
+        is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
+        if time is not None and is_comparable:
+            self._observe_time(passes, time, num_prompt_rows, has_newcomer)
+
+    def plan(self, sequences: Seq[Sequence]) -> None:
+        """Set `draft_allowance` of all sequences that the next pass samples."""
+        request_ids = [sequence.request_id for sequence in sequences]
+        self._survival.keep_only(request_ids)
+        self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
+        if not sequences:
+            return
+        for sequence, length in zip(sequences, self._lengths(sequences).tolist(), strict=True):
+            if not sequence.has_fixed_length:
+                sequence.draft_allowance = length
+
+    def _lengths(self, sequences: Seq[Sequence]) -> Ints:
+        num_possible = np.array([self._num_possible(sequence) for sequence in sequences])
+        num_rows = len(sequences) + sum(each.num_wanted_drafts for each in sequences if each.has_fixed_length)
+        if self._row_cost.max_rows == 0:
+            self._is_speculating = True
+            return np.minimum(num_possible, self._first_length)
+        self._num_steps_since_plain += 1
+        period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
+        room = self._row_cost.max_rows - max(self._prompt_rows) - num_rows
+        if self._num_steps_since_plain > period or room <= 0:
+            self._num_steps_since_plain = 0
+            return np.zeros_like(num_possible)
+        survivals = self._survivals(sequences, num_possible)
+        row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
+        best = allocate(survivals, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
+        self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
+        needed = 1.0 if self._is_speculating else _WAKE_GAIN
+        lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
+        self._is_speculating = bool(lengths.any())
+        self._probe(sequences, lengths, num_possible, float(row_seconds[0]))
+        return lengths
+
+    def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
+        """What `num_rows` to `num_rows + num_drafts` sampled rows are expected to add to the next pass, `[M + 1]`."""
+        beside = np.unique(self._prompt_rows)[:, None]
+        shares = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
+        whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
+        added = np.maximum(whole - self._row_cost.seconds(beside, _OPTIMISM), _LEAST_SHARE * whole)
+        return shares @ added
+
+    def _survivals(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
+        """`[B, K]`; 0 where a sequence may have no draft."""
+        names = [class_of(sequence) for sequence in sequences]
+        survivals = self._survival.of([sequence.request_id for sequence in sequences], names)
+        lengths = [n if self._switch(name).is_on else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
+        if min(lengths) < self._max_length:
+            survivals[self._positions >= np.array(lengths)[:, None]] = 0.0
+        return survivals
+
+    def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
+        """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for."""
+        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s)
+        idle = np.flatnonzero((lengths == 0) & (num_possible > 0))
+        if len(idle) == 0:
+            return
+        num_rows = len(sequences) + int(lengths.sum())
+        row_s = self._row_cost.at(num_rows + 1) - self._row_cost.at(num_rows)
+        step_s = 0.0 if lengths.any() else self._draft_cost.per_step_s
+        cost_s = row_s + step_s + self._draft_cost.per_token_s
+        cost_s = max(cost_s, _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s)
+        if self._probe_credit_s >= cost_s:
+            lengths[min(idle.tolist(), key=lambda index: self._last_drafted[sequences[index].request_id])] = 1
+            self._probe_credit_s -= cost_s
+
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_newcomer: bool) -> None:
+        """With a newcomer among the drafted, the draft may have read a prompt: that is no price of drafts."""
+        num_asked = sum(each.num_asked for each in passes)
+        num_proposed = sum(each.num_proposed for each in passes)
+        num_rows = len(passes) + num_proposed
+        self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
+        if num_asked == 0:
+            self._num_steps_since_plain = 0
+        else:
+            longest = max(each.num_asked for each in passes)
+            if not self._is_speculating:  # a probe; a draft model may have had much to catch up with
+                self._probe_credit_s -= max(0.0, time.draft_s - self._draft_cost.seconds(longest, num_asked))
+            if not has_newcomer:
+                self._draft_cost.observe(longest, num_asked, time.draft_s)
+        members: dict[str, list[DraftedPass]] = {}
+        for each in passes:
+            members.setdefault(class_of(each.sequence), []).append(each)
+        for name, part in members.items():
+            self._switch(name).observe(self._class_step(part, num_rows, num_prompt_rows, num_asked, time))
+
+    def _class_step(
+        self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, num_asked: int, time: PassTime
+    ) -> ClassStep:
+        """What the step was to a class: its time without the class's drafts is by the ratio of the two sizes' costs."""
+        asked = sum(each.num_asked for each in part)
+        proposed = sum(each.num_proposed for each in part)
+        whole_s, prompts_s = self._row_cost.at(num_prompt_rows + num_rows), self._row_cost.at(num_prompt_rows)
+        plain_s = self._row_cost.at(num_prompt_rows + num_rows - proposed)
+        least_s = _LEAST_SHARE * whole_s
+        added = max(whole_s - prompts_s, least_s) / whole_s  # of the pass's time: what its sampled rows added
+        share = max(plain_s - prompts_s, least_s) / max(whole_s - prompts_s, least_s)
+        target_s = added * min(time.target_s, _MAX_SURPRISE * whole_s)
+        longest = max(each.num_asked for each in part)
+        expected_s = self._draft_cost.seconds(longest, num_asked)
+        draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
+        others_s = draft_s * (1.0 - asked / num_asked) if num_asked else draft_s
+        return ClassStep(
+            num_sequences=len(part),
+            num_tokens=sum(each.num_accepted + 1 for each in part),
+            seconds=target_s + draft_s,
+            plain_seconds=target_s * share + others_s,
+        )
+
+    def _num_possible(self, sequence: Sequence) -> int:
+        if sequence.has_fixed_length:
+            return 0
+        return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
+
+    def _switch(self, name: str) -> ClassSwitch:
+        if name not in self._switches:
+            self._switches[name] = ClassSwitch()
+        return self._switches[name]
+
+
+def class_of(sequence: Sequence) -> str:
+    """Requests that are expected to fare alike: who guesses for them, and whether they are greedy."""
+    law = "greedy" if sequence.is_greedy else "sampled"
+    method = "prediction" if sequence.request.prediction_token_ids else sequence.method
+    return f"{method}-{law}"

@@ -1,0 +1,55 @@
+"""What a request wishes of its drafts, within what the deployment allows."""
+
+from __future__ import annotations
+
+from engine.config import SpeculationConfig
+from engine.sampling.logits_row import GREEDY_BELOW
+from protos.errors import RequestError
+from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+
+
+def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
+    """K that a request gets: what it asks for, within what the deployment allows."""
+    wish = request.speculation
+    method = wish.method or deployment.method
+    if not wish.enabled or method is SpeculationMethod.NONE:
+        return 0
+    if wish.num_tokens is not None:
+        return min(wish.num_tokens, deployment.max_num_tokens)
+    if _is_planned(request, deployment):
+        return deployment.max_num_tokens
+    return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
+
+
+def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
+    """K of a request's free drafts; None where the request or the budget sets one K for all."""
+    if request.speculation.num_tokens is not None or _is_planned(request, deployment):
+        return None
+    return deployment.guess_limit
+
+
+def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
+    """Raise RequestError for a request that wants reasoning steps which cannot be had here."""
+    if not request.speculation.is_approximate:
+        return
+    if not is_allowed or num_draft_tokens(request, deployment) == 0:
+        raise RequestError(
+            "speculation.mode is 'approximate', and this engine drafts no reasoning steps; leave it out",
+            param="speculation.mode",
+        )
+
+
+def has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    """Whether K may not follow a clock: the text is promised to a seed, and its verification makes it hang on K."""
+    verify = request.speculation.verify or deployment.verify
+    is_matched = verify is VerifyMode.COUPLED or request.sampling.temperature < GREEDY_BELOW
+    return request.is_seeded and not is_matched
+
+
+def is_adaptive(speculation: SpeculationConfig) -> bool:
+    """Whether every pass gets its own K, but of requests that `has_fixed_length` speaks of."""
+    return speculation.adaptive and speculation.num_tokens > 0
+
+
+def _is_planned(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    return is_adaptive(deployment) and not has_fixed_length(request, deployment)

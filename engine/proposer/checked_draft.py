@@ -1,0 +1,74 @@
+"""A proposal as the target may use it: no longer than planned, and computed only as far as its ids exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.draft import NO_DRAFT, Draft, depths
+from engine.sampling.vocabulary import Vocabulary
+from engine.sequence.batch import ScheduledSequence
+from protos.messages import VerifyMode
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDraft:
+    """A draft, and how many of its leading tokens are in the vocabulary.
+
+    Where an id is not, the draft ends with it: the model must not see it, but a verifier that tests ratios must know
+    that something was proposed there; leaving it out would depend on the drawn token and bias the output.
+    """
+
+    draft: Draft
+    num_valid: int
+
+    @property
+    def computed(self) -> Draft:
+        """The tokens that the model computes."""
+        return self.draft.head(self.num_valid)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.draft.token_ids[: self.num_valid]
+
+    @property
+    def is_cut(self) -> bool:
+        return self.num_valid < len(self.draft.token_ids)
+
+
+NOTHING = CheckedDraft(NO_DRAFT, 0)
+
+
+def check_draft(draft: Draft, share: ScheduledSequence, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to what its share has room for, and behind its first id that the target does not have.
+
+    A tree loses its branches where the share has no room for one, or is verified in blocks, which judge a chain.
+    """
+    if draft.parents:
+        draft = draft.head(_num_well_formed(draft, share.max_draft_tokens))
+    is_tree = share.max_tree_nodes > 0 and share.sequence.verify is not VerifyMode.BLOCK
+    if draft.parents and not is_tree:
+        draft = _first_path(draft)
+    draft = draft.head(share.max_tree_nodes if draft.parents else share.max_draft_tokens)
+    num_valid = vocabulary.num_known(draft.token_ids)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid)
+
+
+def _num_well_formed(draft: Draft, max_depth: int) -> int:
+    """Leading nodes that have a parent before them and are not too deep; 0 if tokens and parents do not match."""
+    if len(draft.parents) != len(draft.token_ids):
+        return 0
+    parents = draft.parents
+    num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
+    by_depth = depths(parents[:num_placed])
+    return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
+
+
+def _first_path(draft: Draft) -> Draft:
+    """The chain of first children."""
+    nodes: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if parent == (nodes[-1] if nodes else -1):
+            nodes.append(node)
+    has_laws = len(draft.laws) == len(draft.token_ids)
+    laws = tuple(draft.laws[node] for node in nodes) if has_laws else ()
+    return Draft(tuple(draft.token_ids[node] for node in nodes), laws)

@@ -1,0 +1,1 @@
+"""Which proposer drafts for which sequence."""

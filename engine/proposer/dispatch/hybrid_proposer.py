@@ -1,0 +1,130 @@
+"""A free guess or a costly draft, pass by pass: whichever is expected to yield more accepted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.draft import Draft
+from engine.proposer import Proposer
+from engine.proposer.adaptive.acceptance import SurvivalTable
+from engine.proposer.text_match.text_matcher import Guesser
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+_MAX_LENGTH = 64  # positions of a draft whose survival is told apart
+_LONGEST_MATCH_BITS = 5  # matches of 16 tokens and more are of one kind
+_RETRY_PERIOD = 32  # a kind of guess that is expected to yield less is tried once in so many times
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Who drafts a sequence's next pass, and what; `kind` names those whose acceptance is judged together."""
+
+    kind: str
+    base_len: int
+    token_ids: tuple[int, ...] = ()
+    is_guess: bool = False
+
+
+class GuessFirst:
+    """Proposes what `guesser` says where that is expected to yield at least as much as what `other` would draft.
+
+    The choice is made when tokens are committed, and where it falls on the guess `other` is not asked: it does no work,
+    and catches up when it is asked again. Guesses are judged by the length of the context that supports them, `other`
+    by how its drafts for such requests have fared. So the choice depends on committed tokens and counts alone, never on
+    a draft that `other` has drawn, and every verifier stays exact. Sequences that the guesser is not for pass through.
+    """
+
+    def __init__(self, guesser: Guesser, other: Proposer) -> None:
+        self._guesser = guesser
+        self._other = other
+        self._survival = SurvivalTable(_MAX_LENGTH)
+        self._turns: dict[str, _Turn | None] = {}  # of the sequences that the guesser is for
+        self._num_passed_over: dict[str, int] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        if self._guesser.is_for(sequence):
+            self._guesser.open(sequence)
+            self._turns[sequence.request_id] = None
+        self._other.open(sequence)
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        turns = [self._current_turn(share.sequence) for share in shares]
+        asked = [share for share, turn in zip(shares, turns, strict=True) if turn is None or not turn.is_guess]
+        answers = iter(self._other.propose(asked) if asked else ())
+        drafts = []
+        for share, turn in zip(shares, turns, strict=True):
+            if turn is None:
+                drafts.append(next(answers))
+                continue
+            draft = Draft(turn.token_ids[: share.max_draft_tokens]) if turn.is_guess else next(answers)
+            # How a tree fared does not show in what was committed.
+            turn.token_ids = () if draft.parents else draft.token_ids
+            drafts.append(draft)
+        return drafts
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        followed = [sequence for sequence in sequences if sequence.request_id in self._turns]
+        for sequence in followed:
+            self._learn(sequence)
+        self._guesser.commit(followed)
+        for sequence in followed:
+            self._turns[sequence.request_id] = self._next_turn(sequence)
+        asked = [each for each in sequences if (turn := self._turns.get(each.request_id)) is None or not turn.is_guess]
+        if asked:
+            self._other.commit(asked)
+
+    def close(self, request_id: str) -> None:
+        if request_id in self._turns:
+            del self._turns[request_id]
+            self._guesser.close(request_id)
+        self._other.close(request_id)
+
+    def _current_turn(self, sequence: Sequence) -> _Turn | None:
+        """The turn that was decided on exactly what is committed now."""
+        turn = self._turns.get(sequence.request_id)
+        return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
+
+    def _next_turn(self, sequence: Sequence) -> _Turn:
+        """Decide it, and see to it that the pass has room for the guess if it is one."""
+        sequence.num_guessed = 0
+        turn = self._better_turn(sequence)
+        if turn.is_guess and sequence.num_guess_tokens is not None:
+            sequence.num_guessed = len(turn.token_ids)
+        return turn
+
+    def _better_turn(self, sequence: Sequence) -> _Turn:
+        base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
+        guess = self._guesser.guess(sequence, min(sequence.num_wanted_guesses, _MAX_LENGTH))
+        if guess is None:
+            return _Turn(other_kind, base_len)
+        kind = f"match of {min(guess.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"
+        expected = self._expected_tokens(kind, len(guess.token_ids))
+        if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
+            return _Turn(other_kind, base_len)
+        return _Turn(kind, base_len, guess.token_ids, is_guess=True)
+
+    def _expected_tokens(self, kind: str, num_drafts: int) -> float:
+        return float(self._survival.of([kind], [kind])[0, :num_drafts].sum())
+
+    def _is_retried(self, kind: str) -> bool:
+        self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1
+        return self._num_passed_over[kind] % _RETRY_PERIOD == 0
+
+    def _learn(self, sequence: Sequence) -> None:
+        """How the last turn's draft fared; one that was made and never verified is not counted."""
+        turn = self._turns[sequence.request_id]
+        if turn is None or not turn.token_ids or turn.base_len >= len(sequence.token_ids):
+            return
+        committed = sequence.token_ids[turn.base_len : turn.base_len + len(turn.token_ids)]
+        num_drafts = min(len(turn.token_ids), _MAX_LENGTH)
+        equal = np.equal(committed, turn.token_ids[: len(committed)])
+        num_accepted = min(int(np.cumprod(equal).sum()), num_drafts)
+        self._survival.observe([turn.kind], [turn.kind], np.array([num_drafts]), np.array([num_accepted]))
+
+
+def _kind_of_other(sequence: Sequence) -> str:
+    return "other, greedy" if sequence.is_greedy else "other, sampled"

@@ -1,0 +1,35 @@
+"""From the methods a deployment offers to the proposers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.proposer import Proposer
+from engine.proposer.dispatch.hybrid_proposer import GuessFirst
+from engine.proposer.dispatch.method_dispatcher import ChosenProposer, Ranking
+from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.prediction import PredictionGuesser
+from engine.proposer.text_match.suffix import SuffixProposer
+from protos.messages import SpeculationMethod
+
+
+def proposer_of(
+    methods: Collection[SpeculationMethod],
+    model: Proposer | None = None,
+    model_method: SpeculationMethod = SpeculationMethod.MODEL,
+) -> Proposer | None:
+    """One proposer for all of `methods`; None where they come down to plain decoding.
+
+    `model`, a draft model or a head, drafts for `model_method`, with n-grams in its place while it has nothing. A
+    request's prediction comes before all of them.
+    """
+    suffix, ngram = SuffixProposer(), NgramProposer()
+    rankings: dict[SpeculationMethod, Ranking] = {
+        SpeculationMethod.SUFFIX: (suffix,),
+        SpeculationMethod.NGRAM: (ngram,),
+    }
+    if model is not None:
+        rankings[model_method] = (model, ngram)
+        rankings[SpeculationMethod.HYBRID] = (GuessFirst(suffix, model), ngram)
+    offered = {method: ranking for method, ranking in rankings.items() if method in methods}
+    return GuessFirst(PredictionGuesser(), ChosenProposer(offered)) if offered else None

@@ -1,0 +1,66 @@
+"""Loads a draft model, whatever its tokenizer: what a draft process serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import CacheConfig, DraftVocabulary, ModelConfig, SchedulerConfig, TreeConfig
+from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.draft_model.text_proposer import TextProposer
+from engine.proposer.vocab_mapping.choice import Choice, choose_vocabulary
+from engine.proposer.vocab_mapping.translation import SharedTokens
+from protos.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A loaded draft model; `lookahead` is set where it drafts ahead of verdicts too."""
+
+    proposer: ModelProposer | TextProposer
+    lookahead: Lookahead | None = None
+
+
+def load_drafter(
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    target_path: str,
+    vocabulary: DraftVocabulary = DraftVocabulary.AUTO,
+    tree: TreeConfig | None = None,
+    fan_out: int | None = None,
+) -> Drafter:
+    """A draft for the target at `target_path`, which looks ahead at `fan_out` outcomes per position of a pass.
+
+    Raises:
+        ConfigError: the model cannot be served, does not fit the target, or cannot draft in this way.
+    """
+    choice = choose_vocabulary(target_path, model.path, vocabulary)
+    if choice.vocabulary is DraftVocabulary.TEXT:
+        _check_text(choice, vocabulary, tree, fan_out)
+        return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
+    translation, tokenizer_path = None, None
+    if choice.vocabulary is DraftVocabulary.INTERSECTION:
+        translation, tokenizer_path = SharedTokens(choice.require_pair()), target_path
+    vocab_size = choice.target_tokens.vocab_size
+    proposer = ModelProposer.from_config(
+        model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
+    )
+    return Drafter(proposer, None if fan_out is None else proposer.lookahead(fan_out))
+
+
+def _check_text(choice: Choice, wanted: DraftVocabulary, tree: TreeConfig | None, fan_out: int | None) -> None:
+    """Drafts through text are chains, made when they are asked for."""
+    if tree is None and fan_out is None:
+        return
+    needs = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
+    reason = "draft.vocabulary is 'text'"
+    if wanted is DraftVocabulary.AUTO:
+        coverage = choice.require_pair().coverage()
+        reason = (
+            f"the tokenizers of draft and target differ so much (coverage {coverage:.2f}) that drafts go through text"
+        )
+    raise ConfigError(
+        f"{reason}, which gives chains in mode 'sync' alone, and {needs}; remove it, "
+        "or set draft.vocabulary to 'intersection'"
+    )

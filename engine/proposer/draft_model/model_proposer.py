@@ -1,0 +1,197 @@
+"""A draft model in this process: an independent, smaller language model with a KV pool of its own.
+
+One round: every sequence catches up with its committed tokens in one flat pass, whose last rows give the first drafts;
+then all take K - 1 steps of one row each, and every step's tokens are the next step's input. What a rejected draft
+wrote is overwritten by the next round. Where drafts may branch, the steps are the levels of trees instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.draft import NO_DRAFT, Draft
+from engine.kv_cache.block_manager import BlockManager
+from engine.model.loader import tokenizer_file
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.draft_model import DraftModel, Reading
+from engine.proposer.draft_model.draft_sequence import Mirror
+from engine.proposer.draft_model.draft_sequences import Mirrors
+from engine.proposer.growth.chain import Chain
+from engine.proposer.growth.tree import Tree
+from engine.proposer.growth.tree_shape import shape_of
+from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A sequence that can have a draft now, how long it may be, and of how many nodes if it may be a tree."""
+
+    mirror: Mirror
+    num_drafts: int
+    num_nodes: int
+
+    @property
+    def request_id(self) -> str:
+        return self.mirror.sequence.request_id
+
+
+class ModelProposer:
+    """Drafts by running a model; implements `Proposer`.
+
+    It never fails a round: a sequence whose prompt is not computed yet, that finds no blocks or that is longer than the
+    draft's positions gets `NO_DRAFT`. When the pool is short, sequences drafted for longest ago give up their blocks.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        blocks: BlockManager,
+        *,
+        max_tokens_per_round: int,
+        target_vocab_size: int | None = None,
+        translation: Translation | None = None,
+        tree: TreeConfig | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`max_tokens_per_round` bounds the prompt tokens computed before a round's drafts.
+
+        Without `translation` the vocabularies are one, and `target_vocab_size` is with the target's padding. Without
+        `tree` drafts are chains whatever a share has room for.
+
+        Raises:
+            ConfigError: draft and target have different vocabularies, and there is no translation.
+        """
+        if translation is None:
+            translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
+        self.mirrors = Mirrors(blocks, translation, grammars)
+        self._tree_config = tree
+        self._model = DraftModel(runner, self.mirrors, translation, max_tokens_per_round=max_tokens_per_round)
+
+    @classmethod
+    def from_config(
+        cls,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        target_vocab_size: int | None = None,
+        tree: TreeConfig | None = None,
+        *,
+        translation: Translation | None = None,
+        tokenizer_path: str | None = None,
+    ) -> ModelProposer:
+        """Load the draft and give it a pool. Without `target_vocab_size` the two vocabularies are taken to be equal.
+
+        Grammars are about the tokens of the model at `tokenizer_path`; None is the draft itself.
+
+        Raises:
+            ConfigError: the model cannot be served, or does not fit the target.
+        """
+        runner = ModelRunner(model, cache)
+        blocks = BlockManager(
+            runner.num_blocks,
+            runner.block_size,
+            runner.model_version,
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
+        vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
+        return cls(
+            runner,
+            blocks,
+            max_tokens_per_round=scheduler.max_tokens_per_step,
+            target_vocab_size=vocab_size,
+            translation=translation,
+            tree=tree,
+            grammars=GrammarCompiler(tokenizer_file(tokenizer_path or model.path), vocab_size, runner.eos_token_ids),
+        )
+
+    @property
+    def counts(self) -> TranslationCounts:
+        """What was lost on the way to the target's vocabulary."""
+        return self._model.translation.counts
+
+    @property
+    def model_version(self) -> str:
+        """Names the draft's weights."""
+        return self._model.runner.model_version
+
+    def lookahead(self, fan_out: int) -> Lookahead:
+        """Drafting ahead of verdicts with this model, for the sequences that are open here."""
+        return Lookahead(self._model, fan_out)
+
+    def open(self, sequence: Sequence) -> None:
+        self.mirrors.open(sequence)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Nothing to do: `propose` compares its drafts with the committed tokens."""
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens of a sequence are still what they were; drafts of it start over there."""
+        self.mirrors.rewind(request_id, num_tokens)
+
+    def close(self, request_id: str) -> None:
+        self.mirrors.close(request_id)
+
+    @torch.inference_mode()
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        self.mirrors.begin_round()
+        wishes = {wish.mirror.sequence.request_id: wish for share in shares if (wish := self._begin(share))}
+        read = self._model.read([Reading(wish.mirror) for wish in wishes.values()])
+        ready = [wishes[reading.mirror.sequence.request_id] for reading in read.readings]
+        branching = [row for row, wish in enumerate(ready) if wish.num_nodes > 0]
+        roots = read.logits[branching] if branching else read.logits[:0]  # a copy: the chains' passes overwrite them
+        drafts = self._draft_chains(ready, read.logits)
+        drafts |= self._draft_trees([ready[row] for row in branching], roots)
+        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
+
+    def _draft_chains(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+        """The drafts of those that have no tree, by request id; `logits [B, V]` are those of all."""
+        rows = [row for row, wish in enumerate(ready) if wish.num_nodes == 0]
+        chains = [_chain(ready[row]) for row in rows]
+        if chains:
+            self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
+            self._model.grow(chains)
+        for row, chain in zip(rows, chains, strict=True):
+            ready[row].mirror.fed_ids = self._model.translation.read(chain.token_ids[:-1])
+        return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
+
+    def _draft_trees(self, wishes: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+        """Trees from roots with these logits, `[B, V]`. Their KV is not kept: the next round computes again what was
+        accepted."""
+        trees = [self._tree(wish) for wish in wishes]
+        if trees:
+            self._model.branch(trees, logits)
+        return {wish.request_id: tree.draft() for wish, tree in zip(wishes, trees, strict=True)}
+
+    def _begin(self, share: ScheduledSequence) -> _Wish | None:
+        """The share's sequence with slots for its committed tokens and all drafts that are fed back."""
+        mirror = self.mirrors.follow(share.sequence)
+        if mirror is None or not mirror.sequence.token_ids:
+            return None
+        num_read = len(mirror.sequence.token_ids)
+        # Within the draft's positions: the last draft is never computed, so it needs none.
+        num_drafts = min(share.max_draft_tokens, self._model.runner.max_model_len - num_read + 1)
+        if num_drafts < 1 or not self.mirrors.reserve(mirror, num_read + num_drafts - 1):
+            return None
+        return _Wish(mirror, num_drafts, share.max_tree_nodes if self._tree_config is not None else 0)
+
+    def _tree(self, wish: _Wish) -> Tree:
+        assert self._tree_config is not None, "without one no wish has nodes"
+        mirror = wish.mirror
+        shape = shape_of(self._tree_config, mirror.spoken, wish.num_nodes, wish.num_drafts)
+        return Tree(mirror.sequence, shape, wish.num_nodes, wish.num_drafts, mirror.spoken)
+
+
+def _chain(wish: _Wish) -> Chain:
+    mirror = wish.mirror
+    spoken = mirror.spoken
+    return Chain(spoken, spoken.token_ids, mirror.sequence.block_table, wish.num_drafts, mirror.lead)

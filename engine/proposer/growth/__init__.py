@@ -1,0 +1,1 @@
+"""Drafts as they grow: chains and trees, and how their tokens are chosen."""

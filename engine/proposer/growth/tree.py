@@ -1,0 +1,147 @@
+"""A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
+
+            c a t                committed
+            /   \\
+           x     y               level 1, from the logits behind what is committed
+          / \\    |
+         u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.draft import Draft, SparseLaw
+from engine.proposer.growth.chain import masked, row_after
+from engine.sampling.logits_row import Row
+from engine.sequence.sequence import Sequence
+from engine.span import Span
+
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A candidate behind a node: how sure the draft is that it stands if the node does, or what it was drawn from."""
+
+    token_id: int
+    log_confidence: float = 0.0
+    law: SparseLaw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A child in its tree. The draft has the nodes with the most `merit`; no node has more of it than its parent."""
+
+    child: Child
+    parent: int
+    depth: int
+    merit: float
+
+
+class Shape(Protocol):
+    """Which nodes a tree has."""
+
+    def num_wanted(self, node: Node | None) -> int:
+        """Children that are wanted of a node, of the root for None; the merit they get is `merit_of`."""
+
+    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+        """Merit of the child that comes at `rank` behind its parent."""
+
+
+class Tree:
+    """The draft of one sequence while it branches, up to `max_nodes` nodes, none deeper than `max_depth`.
+
+    `sequence` is the draft model's own, with its blocks; `spoken` the same in the target's tokens, which the nodes are.
+
+    `level` are the nodes whose children are wanted next. What is computed of a node lies behind the committed tokens
+    and the nodes computed before it, whatever its depth.
+    """
+
+    def __init__(
+        self, sequence: Sequence, shape: Shape, max_nodes: int, max_depth: int, spoken: Sequence | None = None
+    ) -> None:
+        """Without `spoken` the draft's tokens are the target's."""
+        self.level: list[int] = [ROOT]
+        self.sequence = sequence
+        self.spoken = sequence if spoken is None else spoken
+        self._shape = shape
+        self._max_nodes = max_nodes
+        self.max_depth = max_depth
+        self._nodes: list[Node] = []
+        self._computed: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for the committed tokens and all nodes that have been computed or are next."""
+        return len(self.sequence.token_ids) + len(self._computed)
+
+    @property
+    def level_parents(self) -> list[int]:
+        """The parent of each node of the level: nodes of the level before, or the root."""
+        return [self._nodes[node].parent for node in self.level]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that choose the children of the level."""
+        return [self._row(node) for node in self.level]
+
+    @property
+    def num_wanted(self) -> list[int]:
+        """Children that are wanted of each node of the level."""
+        return [self._shape.num_wanted(self._node(node)) for node in self.level]
+
+    def add(self, children: Seq[Seq[Child]]) -> None:
+        """Put children behind the nodes of the level, best or first drawn first, and make the next level of them."""
+        first = len(self._nodes)
+        for parent, siblings in zip(self.level, children, strict=True):
+            above = self._node(parent)
+            depth = above.depth + 1 if above is not None else 1
+            for rank, child in enumerate(siblings):
+                self._nodes.append(Node(child, parent, depth, self._shape.merit_of(above, rank, child)))
+        chosen = self._chosen()
+        self.level = [node for node in chosen if node >= first and self._is_worth_growing(self._nodes[node])]
+        self._computed += self.level
+
+    def stop(self) -> None:
+        """Leave the tree as it is."""
+        self.level = []
+
+    def span(self) -> Span:
+        """The pass that computes the level, and a row of logits for each of its nodes."""
+        places = {node: place for place, node in enumerate(self._computed)}
+        parents = [places.get(self._nodes[node].parent, ROOT) for node in self._computed]
+        start = self.num_slots - len(self.level)
+        token_ids = [self._nodes[node].child.token_id for node in self.level]
+        return Span(token_ids, start, self.sequence.block_table, len(token_ids), parents)
+
+    def draft(self) -> Draft:
+        """The tree's best nodes, best first."""
+        chosen = self._chosen()
+        places = {node: place for place, node in enumerate(chosen)}
+        children = [self._nodes[node].child for node in chosen]
+        return Draft(
+            tuple(child.token_id for child in children),
+            tuple(child.law for child in children if child.law is not None),
+            tuple(places.get(self._nodes[node].parent, ROOT) for node in chosen),
+        )
+
+    def _chosen(self) -> list[int]:
+        """The nodes of most merit. Sorting is stable, so that a parent stays before a child that is its equal."""
+        by_merit = sorted(range(len(self._nodes)), key=lambda node: -self._nodes[node].merit)
+        return by_merit[: self._max_nodes]
+
+    def _is_worth_growing(self, node: Node) -> bool:
+        return node.depth < self.max_depth and self._shape.num_wanted(node) > 0
+
+    def _node(self, node: int) -> Node | None:
+        return None if node == ROOT else self._nodes[node]
+
+    def _row(self, node: int) -> Row:
+        path: list[int] = []
+        while node != ROOT:
+            path.append(self._nodes[node].child.token_id)
+            node = self._nodes[node].parent
+        return masked(row_after(self.spoken, self.spoken.token_ids, tuple(reversed(path))), self.spoken)

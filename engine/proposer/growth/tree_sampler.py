@@ -1,0 +1,80 @@
+"""How the children of a tree's nodes are chosen: by the noise that verifies them, or drawn without replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from engine.proposer.growth.tree import Child, Tree
+from engine.sampling.logits_row import Row
+from engine.sampling.noise import Purpose, random_bits
+from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
+from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_laws
+
+_LAW_SIZE = 32  # as for chains
+_NUM_BITS = 62 - WEIGHT_BITS  # of a coin that is scaled by what a law has left
+_LANES_PER_RANK = 1 << 16  # more than drafts are deep
+
+
+class TreeSampler:
+    """Chooses children with the sampler that the target verifies them with."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
+        """Add the children of every tree's level; `logits [R, V] float32` have a row for each node of the levels."""
+        rows = [row for tree in trees for row in tree.rows]
+        wanted = [number for tree in trees for number in tree.num_wanted]
+        are_matched = [tree.spoken.is_matched for tree in trees for _ in tree.level]
+        scores = self._sampler.process(logits, rows)
+        children: list[list[Child]] = [[]] * len(rows)
+        for choose_children, flag in ((self._best, True), (self._drawn, False)):
+            chosen = [index for index, each in enumerate(are_matched) if each is flag]
+            if chosen:
+                found = choose_children(scores[chosen], [rows[i] for i in chosen], [wanted[i] for i in chosen])
+                for index, siblings in zip(chosen, found, strict=True):
+                    children[index] = siblings
+        remaining = iter(children)
+        for tree in trees:
+            tree.add([next(remaining) for _ in tree.level])
+
+    def _best(self, scores: Tensor, rows: Seq[Row], wanted: Seq[int]) -> list[list[Child]]:
+        """The tokens with the highest scores under the target's noise, which the target will probably say.
+
+        Confidence is the softmax of the noisy scores with the temperature taken out again, for draft and target differ
+        by as much at every temperature; of a greedy row it is the draft's own probability.
+        """
+        noisy = self._sampler.perturb(scores, rows, Purpose.TARGET_GUMBEL)
+        heat = [1.0 if row.is_greedy else row.sampling.temperature for row in rows]
+        sharpness = noisy.new_tensor(heat)[:, None]
+        log_total = (noisy * sharpness).logsumexp(dim=1, keepdim=True)
+        top = noisy.topk(min(max(wanted), noisy.shape[1]))
+        confidences = (top.values * sharpness - log_total).tolist()
+        return [
+            [Child(token_id, log) for token_id, log in zip(ids[:number], logs, strict=False) if log > float("-inf")]
+            for ids, logs, number in zip(top.indices.tolist(), confidences, wanted, strict=True)
+        ]
+
+    def _drawn(self, scores: Tensor, rows: Seq[Row], wanted: Seq[int]) -> list[list[Child]]:
+        """Draws from each row's sparse law without replacement, fewer than wanted where the law has fewer tokens.
+
+        The first is what a chain would draw. Noise is that of `Sampler.sample_sparse`, a lane for each draw; nodes at
+        one depth share it, and only one of them is ever judged.
+        """
+        probs, token_ids = self._sampler.law(scores, rows).topk(min(_LAW_SIZE, scores.shape[1]))  # [R, k]
+        left = quantize(probs)
+        laws = sparse_laws(token_ids, left)
+        keys, lanes = pass_keys(rows, Purpose.DRAFT, scores.device), draft_lanes(rows, scores.device)
+        children: list[list[Child]] = [[] for _ in rows]
+        for rank in range(max(wanted)):
+            total = left.sum(dim=1)
+            coins = (random_bits(keys, _NUM_BITS, lanes + rank * _LANES_PER_RANK) * total) >> _NUM_BITS
+            columns = choose(left, coins).clamp_(max=left.shape[1] - 1)[:, None]
+            drawn = token_ids.gather(1, columns)[:, 0].tolist()
+            for index, is_drawn in enumerate((total > 0).tolist()):
+                if is_drawn and rank < wanted[index]:
+                    children[index].append(Child(drawn[index], law=laws[index]))
+            left = left.scatter(1, columns, 0)
+        return children

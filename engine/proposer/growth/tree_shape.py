@@ -1,0 +1,94 @@
+"""Which nodes a tree has: those that are likeliest to stand, or the same ones in every pass.
+
+Drafts drawn for rejection must have a shape that is the same in every pass: to keep or drop nodes by what was drawn
+would bias the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cache
+from heapq import heappop, heappush
+
+from engine.config import TreeConfig, TreeKind
+from engine.draft import depths
+from engine.proposer.growth.tree import Child, Node, Shape
+from engine.sequence.sequence import Sequence
+
+# How often the first, second, ... child stands. The first is the demo pair's at T=1; the rest is assumed.
+RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
+
+
+class DynamicShape:
+    """The nodes whose paths the draft is surest of (EAGLE-2, arXiv:2406.16858; OPT-Tree, arXiv:2406.17276).
+
+    Merit is the log of the path's probability. A node that is not among the best now will never be, so it needs no
+    children: the tree that comes out is the best of its size, and stops growing where depth no longer pays.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    def num_wanted(self, node: Node | None) -> int:
+        return self._num_nodes
+
+    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+        return child.log_confidence + (parent.merit if parent is not None else 0.0)
+
+
+class StaticShape:
+    """The nodes of `parents`, as in `engine.draft.Draft`; merit is minus their index, so that they keep their order."""
+
+    def __init__(self, parents: Seq[int]) -> None:
+        self._children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            self._children.setdefault(parent, []).append(node)
+
+    def num_wanted(self, node: Node | None) -> int:
+        return len(self._children.get(_index(node), ()))
+
+    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+        return -float(self._children[_index(parent)][rank])
+
+
+def _index(node: Node | None) -> int:
+    return -1 if node is None else -int(node.merit)
+
+
+@cache
+def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] = RANK_ACCEPTANCE) -> tuple[int, ...]:
+    """The static tree that holds the most accepted tokens on average (Sequoia, arXiv:2402.12374).
+
+    `acceptance[j]` is the chance that a node's child j stands. A node is worth the product of the chances on its path,
+    so the best tree has the `num_nodes` most valuable nodes; they come in the order of their value.
+    """
+    parents: list[int] = []
+    candidates = [(-acceptance[0], 0, -1, 0, 1)]  # heap of (-value, tie, parent, rank, depth)
+    while candidates and len(parents) < num_nodes:
+        loss, _, parent, rank, depth = heappop(candidates)
+        node = len(parents)
+        parents.append(parent)
+        if depth < max_depth:
+            heappush(candidates, (loss * acceptance[0], 2 * node + 1, node, 0, depth + 1))
+        if rank + 1 < len(acceptance):
+            younger = loss / acceptance[rank] * acceptance[rank + 1]
+            heappush(candidates, (younger, 2 * node + 2, parent, rank + 1, depth))
+    return tuple(parents)
+
+
+def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...]:
+    """A shape without nodes deeper than `max_depth`, and no more than the first `num_nodes` of the others."""
+    places = {-1: -1}
+    for node, depth in enumerate(depths(parents)):
+        if depth <= max_depth and len(places) <= num_nodes:
+            places[node] = len(places) - 1
+    return tuple(places[parents[node]] for node in places if node >= 0)
+
+
+def shape_of(config: TreeConfig, sequence: Sequence, num_nodes: int, max_depth: int) -> Shape:
+    """The shape of one pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
+    if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
+        return DynamicShape(num_nodes)
+    if config.parents:
+        return StaticShape(trimmed(config.parents, num_nodes, max_depth))
+    return StaticShape(best_parents(num_nodes, max_depth))

@@ -1,0 +1,1 @@
+"""Drafts by heads on the target's hidden states."""

@@ -1,0 +1,59 @@
+"""What heads draft from: per open sequence, the state behind its newest token but one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.proposer.passed_rows import PassedRows
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """A state [S], and the number of committed tokens that it stands before the end of."""
+
+    state: Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Shares that can be drafted for, and their states [B, S]."""
+
+    shares: list[ScheduledSequence]
+    states: Tensor
+
+
+class NewestStates:
+    """Follows the open sequences of one proposer. A state is used for exactly the tokens that it was computed for."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, _Newest | None] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        self._newest[sequence.request_id] = None
+
+    def close(self, request_id: str) -> None:
+        self._newest.pop(request_id, None)
+
+    def keep(self, passed: Seq[PassedRows], states: Tensor) -> None:
+        """`states` [B, S] belong to the last rows of `passed`, whose sequences have all sampled."""
+        for each, state in zip(passed, states, strict=True):
+            if each.sequence.request_id in self._newest:
+                self._newest[each.sequence.request_id] = _Newest(state, each.num_tokens)
+
+    def of(self, shares: Seq[ScheduledSequence]) -> Ready | None:
+        """The shares whose state is here, in order; None where none is."""
+        found = [(share, newest) for share in shares if (newest := self._of(share.sequence)) is not None]
+        if not found:
+            return None
+        return Ready([share for share, _ in found], torch.stack([newest.state for _, newest in found]))
+
+    def _of(self, sequence: Sequence) -> _Newest | None:
+        newest = self._newest.get(sequence.request_id)
+        return newest if newest is not None and newest.num_tokens == len(sequence.token_ids) else None

@@ -1,0 +1,94 @@
+"""What all heads do alike: keep each sequence's newest hidden state, and grow a chain or a tree from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.config import TreeConfig
+from engine.draft import NO_DRAFT, Draft
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.growth.chain import Chain, ChainSampler
+from engine.proposer.growth.tree import Tree
+from engine.proposer.growth.tree_sampler import TreeSampler
+from engine.proposer.growth.tree_shape import shape_of
+from engine.proposer.hidden_state.newest_states import NewestStates
+from engine.proposer.passed_rows import PassedRows
+from engine.sampling.sampler import Sampler
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+
+
+class StateProposer(ABC):
+    """Implements `HeadProposer`. It has a draft for every sequence that has decoded since it was opened.
+
+    Drafts have at most `max_depth` tokens; without a `tree` all of them are chains.
+    """
+
+    def __init__(self, runner: ModelRunner, tree: TreeConfig | None, max_depth: int | None = None) -> None:
+        self._runner = runner
+        self._tree_config = tree
+        self._max_depth = max_depth
+        self._states = NewestStates()
+        self._chain_sampler = ChainSampler(Sampler())
+        self._tree_sampler = TreeSampler(Sampler())
+
+    def open(self, sequence: Sequence) -> None:
+        self._states.open(sequence)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:  # noqa: B027
+        """Nothing to do: `learn` has brought all that a draft needs."""
+
+    def close(self, request_id: str) -> None:
+        self._states.close(request_id)
+
+    @abstractmethod
+    def learn(self, passed: Seq[PassedRows]) -> None:
+        """As `HeadProposer` has it."""
+
+    @torch.inference_mode()
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        ready = self._states.of(shares)
+        if ready is None:
+            return [NO_DRAFT] * len(shares)
+        is_tree = [self._tree_config is not None and share.max_tree_nodes > 0 for share in ready.shares]
+        chains = [self._chain(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if not has_tree]
+        trees = [self._tree(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if has_tree]
+        if chains:
+            self._grow(chains, _rows_of(ready.states, is_tree, False))
+        if trees:
+            self._branch(trees, _rows_of(ready.states, is_tree, True))
+        grown: list[Chain | Tree] = [*chains, *trees]
+        drafts = {each.sequence.request_id: each.draft() for each in grown}
+        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
+
+    @abstractmethod
+    def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
+        """Lengthen every chain (at least one) until it is long enough; `states` are [B, S]."""
+
+    @abstractmethod
+    def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
+        """Grow trees (at least one) level by level, until no level is left; `states` are [B, S]."""
+
+    def _chain(self, share: ScheduledSequence) -> Chain:
+        sequence = share.sequence
+        # A head feeds a draft beside the state before it, in the slot of that state: a draft model would one later.
+        return Chain(sequence, sequence.token_ids, sequence.block_table, self._depth(share), lead=-1)
+
+    def _tree(self, share: ScheduledSequence) -> Tree:
+        assert self._tree_config is not None, "without one there are chains"
+        depth = self._depth(share)
+        shape = shape_of(self._tree_config, share.sequence, share.max_tree_nodes, depth)
+        return Tree(share.sequence, shape, share.max_tree_nodes, depth)
+
+    def _depth(self, share: ScheduledSequence) -> int:
+        return share.max_draft_tokens if self._max_depth is None else min(share.max_draft_tokens, self._max_depth)
+
+
+def _rows_of(states: Tensor, flags: Seq[bool], flag: bool) -> Tensor:
+    """The rows whose flag is `flag`; `states` themselves where that is all of them."""
+    rows = [row for row, each in enumerate(flags) if each is flag]
+    return states if len(rows) == len(flags) else states[rows]

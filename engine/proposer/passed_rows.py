@@ -1,0 +1,50 @@
+"""Which rows of a verified pass stand, and what follows each of them: all that a head learns from a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.sequence.batch import Batch
+from engine.sequence.sequence import Sequence
+from engine.verifier import Verified
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRows:
+    """One sequence's rows that stand, at positions [start, start + len(rows)).
+
+    `rows` are their places among the T rows of the pass: not in order where a tree was accepted. `next_ids` has the
+    token behind each; where the pass has sampled (`is_newest`), the last of them is the newest that will be committed.
+    """
+
+    sequence: Sequence
+    start: int
+    rows: Seq[int]
+    next_ids: Seq[int]
+    is_newest: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens up to the last of `next_ids`."""
+        return self.start + len(self.rows) + 1
+
+
+def passed_rows(batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[PassedRows]:
+    """Of every share of a pass that computed `num_drafts` drafts per sampled share, before it is committed."""
+    passed = []
+    first_row = 0
+    num_sampled = len(verified)
+    for index, share in enumerate(batch.shares):
+        end_row = first_row + share.num_tokens
+        rows = list(range(first_row, end_row))
+        known = share.sequence.token_ids[share.start + 1 : share.start + share.num_tokens + 1]
+        if index < num_sampled:
+            outcome = verified[index]
+            path = outcome.path or range(outcome.num_accepted)
+            rows += [end_row + node for node in path]
+            end_row += num_drafts[index]
+            known = [*known, *outcome.token_ids]
+        passed.append(PassedRows(share.sequence, share.start, rows, known, index < num_sampled))
+        first_row = end_row
+    return passed

@@ -1,0 +1,78 @@
+"""Prompt lookup: what followed these last few tokens before may follow them again (Saxena 2023).
+
+No model and no GPU. The draft is a function of the prefix, so every verifier treats it as certain (q one-hot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.draft import NO_DRAFT, Draft
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.errors import ConfigError
+
+
+class NgramProposer:
+    """Drafts the continuation of the most recent earlier occurrence of the longest known suffix.
+
+    Suffixes have `min_size` to `max_size` tokens. A step costs the tokens it committed, not the context.
+    """
+
+    def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
+        if not 1 <= min_size <= max_size:
+            raise ConfigError(f"n-gram sizes {min_size} to {max_size} are no range; use 1 <= min_size <= max_size")
+        self._sizes = range(min_size, max_size + 1)
+        self._tables: dict[str, _ContinuationTable] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        table = self._tables[sequence.request_id] = _ContinuationTable(self._sizes)
+        table.extend(sequence.token_ids)
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        return [self._draft(share.sequence, share.max_draft_tokens) for share in shares]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            table = self._tables.get(sequence.request_id)
+            if table is not None:
+                table.extend(sequence.token_ids)
+
+    def close(self, request_id: str) -> None:
+        self._tables.pop(request_id, None)
+
+    def _draft(self, sequence: Sequence, num_tokens: int) -> Draft:
+        table = self._tables.get(sequence.request_id)
+        start = table.find(sequence.token_ids) if table is not None and num_tokens > 0 else None
+        return NO_DRAFT if start is None else Draft(copy_from(sequence.token_ids, start, num_tokens))
+
+
+class _ContinuationTable:
+    """Where each n-gram of one sequence was last followed by something."""
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+        self._num_indexed = 0  # tokens that are known as continuations of what is before them
+        self._continuations: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+
+    def extend(self, token_ids: Seq[int]) -> None:
+        """Take in the tokens beyond those of the last call; `token_ids` only ever grows."""
+        for end in range(self._num_indexed, len(token_ids)):
+            for size in self._sizes:
+                if size <= end:
+                    self._continuations[tuple(token_ids[end - size : end])] = end
+        self._num_indexed = len(token_ids)
+
+    def find(self, token_ids: Seq[int]) -> int | None:
+        """Index of what followed the longest suffix when it occurred last; the suffix itself has no follower yet."""
+        for size in reversed(self._sizes):
+            start = self._continuations.get(tuple(token_ids[-size:]))
+            if start is not None:
+                return start
+        return None
+
+
+def copy_from(token_ids: Seq[int], start: int, num_tokens: int) -> tuple[int, ...]:
+    """`num_tokens` tokens from `start`; past the end the copy goes on with itself, as a period does."""
+    period = len(token_ids) - start
+    return tuple(token_ids[start + i % period] for i in range(num_tokens))

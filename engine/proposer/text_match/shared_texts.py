@@ -1,0 +1,74 @@
+"""What finished requests have generated, for others of the same tenant to draw on, within a fixed memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from engine.proposer.text_match.suffix_index import SuffixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseId:
+    """Names the randomness of a sequence: two with one name and one position draw the same numbers."""
+
+    seed: int
+    sample_index: int
+
+
+@dataclass(slots=True)
+class _Tenant:
+    index: SuffixIndex
+    noise_ends: dict[NoiseId, int] = field(default_factory=dict)  # where the last text of each ended, oldest first
+
+
+class SharedTexts:
+    """The latest texts of each tenant, `max_tokens` in all.
+
+    A tenant beyond it loses its own oldest tokens; where several are, those used longest ago lose everything first.
+    Tenants have separate indices, so that none is drafted what another one generated.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+        self.num_tokens = 0
+
+    def add(self, tenant_id: str, noise_id: NoiseId, token_ids: Seq[int]) -> None:
+        """Take in a finished text."""
+        tenant = self._tenants.setdefault(tenant_id, _Tenant(SuffixIndex(self._max_tokens)))
+        self._tenants.move_to_end(tenant_id)
+        num_before = len(tenant.index)
+        tenant.index.extend(token_ids)
+        tenant.index.end_text()
+        tenant.noise_ends.pop(noise_id, None)
+        tenant.noise_ends[noise_id] = tenant.index.end
+        _drop_forgotten(tenant)
+        self.num_tokens += len(tenant.index) - num_before
+        self._evict()
+
+    def of(self, tenant_id: str) -> SuffixIndex | None:
+        """The tenant's texts, if there are any."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            return None
+        self._tenants.move_to_end(tenant_id)
+        return tenant.index
+
+    def know(self, tenant_id: str, noise_id: NoiseId) -> bool:
+        """Whether a text is held that was sampled with this very noise."""
+        tenant = self._tenants.get(tenant_id)
+        return tenant is not None and noise_id in tenant.noise_ends
+
+    def _evict(self) -> None:
+        while self.num_tokens > self._max_tokens:
+            _, tenant = self._tenants.popitem(last=False)
+            self.num_tokens -= len(tenant.index)
+
+
+def _drop_forgotten(tenant: _Tenant) -> None:
+    is_forgotten = takewhile(lambda each: each[1] <= tenant.index.start, tenant.noise_ends.items())
+    for noise_id, _ in list(is_forgotten):
+        del tenant.noise_ends[noise_id]

@@ -1,0 +1,39 @@
+"""Guesses that cost nothing: what a text itself, or a text beside it, says may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.sequence.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A continuation, and how many tokens of the context support it."""
+
+    token_ids: tuple[int, ...]
+    match_len: int
+
+
+class Guesser(Protocol):
+    """Knows at once, for every open sequence, what it would draft and how far the context supports it.
+
+    A guess is a function of committed tokens and of other texts, so every verifier treats it as certain.
+    """
+
+    def is_for(self, sequence: Sequence) -> bool:
+        """Whether there can be guesses for this sequence at all."""
+
+    def open(self, sequence: Sequence) -> None:
+        """The sequence was added; its prompt may be read."""
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """These sequences' `token_ids` have grown."""
+
+    def close(self, request_id: str) -> None:
+        """The sequence ended; unknown ids are ignored."""
+
+    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+        """The next tokens, at most `max_tokens`, or None."""

@@ -1,0 +1,97 @@
+"""The target's committed tokens as the draft's own, re-encoded as they grow."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from engine.proposer.common_prefix import num_equal
+from engine.proposer.vocab_mapping.byte_vocabulary import SpelledVocabulary
+
+_MAX_TAIL_BYTES = 256  # text that is encoded again every time
+_MIN_TAIL_BYTES = 64  # of it that stays when the rest is settled
+_SPACES = b" \n\t\r"
+
+
+class TextReader:
+    """Follows one sequence of the target's tokens; `token_ids` are what the draft reads for them.
+
+        target    | the | tok | eni |            the | tok | eni | zer |
+        draft     | the | token | i |            the | tokenizer |          the last tokens change with what follows
+                  '- settled -''-- tail --'
+
+    A text's last tokens are provisional: what follows may belong to the same word. So the end of the text, the tail, is
+    encoded anew with every commit; what lies further back is settled and never changes, however a whole text would be
+    encoded, since any spelling is a sound context for a draft. Bytes of a character that is not complete are held back.
+    """
+
+    def __init__(
+        self, target: SpelledVocabulary, draft: SpelledVocabulary, special_ids: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        self.token_ids: list[int] = []
+        self._target = target
+        self._draft = draft
+        self._special_ids = special_ids
+        self._num_read = 0
+        self._num_settled = 0
+        self._tail = ""
+        self._decoder = _new_decoder()
+
+    @property
+    def held(self) -> bytes:
+        """The first bytes of a character whose other bytes are not committed yet."""
+        return self._decoder.getstate()[0]
+
+    def read(self, target_ids: Seq[int]) -> int:
+        """Go on to the end of `target_ids`, of which those that were read before have not changed.
+
+        Returns how many of `token_ids` are the same as before; those behind are new.
+        """
+        num_settled = self._num_settled
+        known = self.token_ids[num_settled:]
+        for token_id in target_ids[self._num_read :]:
+            if token_id in self._special_ids:
+                self._end_text(self._special_ids[token_id])
+            else:
+                self._tail += self._decoder.decode(self._target.bytes_of(token_id))
+        self._num_read = len(target_ids)
+        self._encode_tail()
+        self._settle()
+        return num_settled + num_equal(known, self.token_ids[num_settled:])
+
+    def _end_text(self, special_ids: Seq[int]) -> None:
+        """A control token ends the text before it, a broken character included."""
+        self._tail += self._decoder.decode(b"", final=True)
+        self._decoder = _new_decoder()
+        self._encode_tail()
+        self.token_ids += special_ids
+        self._num_settled = len(self.token_ids)
+        self._tail = ""
+
+    def _encode_tail(self) -> None:
+        self.token_ids[self._num_settled :] = self._draft.encode(self._tail) if self._tail else []
+
+    def _settle(self) -> None:
+        """Where the tail has grown long, keep its last words and let go of the rest."""
+        data = self._tail.encode()
+        if len(data) <= _MAX_TAIL_BYTES:
+            return
+        tail_ids = self.token_ids[self._num_settled :]
+        if self._draft.spell(tail_ids) != data:  # the tokenizer changes texts: there is no telling where to cut
+            self._num_settled, self._tail = len(self.token_ids), ""
+            return
+        borders = [
+            (num_tokens, end)
+            for num_tokens, end in enumerate(self._draft.ends(tail_ids), start=1)
+            if end <= len(data) - _MIN_TAIL_BYTES and data[end] & 0xC0 != 0x80
+        ]
+        between_words = [border for border in borders if data[border[1]] in _SPACES]
+        if borders:
+            num_tokens, end = (between_words or borders)[-1]
+            self._num_settled += num_tokens
+            self._tail = data[end:].decode()
+
+
+def _new_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -1,0 +1,65 @@
+"""Copies blocks out of the pool the moment they are computed: what a prefill replica does beside computing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.remote_prefill.kv_transfer import KVPool
+from engine.sequence.batch import Batch, ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedBlocks:
+    """Blocks [first_block, first_block + n) of a sequence; `blocks` [n, bytes per block] uint8 is a copy."""
+
+    request_id: str
+    first_block: int
+    blocks: Tensor
+
+
+@dataclass(slots=True)
+class _Progress:
+    next_block: int
+
+
+class BlockExporter:
+    """Hands every full block of the watched sequences to `sink`, in order, each once; a step's blocks in pieces.
+
+    `watch` and `forget` may be called from any thread.
+
+    `collect` is for `EngineCore.on_computed`: at that time the blocks are written and still the sequence's own. Blocks
+    that were found in the prefix cache leave with the first chunk that is computed.
+    """
+
+    def __init__(self, pool: KVPool, max_blocks: int, sink: Callable[[ExportedBlocks], None]) -> None:
+        self._pool = pool
+        self._block_size = pool.kv_layout.block_size
+        self._max_blocks = max_blocks
+        self._sink = sink
+        self._watched: dict[str, _Progress] = {}
+
+    def watch(self, request_id: str, first_block: int) -> None:
+        """Export the blocks of this sequence from `first_block` on; say so before the engine knows it."""
+        self._watched[request_id] = _Progress(first_block)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants its blocks any more."""
+        self._watched.pop(request_id, None)
+
+    def collect(self, batch: Batch) -> None:
+        """Export what this batch has completed."""
+        for share in batch.shares:
+            if progress := self._watched.get(share.sequence.request_id):
+                self._export(share, progress)
+
+    def _export(self, share: ScheduledSequence, progress: _Progress) -> None:
+        request_id, table = share.sequence.request_id, share.sequence.block_table
+        end = (share.start + share.num_tokens) // self._block_size
+        while progress.next_block < end:
+            first = progress.next_block
+            progress.next_block = min(end, first + self._max_blocks)
+            blocks = self._pool.export_blocks(table[first : progress.next_block])
+            self._sink(ExportedBlocks(request_id, first, blocks))

@@ -1,0 +1,79 @@
+"""Which sequences wait for which fetch, those that share one included. It orders nothing and stores no block."""
+
+from __future__ import annotations
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.remote_prefill.kv_fetch import KVFetch
+from engine.sequence.sequence import Sequence
+
+
+class FetchTable:
+    """The fetches under way, their followers, and the orphans: followers that get nothing more from their fetch."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._fetches: dict[int, KVFetch] = {}
+        self._orphans: list[Sequence] = []
+
+    @property
+    def num_sequences(self) -> int:
+        """That wait, for a fetch or for another one."""
+        return sum(1 + len(fetch.followers) for fetch in self._fetches.values()) + len(self._orphans)
+
+    def add(self, fetch: KVFetch) -> None:
+        """A fetch has been ordered."""
+        self._fetches[fetch.fetch_id] = fetch
+
+    def get(self, fetch_id: int) -> KVFetch | None:
+        """None where it is over."""
+        return self._fetches.get(fetch_id)
+
+    def drop(self, fetch: KVFetch) -> None:
+        """A fetch is over; its followers are orphans."""
+        del self._fetches[fetch.fetch_id]
+        self._orphans += fetch.followers
+
+    def late(self, now_s: float) -> list[KVFetch]:
+        """Those that should have ended by now."""
+        return [fetch for fetch in self._fetches.values() if fetch.deadline_s <= now_s]
+
+    def follow(self, sequence: Sequence) -> bool:
+        """Let a sequence wait for the fetch that brings its first missing block already, if there is one."""
+        for fetch in self._fetches.values():
+            if self._is_coming(fetch, sequence):
+                fetch.followers.append(sequence)
+                return True
+        return False
+
+    def lead(self, fetch: KVFetch) -> None:
+        """Blocks of a fetch are here: bring those that follow up to them."""
+        for follower in fetch.followers:
+            self._blocks.catch_up(follower)
+        self._orphans += [each for each in fetch.followers if not self._is_coming(fetch, each)]
+        fetch.followers = [each for each in fetch.followers if self._is_coming(fetch, each)]
+
+    def leave(self, sequence: Sequence) -> KVFetch | None:
+        """A sequence waits no longer. Returns its own fetch, which is still here; None if it waited for another's."""
+        for waiting in (self._orphans, *(fetch.followers for fetch in self._fetches.values())):
+            if sequence in waiting:
+                waiting.remove(sequence)
+                return None
+        (fetch,) = (each for each in self._fetches.values() if each.sequence is sequence)
+        return fetch
+
+    def take_orphans(self) -> list[Sequence]:
+        """All of them, which are then the caller's."""
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def _is_coming(self, fetch: KVFetch, sequence: Sequence) -> bool:
+        """Whether `fetch` will bring the first block that `sequence` lacks."""
+        index = sequence.num_computed_tokens // self._blocks.block_size
+        is_ahead = fetch.next_block <= index < fetch.end_block
+        is_wanted = num_fetchable_blocks(sequence, self._blocks.block_size) > 0
+        return is_ahead and is_wanted and self._blocks.is_equal_block(fetch.sequence, sequence, index)
+
+
+def num_fetchable_blocks(sequence: Sequence, block_size: int) -> int:
+    """Whole blocks that a sequence lacks; never its last token's, whose logits are needed."""
+    return (len(sequence.token_ids) - 1 - sequence.num_computed_tokens) // block_size

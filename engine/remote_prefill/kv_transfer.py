@@ -1,0 +1,122 @@
+"""KV blocks that are computed elsewhere: what is asked for, what comes back, and who carries it.
+
+The engine owns this contract and knows no network: `actors.kv_transfer.kv_transport` implements it over Ray, tests in
+one process. Blocks travel as rows of bytes, one row per block: for each layer its keys [P, H, D], then its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kv_cache.pool import LayerShape
+from engine.remote_prefill.fetch_failure import FetchFailure
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What two engines must agree on before a block of one means anything to the other."""
+
+    model_version: str
+    dtype: str
+    block_size: int
+    layers: tuple[LayerShape, ...]
+    rounding: str = "any"  # who computed them, where that must be the same to the last bit
+
+    def difference(self, other: KVLayout) -> str | None:
+        """The first field in which `other` differs, with both values; None where there is none."""
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if ours != theirs:
+                return f"{field.name} is {ours} here and {theirs} there"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """Blocks [first_block, len(token_ids) / P) of a sequence, all of them full. Room for every one is reserved."""
+
+    fetch_id: int  # of this engine, never used again
+    request_id: str
+    token_ids: tuple[int, ...]
+    first_block: int
+    cache_salt: str
+    timeout_s: float  # after so long nobody waits for the rest
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLoad:
+    """How busy one prefill replica is: tokens before a new prompt's turn, and tokens per second (0: not measured)."""
+
+    replica_id: str
+    num_queued_tokens: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAccepted:
+    """A replica has taken the order; its load does not include it."""
+
+    fetch_id: int
+    load: RemoteLoad
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """The next blocks of a fetch, `blocks` [n, bytes per block] uint8, and how long they were under way."""
+
+    fetch_id: int
+    first_block: int
+    blocks: Tensor
+    transfer_s: float
+    load: RemoteLoad
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnd:
+    """Nothing more comes of this fetch; `failure` is None where all blocks have."""
+
+    fetch_id: int
+    failure: FetchFailure | None = None
+    detail: str = ""
+
+
+FetchNews = FetchAccepted | KVChunk | FetchEnd
+
+
+class KVTransport(Protocol):
+    """Carries blocks from wherever they are computed. No method waits, none raises; all belong to the engine's thread.
+
+    The news of a fetch are at most one `FetchAccepted`, chunks in block order without holes, and exactly one `FetchEnd`
+    unless it is cancelled. A transport that fails says so with a `FetchEnd`.
+    """
+
+    def start(self, order: FetchOrder) -> None:
+        """Begin a fetch."""
+
+    def poll(self, max_news: int) -> list[FetchNews]:
+        """The oldest news that have arrived and were not polled yet, at most `max_news`."""
+
+    def cancel(self, fetch_id: int) -> None:
+        """Give a fetch up: `poll` says nothing more of it. Ids that are unknown or have ended are ignored."""
+
+
+class KVPool(Protocol):
+    """Whole blocks of a model's KV, in and out; `engine.model.runner.model_runner.ModelRunner` has them."""
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What these blocks are."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Length of a row."""
+
+    def export_blocks(self, block_ids: Seq[int]) -> Tensor:
+        """A copy of these blocks (at least one), [n, bytes per block] uint8 on the pool's device."""
+
+    def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
+        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, from whatever device."""

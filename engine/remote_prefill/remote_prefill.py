@@ -1,0 +1,216 @@
+"""Prompts read elsewhere: decides, orders, stores blocks as they come, and lets the engine compute what does not.
+
+A sequence that is fetching holds its slots and computes nothing. Blocks arrive in order; each moves it forward and is
+published at once. Whatever ends the fetch, the sequence goes on from where it is:
+
+    admitted -> offer -> fetching: KVChunk, KVChunk, ... -> FetchEnd, failure or deadline -> computes the rest
+                   '-> computes all of it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.fetch_table import FetchTable, num_fetchable_blocks
+from engine.remote_prefill.kv_fetch import KVFetch
+from engine.remote_prefill.kv_transfer import (
+    FetchAccepted,
+    FetchEnd,
+    FetchNews,
+    FetchOrder,
+    KVChunk,
+    KVPool,
+    KVTransport,
+)
+from engine.remote_prefill.placement import LocalOutlook, PrefillChoice, choose_prefill
+from engine.remote_prefill.prefill_source import PrefillLoad
+from engine.remote_prefill.replica_rates import RemoteMeter
+from engine.sequence.sequence import Sequence
+from engine.stats.engine_stats import RemotePrefillStats
+from engine.stats.rates import RateMeter
+
+logger = logging.getLogger(__name__)
+
+_MAX_NEWS_PER_STEP = 4  # storing a chunk is a copy that sequences which decode wait for
+_SHORTEST_PATIENCE_S = 5.0
+_PATIENCE_BEFORE_RATES_S = 30.0
+_TIMES_EXPECTED = 4.0
+
+
+class RemotePrefill:
+    """Implements `PrefillSource` over a `KVTransport`.
+
+    Only whole blocks are fetched, and never the last token's: its logits are needed, so it is always computed here. A
+    fetch that takes four times as long as expected, and five seconds at least, is given up.
+
+    Args:
+        rates: this engine's own, for the decision.
+        min_tokens: shorter prompts are always read here.
+    """
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        pool: KVPool,
+        blocks: BlockManager,
+        rates: RateMeter,
+        min_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._blocks = blocks
+        self._rates = rates
+        self._min_tokens = min_tokens
+        self._clock = clock
+        self._meter = RemoteMeter(clock)
+        self._fetch_ids = count()
+        self._fetches = FetchTable(blocks)
+        self._num_tokens = 0
+        self._num_fetches = 0
+        self._failures: Counter[str] = Counter()
+        self._last_mismatch = ""
+        self._fetch_s = 0.0
+        self._transfer_s = 0.0
+
+    @property
+    def stats(self) -> RemotePrefillStats:
+        return RemotePrefillStats(
+            num_tokens=self._num_tokens,
+            num_fetches=self._num_fetches,
+            num_fetching=self._fetches.num_sequences,
+            failures=dict(self._failures),
+            fetch_s=self._fetch_s,
+            transfer_s=self._transfer_s,
+        )
+
+    def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
+        if not sequence.is_scoring:  # a block from elsewhere has no logits
+            sequence.is_fetching = self._follow(sequence) or self._fetch(sequence, load)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        sequence.is_fetching = False
+        if fetch := self._fetches.leave(sequence):
+            self._transport.cancel(fetch.fetch_id)
+            self._drop(fetch)
+
+    def receive(self, load: PrefillLoad) -> bool:
+        all_news = self._transport.poll(_MAX_NEWS_PER_STEP)
+        for news in all_news:
+            if fetch := self._fetches.get(news.fetch_id):  # else it was given up in this very step
+                self._handle(fetch, news)
+        self._give_up_late()
+        for sequence in self._fetches.take_orphans():
+            sequence.is_fetching = False
+            self.offer(sequence, load)
+        return bool(all_news)
+
+    def _follow(self, sequence: Sequence) -> bool:
+        """Wait for a fetch that brings this sequence's first missing block already, if there is one."""
+        num_tokens = num_fetchable_blocks(sequence, self._blocks.block_size) * self._blocks.block_size
+        return num_tokens >= self._min_tokens and self._fetches.follow(sequence)
+
+    def _fetch(self, sequence: Sequence, load: PrefillLoad) -> bool:
+        num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
+        if num_blocks == 0 or not self._meter.is_open:
+            return False
+        choice = self._choose(num_blocks * self._blocks.block_size, load)
+        logger.debug("request %s: %s", sequence.request_id, choice)
+        if choice.is_remote:
+            self._order(sequence, num_blocks, choice)
+        return choice.is_remote
+
+    def _choose(self, num_tokens: int, load: PrefillLoad) -> PrefillChoice:
+        local = LocalOutlook(
+            tokens_per_s=self._rates.prefill_tokens_per_s,
+            slowdown=self._rates.decode_slowdown * load.num_decode_tokens,
+            num_queued_tokens=load.num_queued_tokens,
+            num_decoding=load.num_decoding,
+        )
+        return choose_prefill(num_tokens, self._min_tokens, local, self._meter.outlook())
+
+    def _order(self, sequence: Sequence, num_blocks: int, choice: PrefillChoice) -> None:
+        now_s = self._clock()
+        first_block = sequence.num_computed_tokens // self._blocks.block_size
+        end_block = first_block + num_blocks
+        patience_s = self._patience_s(choice)
+        fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, now_s + patience_s)
+        self._fetches.add(fetch)
+        self._num_fetches += 1
+        self._meter.ordered(fetch.fetch_id, choice.num_tokens)
+        token_ids = tuple(sequence.token_ids[: end_block * self._blocks.block_size])
+        request = sequence.request
+        self._transport.start(
+            FetchOrder(fetch.fetch_id, request.request_id, token_ids, first_block, request.cache_salt, patience_s)
+        )
+
+    def _patience_s(self, choice: PrefillChoice) -> float:
+        rate = self._meter.outlook().tokens_per_s or self._rates.prefill_tokens_per_s
+        if rate == 0:
+            return _PATIENCE_BEFORE_RATES_S
+        return max(_SHORTEST_PATIENCE_S, _TIMES_EXPECTED * (choice.remote_s + choice.num_tokens / rate))
+
+    def _handle(self, fetch: KVFetch, news: FetchNews) -> None:
+        match news:
+            case FetchAccepted():
+                self._meter.accepted(fetch.fetch_id, news.load, self._clock() - fetch.began_s)
+            case KVChunk():
+                self._take(fetch, news)
+            case FetchEnd():
+                self._end(fetch, news)
+
+    def _take(self, fetch: KVFetch, chunk: KVChunk) -> None:
+        """Store a chunk; its sequence and those that follow it move forward."""
+        if mistake := fetch.mistake(chunk, self._pool.bytes_per_block):
+            self._give_up(fetch, FetchFailure.GARBLED, mistake)
+            return
+        sequence, num_tokens = fetch.sequence, len(chunk.blocks) * self._blocks.block_size
+        fetch.next_block += len(chunk.blocks)
+        self._pool.import_blocks(sequence.block_table[chunk.first_block : fetch.next_block], chunk.blocks)
+        sequence.num_computed_tokens = fetch.next_block * self._blocks.block_size
+        self._blocks.publish(sequence, sequence.num_computed_tokens)
+        self._fetches.lead(fetch)
+        self._meter.arrived(chunk, num_tokens)
+        self._num_tokens += num_tokens
+        self._transfer_s += chunk.transfer_s
+
+    def _end(self, fetch: KVFetch, end: FetchEnd) -> None:
+        if end.failure is not None:
+            self._fail(fetch, end.failure, end.detail)
+        elif fetch.num_missing_blocks > 0:
+            self._fail(fetch, FetchFailure.GARBLED, "it ended without them")
+        else:
+            self._meter.succeeded()
+            self._drop(fetch)
+
+    def _give_up_late(self) -> None:
+        now_s = self._clock()
+        for fetch in self._fetches.late(now_s):
+            self._give_up(fetch, FetchFailure.TIMEOUT, f"not here after {now_s - fetch.began_s:.1f} s")
+
+    def _give_up(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
+        self._transport.cancel(fetch.fetch_id)
+        self._fail(fetch, cause, detail)
+
+    def _fail(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
+        self._failures[cause] += 1
+        self._meter.failed()
+        level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # it stays wrong until redeployed
+        if cause is FetchFailure.MISMATCH:
+            self._last_mismatch = detail
+        request_id, num_blocks = fetch.sequence.request_id, fetch.num_missing_blocks
+        logger.log(level, "request %s: %d blocks are computed here (%s): %s", request_id, num_blocks, cause, detail)
+        self._drop(fetch)
+
+    def _drop(self, fetch: KVFetch) -> None:
+        """The fetch is over: its sequence computes what is missing, its followers are offered again."""
+        self._fetches.drop(fetch)
+        fetch.sequence.is_fetching = False
+        self._meter.ended(fetch.fetch_id)
+        self._fetch_s += self._clock() - fetch.began_s

@@ -1,0 +1,111 @@
+"""What is known of the prefill replicas: learned from their answers, forgotten with time. No transport, no blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.remote_prefill.kv_transfer import KVChunk, RemoteLoad
+from engine.remote_prefill.placement import RemoteOutlook
+
+_WEIGHT_OF_NEWEST = 0.2
+_LOAD_LIFETIME_S = 30.0  # a replica that has not been heard for so long may be gone
+_HALF_LIFE_S = 10.0  # of what a call and a token were measured to cost: a way that was slow once is tried again
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    load: RemoteLoad
+    at_s: float
+
+
+class _Fading:
+    """A running mean that halves every ten seconds in which nothing is observed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._mean = 0.0
+        self._at_s = clock()
+
+    @property
+    def value(self) -> float:
+        return self._mean * 0.5 ** ((self._clock() - self._at_s) / _HALF_LIFE_S)
+
+    def observe(self, value: float) -> None:
+        mean = self.value
+        self._mean = mean + _WEIGHT_OF_NEWEST * (value - mean) if mean > 0 else value
+        self._at_s = self._clock()
+
+
+class RemoteMeter:
+    """Queue and rate per replica, the cost of a call and of moving a token, and whether to try at all.
+
+    A failure closes the way for a second, the next one for twice as long, up to half a minute; a success reopens it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[str, _Heard] = {}
+        self._call_s = _Fading(clock)
+        self._transfer_s_per_token = _Fading(clock)
+        self._num_unheard_tokens: dict[int, int] = {}  # of orders that no replica has acknowledged yet
+        self._pause_s = _FIRST_PAUSE_S
+        self._open_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """False for a while after a failure."""
+        return self._clock() >= self._open_at_s
+
+    def outlook(self) -> RemoteOutlook:
+        """What the next order meets: the shortest queue heard of, drained since, and our own unacknowledged orders."""
+        now_s = self._clock()
+        self._heard = {name: heard for name, heard in self._heard.items() if now_s - heard.at_s < _LOAD_LIFETIME_S}
+        queued = min((_drained(heard, now_s) for heard in self._heard.values()), default=0.0)
+        rates = [heard.load.tokens_per_s for heard in self._heard.values() if heard.load.tokens_per_s > 0]
+        return RemoteOutlook(
+            tokens_per_s=sum(rates) / len(rates) if rates else 0.0,
+            num_queued_tokens=queued + sum(self._num_unheard_tokens.values()),
+            call_s=self._call_s.value,
+            transfer_s_per_token=self._transfer_s_per_token.value,
+        )
+
+    def ordered(self, fetch_id: int, num_tokens: int) -> None:
+        """An order has left."""
+        self._num_unheard_tokens[fetch_id] = num_tokens
+
+    def accepted(self, fetch_id: int, load: RemoteLoad, after_s: float) -> None:
+        """A replica has taken the order `after_s` after it left; its queue is longer by that from now on."""
+        num_tokens = self._num_unheard_tokens.pop(fetch_id, 0)
+        self._call_s.observe(after_s)
+        self._hear(RemoteLoad(load.replica_id, load.num_queued_tokens + num_tokens, load.tokens_per_s))
+
+    def arrived(self, chunk: KVChunk, num_tokens: int) -> None:
+        """Blocks of `num_tokens` tokens are here."""
+        self._transfer_s_per_token.observe(chunk.transfer_s / num_tokens)
+        self._hear(chunk.load)
+
+    def ended(self, fetch_id: int) -> None:
+        """The fetch is over, or was cancelled."""
+        self._num_unheard_tokens.pop(fetch_id, None)
+
+    def succeeded(self) -> None:
+        """A fetch brought all its blocks."""
+        self._pause_s = _FIRST_PAUSE_S
+        self._open_at_s = 0.0
+
+    def failed(self) -> None:
+        """A fetch did not."""
+        if self.is_open:  # several that fail together are one failure
+            self._open_at_s = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _hear(self, load: RemoteLoad) -> None:
+        self._heard[load.replica_id] = _Heard(load, self._clock())
+
+
+def _drained(heard: _Heard, now_s: float) -> float:
+    return max(0.0, heard.load.num_queued_tokens - heard.load.tokens_per_s * (now_s - heard.at_s))

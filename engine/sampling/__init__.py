@@ -1,0 +1,1 @@
+"""From logits to tokens: every sampling parameter, the noise, grammars."""

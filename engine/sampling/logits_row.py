@@ -1,0 +1,52 @@
+"""What a row of logits is about: whose token it samples, and after which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.sampling.grammar import TokenMask
+from protos.messages import SamplingParams
+
+GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; its law is the argmax to all purposes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of `[R, V]` logits.
+
+    Its prefix is `token_ids` and then `draft_ids`; apart, so that the K + 1 rows of a verification share one list of
+    committed tokens. Both are only read, and only until the call that takes the row returns. `mask` has the tokens that
+    a grammar allows after this prefix; None allows all.
+    """
+
+    sampling: SamplingParams
+    token_ids: Seq[int]
+    num_prompt_tokens: int
+    sample_index: int = 0
+    draft_ids: Seq[int] = ()
+    mask: TokenMask | None = None
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token that this row samples."""
+        return len(self.token_ids) + len(self.draft_ids)
+
+    @property
+    def pass_position(self) -> int:
+        """Absolute position of the first token that this row's pass can commit; no two passes share one."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return self.position - self.num_prompt_tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_BELOW
+
+    def ends_with(self, suffix: Seq[int]) -> bool:
+        """Whether the prefix ends with `suffix`; an empty one always fits."""
+        size = len(suffix)
+        tail = [*self.token_ids[max(0, len(self.token_ids) - size) :], *self.draft_ids]
+        return size <= len(tail) and tail[len(tail) - size :] == list(suffix)

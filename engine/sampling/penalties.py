@@ -1,0 +1,82 @@
+"""Repetition, frequency and presence penalties, from the counts of each row's own prefix.
+
+The prefix of a draft row holds the drafts before it. Taking the committed tokens alone for all rows is cheaper and
+wrong: the second draft would be judged by another law than plain decoding uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.indexing import index_tensor, upload
+from engine.sampling.logits_row import Row
+
+
+def has_penalties(row: Row) -> bool:
+    law = row.sampling
+    return law.repetition_penalty != 1.0 or law.presence_penalty != 0.0 or law.frequency_penalty != 0.0
+
+
+def penalize(scores: Tensor, rows: Seq[Row]) -> Tensor:
+    """Repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI has them; `[R, V]` -> `[R, V]`."""
+    laws = [row.sampling for row in rows]
+    if any(law.repetition_penalty != 1.0 for law in laws):
+        repetition = _column([law.repetition_penalty for law in laws], scores)
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(_is_seen(rows, scores), repeated, scores)
+    if any(law.frequency_penalty != 0.0 or law.presence_penalty != 0.0 for law in laws):
+        generated = _count_generated(rows, scores)  # [R, V]
+        frequency = _column([law.frequency_penalty for law in laws], scores)
+        presence = _column([law.presence_penalty for law in laws], scores)
+        scores = scores - frequency * generated - presence * (generated > 0)
+    return scores
+
+
+def _is_seen(rows: Seq[Row], like: Tensor) -> Tensor:
+    """Which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
+    first_rows, places = _sequences_of(rows)
+    num_tokens = like.shape[1]
+    seen = torch.zeros(len(first_rows), num_tokens + 1, dtype=torch.bool, device=like.device)
+    for place, row in enumerate(first_rows):  # the last column is for ids beyond V
+        seen[place].index_fill_(0, index_tensor(row.token_ids, like.device).clamp_(max=num_tokens), True)
+    seen = seen[places]  # [R, V + 1]
+    for index, row in enumerate(rows):
+        if row.draft_ids:
+            seen[index].index_fill_(0, index_tensor(row.draft_ids, like.device).clamp_(max=num_tokens), True)
+    return seen[:, :num_tokens]
+
+
+def _count_generated(rows: Seq[Row], like: Tensor) -> Tensor:
+    """How often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
+    first_rows, places = _sequences_of(rows)
+    counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[places]
+    if any(row.draft_ids for row in rows):
+        counts += _histograms([row.draft_ids for row in rows], like)
+    return counts
+
+
+def _sequences_of(rows: Seq[Row]) -> tuple[list[Row], list[int]]:
+    """A row of each sequence, so that its committed tokens are read once, and each row's place among these."""
+    first_rows: dict[int, Row] = {}  # rows of one sequence share their list of committed tokens
+    for row in rows:
+        first_rows.setdefault(id(row.token_ids), row)
+    places = {key: place for place, key in enumerate(first_rows)}
+    return list(first_rows.values()), [places[id(row.token_ids)] for row in rows]
+
+
+def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
+    """Occurrences of each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
+    num_tokens = like.shape[1]
+    token_ids = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=like.device)
+    sizes = torch.tensor([len(part) for part in parts], device=like.device)
+    places = torch.arange(len(parts), device=like.device).repeat_interleave(sizes) * num_tokens + token_ids
+    counts = torch.bincount(places[token_ids < num_tokens], minlength=len(parts) * num_tokens)
+    return counts.view(len(parts), num_tokens).to(like.dtype)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return upload(values, like.dtype, like.device)[:, None]  # [R, 1]

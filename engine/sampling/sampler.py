@@ -1,0 +1,183 @@
+"""From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
+
+The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p. The
+sampler keeps no state: what it needs of a sequence is in the row, and the noise is a function of seed and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.draft import SparseLaw
+from engine.indexing import index_tensor
+from engine.sampling.logits_row import Row
+from engine.sampling.masks import (
+    add_bias,
+    has_banned_tokens,
+    has_bias,
+    has_mask,
+    mask_banned_tokens,
+    mask_forbidden_tokens,
+)
+from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
+from engine.sampling.penalties import has_penalties, penalize
+from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_laws
+from engine.sampling.truncation import (
+    divide_by_temperature,
+    has_min_p,
+    has_temperature,
+    has_top_k,
+    has_top_p,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`."""
+
+    is_needed: Callable[[Row], bool]
+    apply: Callable[[Tensor, Seq[Row]], Tensor]
+
+
+TRANSFORMS = (
+    Transform(has_penalties, penalize),
+    Transform(has_bias, add_bias),
+    Transform(has_mask, mask_forbidden_tokens),
+    Transform(has_banned_tokens, mask_banned_tokens),
+    Transform(has_temperature, divide_by_temperature),
+    Transform(has_top_k, keep_top_k),
+    Transform(has_top_p, keep_top_p),
+    Transform(has_min_p, keep_min_p),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSample:
+    """Drawn drafts and the laws they were drawn from, one of each per row."""
+
+    token_ids: tuple[int, ...]
+    laws: tuple[SparseLaw, ...]
+
+
+class Sampler:
+    """The one way from logits to tokens."""
+
+    def process(self, logits: Tensor, rows: Seq[Row]) -> Tensor:
+        """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
+
+        A row's law is the softmax of its scores, or their argmax where the row is greedy. The logits are left as they
+        are; when no row needs anything the result is the logits themselves, so do not write to it.
+        """
+        scores = logits
+        for transform in TRANSFORMS:
+            chosen = [index for index, row in enumerate(rows) if transform.is_needed(row)]
+            if not chosen:
+                continue
+            if len(chosen) == len(rows):
+                scores = transform.apply(scores, rows)
+                continue
+            if scores is logits:
+                scores = logits.clone()
+            index = index_tensor(chosen, logits.device)
+            scores[index] = transform.apply(scores[index], [rows[i] for i in chosen])
+        return scores
+
+    def pick(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
+        """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
+
+        Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
+        they agree as often as their laws are alike (arXiv:2408.07978).
+        """
+        return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
+
+    def rank(self, scores: Tensor, rows: Seq[Row], purpose: Purpose, k: int) -> list[list[int]]:
+        """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.
+
+        Noise is keyed and left out as in `pick`, whose choice leads the ranking for TARGET_GUMBEL.
+        """
+        top = self.perturb(scores, rows, purpose).topk(min(k, scores.shape[1]))
+        return [
+            [token_id for token_id, score in zip(token_ids, values, strict=True) if score > float("-inf")]
+            for token_ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+
+    def perturb(self, scores: Tensor, rows: Seq[Row], purpose: Purpose) -> Tensor:
+        """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
+        noisy = [index for index, row in enumerate(rows) if not row.is_greedy]
+        if not noisy:
+            return scores
+        noise = _noise([rows[i] for i in noisy], purpose, scores)
+        if len(noisy) == len(rows):
+            return noise.add_(scores)
+        index = index_tensor(noisy, scores.device)
+        return scores.index_add(0, index, noise.to(scores.dtype))
+
+    def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
+        """Each row's law as probabilities `[R, V]`; one-hot at the argmax if greedy, zero if no token is possible."""
+        greedy = [index for index, row in enumerate(rows) if row.is_greedy]
+        if len(greedy) == len(rows):
+            return _one_hot_at_argmax(scores)
+        probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
+        if greedy:
+            index = index_tensor(greedy, scores.device)
+            probs[index] = _one_hot_at_argmax(scores[index])
+        return probs
+
+    def sample_sparse(self, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
+        """Draw a draft from each row's k likeliest tokens, for verification by rejection or in blocks.
+
+        The law is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the returned
+        law is exactly the one the token came from. The noise is independent of what verifies the draft, and new in
+        every pass: in block verification drafts beyond the committed ones have had their say already.
+        """
+        probs, token_ids = self.law(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
+        weights = quantize(probs)
+        keys = pass_keys(rows, Purpose.DRAFT, scores.device)
+        bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
+        drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
+        return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
+
+
+def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:
+    """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
+    keys = row_keys(rows, purpose, like.device)
+    if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
+        return gumbel(keys, like.shape[1])
+    distinct, index = keys.unique(return_inverse=True)
+    return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
+
+
+def _one_hot_at_argmax(scores: Tensor) -> Tensor:
+    return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
+
+
+def row_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    """The noise key of the token each row samples, `[R] int64`."""
+    return _keys(rows, [row.position for row in rows], purpose, device)
+
+
+def pass_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    """The noise key of each row's pass, `[R] int64`; `draft_lanes` tell the rows of one pass apart.
+
+    A pass commits at least one token, so the next one starts at another position and meets none of its numbers, even
+    where it drafts for positions that this one has drafted for.
+    """
+    return _keys(rows, [row.pass_position for row in rows], purpose, device)
+
+
+def draft_lanes(rows: Seq[Row], device: torch.device) -> Tensor:
+    """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
+    return index_tensor((len(row.draft_ids) for row in rows), device)
+
+
+def _keys(rows: Seq[Row], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
+    seeds = (row.sampling.seed for row in rows)
+    return noise_keys(seeds, (row.sample_index for row in rows), positions, purpose, device)

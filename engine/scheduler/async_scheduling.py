@@ -1,0 +1,162 @@
+"""The host one step behind: a pass is issued before the host has seen the tokens of the one before.
+
+All that the next pass needs to know of this one are the tokens drawn from it, and those are on the device. So where the
+next pass can be nothing but one more token of each sequence, it is issued first, with its input gathered there; while
+it is computed, the host reads this pass's tokens, commits and sends them, and takes commands. vLLM calls this
+asynchronous scheduling, SGLang an overlap scheduler.
+
+    host      draw j, issue j + 1 | wait | commit j ...... draw j + 1, issue j + 2 | wait | commit j + 1 ......
+    device    .... pass j | draw j  | pass j + 1 ........................ | draw j + 1 | pass j + 2 ............
+
+Tokens of pass j + 1 are drawn when those of pass j are committed, so every sampling parameter and every grammar counts
+as ever, and the noise is that of the position: the texts are the same with and without this.
+
+A sequence that turns out to have ended in pass j has a row in pass j + 1, which is dropped. That row has written one
+slot behind what the sequence had computed, in a block without a name. The device computes in the order in which passes,
+moves and blocks from elsewhere are issued, all by one thread, so whoever gets the block next writes to it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.indexing import index_tensor
+from engine.proposer.checked_draft import NOTHING
+from engine.scheduler.in_flight_batch import IssuedPass
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence.batch import Batch
+from engine.sequence.sequence import SequenceStatus
+from engine.span import Span
+from engine.verifier import Verified, VerifyTask
+from engine.verifier.verifier import Verifier
+
+
+class FedRunner(Protocol):
+    """A runner that takes tokens from the device."""
+
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
+        """Logits `[R, V] float32` of the spans' rows; `input_ids` [T], if given, replace the spans' tokens."""
+
+
+class Overlap(Protocol):
+    """How the verification of a pass and the next pass follow each other; state of the engine's thread.
+
+    Attributes:
+        num_passes: passes that were issued before the host had seen their tokens.
+    """
+
+    num_passes: int
+
+    @property
+    def has_pass(self) -> bool:
+        """Whether a pass is on its way whose outcome has not been asked for."""
+
+    def take(self) -> IssuedPass | None:
+        """The pass that is on its way, with the shares of those sequences that still run; None: schedule one."""
+
+    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+        """Verify the tasks of a pass, which is then to be committed; the next pass may be on its way afterwards."""
+
+
+class AnyVerifier(Protocol):
+    """A verifier, or what stands before one."""
+
+    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
+        """As `engine.verifier.verifier.Verifier`."""
+
+
+class NoOverlap:
+    """Every pass is scheduled when the one before is committed."""
+
+    num_passes = 0
+    has_pass = False
+
+    def __init__(self, verifier: AnyVerifier) -> None:
+        self._verifier = verifier
+
+    def take(self) -> IssuedPass | None:
+        return None
+
+    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+        return self._verifier.verify(issued.logits, tasks) if issued.logits is not None and tasks else []
+
+
+class OneStepBehind:
+    """Issues the next pass first wherever it can, and waits like `NoOverlap` elsewhere."""
+
+    def __init__(self, runner: FedRunner, scheduler: Scheduler, verifier: Verifier) -> None:
+        self.num_passes = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._verifier = verifier
+        self._ahead: IssuedPass | None = None
+
+    @property
+    def has_pass(self) -> bool:
+        return self._ahead is not None
+
+    def take(self) -> IssuedPass | None:
+        issued, self._ahead = self._ahead, None
+        return None if issued is None else _of_running(issued)
+
+    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+        if issued.logits is None or not tasks:
+            return []
+        following = self._scheduler.follow(issued.batch) if all(map(_is_plain, tasks)) else None
+        if following is None:
+            return self._verifier.verify(issued.logits, tasks)
+        token_ids = self._verifier.draw(issued.logits, tasks)
+        read = _Read(token_ids)
+        self._issue(following, token_ids, tasks)
+        return [Verified((token_id,), 0) for token_id in read.wait()]
+
+    def _issue(self, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
+        """Compute `batch`, whose sequences are among those of `tasks`, from the tokens drawn for them."""
+        rows = {task.sequence.request_id: row for row, task in enumerate(tasks)}
+        chosen = [rows[share.sequence.request_id] for share in batch.shares]
+        if len(chosen) < len(tasks):
+            token_ids = token_ids.index_select(0, index_tensor(chosen, token_ids.device))
+        spans = [Span([0], share.start, share.sequence.block_table, 1) for share in batch.shares]
+        logits = self._runner.forward(spans, token_ids)
+        self._ahead = IssuedPass(batch, [NOTHING] * len(batch.shares), logits, is_ahead=True)
+        self.num_passes += 1
+
+
+class _Read:
+    """Tokens on their way to the host, which waits for them alone: not for what is issued after them."""
+
+    def __init__(self, token_ids: Tensor) -> None:
+        self._token_ids = token_ids
+        self._event: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._token_ids.copy_(token_ids, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._token_ids.tolist()
+
+
+def _is_plain(task: VerifyTask) -> bool:
+    """Whether its token is what the sampler picks, and its logits are of no further use."""
+    sequence = task.sequence
+    return sequence.is_matched and not task.draft.token_ids and sequence.sampling.num_logprobs is None
+
+
+def _of_running(issued: IssuedPass) -> IssuedPass | None:
+    """Without the rows of sequences that have ended since it was issued."""
+    shares = issued.batch.shares
+    rows = [row for row, share in enumerate(shares) if share.sequence.status is SequenceStatus.RUNNING]
+    if len(rows) == len(shares) or not rows:
+        return issued if rows else None
+    assert issued.logits is not None
+    logits = issued.logits.index_select(0, index_tensor(rows, issued.logits.device))
+    return replace(issued, batch=Batch(tuple(shares[row] for row in rows)), drafts=[NOTHING] * len(rows), logits=logits)

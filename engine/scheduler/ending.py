@@ -1,0 +1,75 @@
+"""Where a sequence ends, and the chunk that says so. Stop strings are the ingress's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.sequence.sequence import Sequence, SequenceStatus
+from protos.messages import FinishReason, TokenChunk, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of one pass's tokens; a stop token is the last of them."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
+    """Keep the tokens up to the first stop token, or up to the length limit; the sequence itself is not changed."""
+    limit = sequence.num_remaining_tokens
+    for index, token_id in enumerate(token_ids[:limit]):
+        if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
+            return Cut(token_ids[: index + 1], _reason_to_stop(sequence), token_id)
+    if len(token_ids) >= limit:
+        return Cut(token_ids[:limit], FinishReason.LENGTH)
+    return Cut(token_ids)
+
+
+def finished_before_start(sequence: Sequence) -> Cut | None:
+    """The end of a sequence that has nothing left to do when it arrives, None for all others.
+
+    A stream can break between its last token and its finish reason; the replica that takes over gives only the latter.
+    """
+    if sequence.is_scoring:
+        return None
+    num_output = sequence.num_output_tokens
+    last_id = sequence.token_ids[-1]
+    if num_output > 0 and _is_stop(sequence, last_id, num_output - 1):
+        return Cut((), FinishReason.STOP, last_id)
+    return Cut((), FinishReason.LENGTH) if sequence.num_remaining_tokens <= 0 else None
+
+
+def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+    """What one pass committed, in the words of the wire."""
+    return TokenChunk(
+        request_id=sequence.request_id,
+        token_ids=cut.token_ids,
+        logprobs=logprobs,
+        finish_reason=cut.finish_reason,
+        stop_token_id=cut.stop_token_id,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        speculation=sequence.speculation_stats(),
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_output_tokens == len(cut.token_ids) else (),
+        steps=sequence.step_stats,
+    )
+
+
+def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+    """Mark the sequence as ended and return its last chunk."""
+    sequence.status = SequenceStatus.FINISHED
+    sequence.finish_reason = cut.finish_reason
+    return chunk_of(sequence, cut, logprobs)
+
+
+def _reason_to_stop(sequence: Sequence) -> FinishReason:
+    """An end token after the grammar's parser has failed ends a text that is not complete."""
+    has_failed = sequence.matcher is not None and sequence.matcher.has_failed
+    return FinishReason.LENGTH if has_failed else FinishReason.STOP
+
+
+def _is_stop(sequence: Sequence, token_id: int, output_index: int) -> bool:
+    """The sampler masks stop tokens below min_tokens; one that a migrated prefix has there does not count either."""
+    return token_id in sequence.stop_token_ids and output_index >= sequence.sampling.min_tokens

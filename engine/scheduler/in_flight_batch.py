@@ -1,0 +1,47 @@
+"""A pass on its way: handed to the device, its outcome not looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kv_cache.compaction import KVMove, compaction
+from engine.proposer.checked_draft import CheckedDraft
+from engine.sequence.batch import Batch
+from engine.verifier import Verified, VerifyTask
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedPass:
+    """What is needed to verify and commit a pass.
+
+    `drafts` has one for each sampled share. `logits` [R, V] float32 are those of the batch's rows, and None where it is
+    empty. Where `is_ahead` the pass was issued before the host had seen the tokens that it computes.
+    """
+
+    batch: Batch
+    drafts: Seq[CheckedDraft]
+    logits: Tensor | None
+    is_ahead: bool = False
+
+    @property
+    def num_drafts(self) -> list[int]:
+        """Computed drafts of each sampled share."""
+        return [draft.num_valid for draft in self.drafts]
+
+    def tasks(self) -> list[VerifyTask]:
+        """The verifier's, one for each sampled share."""
+        tasks = []
+        first_row = 0
+        for share, draft in zip(self.batch.sampled, self.drafts, strict=True):
+            tasks.append(VerifyTask(share.sequence, draft.draft, first_row + share.num_scored_rows))
+            first_row += share.num_logits(draft.num_valid)
+        return tasks
+
+    def compactions(self, verified: Seq[Verified]) -> list[KVMove]:
+        """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
+        pairs = zip(self.batch.sampled, verified, strict=True)
+        moves = [compaction(share.sequence.block_table, share.draft_start, outcome.path) for share, outcome in pairs]
+        return [move for move in moves if move is not None]

@@ -1,0 +1,1 @@
+"""Sequences, and the part of each that one step computes."""

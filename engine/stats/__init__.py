@@ -1,0 +1,1 @@
+"""The engine's counters, step times and measured rates."""

@@ -1,0 +1,134 @@
+"""The engine's counters, as metrics, the router's load signal and benchmarks read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.stats.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What speculation did since the engine started; plain decoding passes count nowhere.
+
+    `num_accepted_tokens_per_pos[i]` is the number of passes that accepted more than i drafts, so the conditional
+    acceptance at a position is the ratio of neighbours. Of a tree every node is a draft token, a position is a depth.
+    """
+
+    num_drafts: int = 0  # passes with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or beyond the limit, cut off before the pass
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per pass with drafts, the recovered or bonus token included; 1 where there was none."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """The running sums behind `DraftStats`."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_invalid_tokens: int = 0
+
+    def record(self, num_proposed: int, num_accepted: int, depth: int) -> None:
+        """Count one verification pass; `depth` is the most drafts that could have stood."""
+        if num_proposed == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (depth - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+
+    def snapshot(self) -> DraftStats:
+        return DraftStats(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.num_accepted_tokens_per_pos),
+            self.num_invalid_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStats:
+    """Reasoning steps that drafts wrote (`engine.approximate`); apart, so that they never count as exact acceptance."""
+
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_abandoned: int = 0  # begun and not judged: the draft had nothing to say, or the pass no room
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
+    total_score: float = 0.0  # of all judged ones
+
+    @classmethod
+    def of_verdict(cls, num_tokens: int, score: float, *, is_accepted: bool) -> ReasoningStats:
+        """One step that was judged."""
+        if is_accepted:
+            return cls(num_accepted=1, num_accepted_tokens=num_tokens, total_score=score)
+        return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
+
+    def __add__(self, other: ReasoningStats) -> ReasoningStats:
+        return ReasoningStats(
+            self.num_accepted + other.num_accepted,
+            self.num_rejected + other.num_rejected,
+            self.num_abandoned + other.num_abandoned,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            self.num_rejected_tokens + other.num_rejected_tokens,
+            self.total_score + other.total_score,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefillStats:
+    """Sums since the engine started."""
+
+    num_tokens: int = 0  # whose KV came from elsewhere
+    num_fetches: int = 0
+    num_fetching: int = 0  # sequences that wait for blocks now
+    failures: dict[str, int] = field(default_factory=dict)  # by cause
+    fetch_s: float = 0.0  # from order to end
+    transfer_s: float = 0.0  # of it, blocks under way
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of an engine. Tokens and requests are counts; sums run since the engine started.
+
+    The three rates are those of `engine.stats.rates.RateMeter`, 0 until measured.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_queued_prefill_tokens: int  # accepted, not cached and not yet computed
+    num_running_decode_tokens: int  # context of the sequences that decode
+    num_blocks: int
+    num_used_blocks: int  # held by sequences; cached blocks that nobody holds are free
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    drafts: DraftStats
+    times: StepTimes
+    prefill_tokens_per_s: float = 0.0  # with nothing decoding
+    decode_slowdown: float = 0.0  # extra seconds per second of prefill, per context token in decode
+    decode_tokens_per_s: float = 0.0  # committed tokens per second of one running sequence
+    speedups: dict[str, float] = field(
+        default_factory=dict
+    )  # by class of requests (`engine.proposer.adaptive.speculation_gate`)
+    remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
+    reasoning: ReasoningStats = field(default_factory=ReasoningStats)
+    num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that sequences hold, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks

@@ -1,0 +1,119 @@
+"""How fast this engine is, measured on its own steps: what the router and the prefill decision reckon with.
+
+A step that prefills N tokens while sequences of D context tokens decode is taken to last
+
+    seconds = N / rate * (1 + slowdown * D)
+
+so `seconds / N` is a straight line over D: its intercept is 1 / rate, its slope slowdown / rate. The line is fitted by
+least squares weighted with N, over sums that forget: recent steps count most, and a model, a load or a machine that
+changes shows within some fifty prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.sequence.batch import ScheduledSequence
+
+_MIN_CHUNK_TOKENS = 16  # below, a step's fixed cost hides the cost per token
+_PREFILL_DECAY = 0.97  # per step with a prefill chunk
+_DECODE_DECAY = 0.99  # per step with a decoding sequence
+_OUTLIER_FACTOR = 4.0  # a step slower than this many times the expected one counts as so many times
+_PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from nearly equal D is no slope
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computed and how long that took.
+
+    `num_decode_sequences` are those that had caught up when the step began, `num_decode_context_tokens` their committed
+    tokens by then, and `num_committed_tokens` what the step added to them.
+    """
+
+    num_prefill_tokens: int
+    num_decode_sequences: int
+    num_decode_context_tokens: int
+    num_committed_tokens: int
+    seconds: float
+
+    @classmethod
+    def of(cls, shares: Seq[ScheduledSequence], seconds: float) -> StepWork:
+        """The work of a step's shares, read after the step was committed: its sequences have grown past them."""
+        decoding = [share for share in shares if share.num_tokens == 1]
+        num_context_tokens = sum(share.start + 1 for share in decoding)
+        return cls(
+            num_prefill_tokens=sum(share.num_tokens for share in shares) - len(decoding),
+            num_decode_sequences=len(decoding),
+            num_decode_context_tokens=num_context_tokens,
+            num_committed_tokens=sum(len(share.sequence.token_ids) for share in decoding) - num_context_tokens,
+            seconds=seconds,
+        )
+
+
+class RateMeter:
+    """Prefill and decode speed over an exponential window of steps; a few floating-point operations per step."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0  # decayed sums over prefill steps: of N, N D, N D², t and t D
+        self._tokens_d = 0.0
+        self._tokens_d2 = 0.0
+        self._seconds = 0.0
+        self._seconds_d = 0.0
+        self._committed = 0.0  # decayed sums over decode steps: of tokens, and of seconds times sequences
+        self._sequence_seconds = 0.0
+
+    def observe(self, work: StepWork) -> None:
+        """Take one step in; chunks of fewer than 16 tokens say nothing of prefill speed and are passed over."""
+        if work.num_prefill_tokens >= _MIN_CHUNK_TOKENS and work.seconds > 0:
+            self._observe_prefill(work)
+        if work.num_decode_sequences > 0:
+            self._committed = _DECODE_DECAY * self._committed + work.num_committed_tokens
+            self._sequence_seconds = _DECODE_DECAY * self._sequence_seconds + work.seconds * work.num_decode_sequences
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second with nothing decoding; 0 until measured."""
+        return 1.0 / self._line()[0] if self._tokens > 0 else 0.0
+
+    @property
+    def decode_slowdown(self) -> float:
+        """Extra seconds per second of prefill, per context token in decode; 0 until measured."""
+        if self._tokens == 0:
+            return 0.0
+        intercept, slope = self._line()
+        return slope / intercept
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Committed tokens per second of one running sequence, accepted drafts included; 0 until measured."""
+        return self._committed / self._sequence_seconds if self._sequence_seconds > 0 else 0.0
+
+    def _observe_prefill(self, work: StepWork) -> None:
+        tokens, context, seconds = work.num_prefill_tokens, work.num_decode_context_tokens, work.seconds
+        if self._tokens > 0:
+            intercept, slope = self._line()
+            seconds = min(seconds, _OUTLIER_FACTOR * tokens * (intercept + slope * context))
+        self._tokens = _PREFILL_DECAY * self._tokens + tokens
+        self._tokens_d = _PREFILL_DECAY * self._tokens_d + tokens * context
+        self._tokens_d2 = _PREFILL_DECAY * self._tokens_d2 + tokens * context * context
+        self._seconds = _PREFILL_DECAY * self._seconds + seconds
+        self._seconds_d = _PREFILL_DECAY * self._seconds_d + seconds * context
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds per prefill token with nothing decoding (positive), and what each decode token adds (not negative).
+
+        Decoding makes no prefill faster: where noise says so the slope is 0; where it takes all the time, the intercept
+        is a hundredth of the mean.
+        """
+        mean_d = self._tokens_d / self._tokens
+        mean_d2 = self._tokens_d2 / self._tokens
+        mean_seconds = self._seconds / self._tokens
+        covariance = self._seconds_d / self._tokens - mean_seconds * mean_d
+        variance = mean_d2 - mean_d * mean_d + _PRIOR_SPREAD * mean_d2
+        slope = max(covariance / variance, 0.0) if variance > 0 else 0.0
+        intercept = mean_seconds - slope * mean_d
+        if intercept < 0.01 * mean_seconds:
+            intercept = 0.01 * mean_seconds
+            slope = 0.99 * mean_seconds / mean_d
+        return intercept, slope

@@ -1,0 +1,1 @@
+"""The bundled demo pair: training, measurement and model card."""

@@ -1,0 +1,77 @@
+"""Distillation of the draft: the target's whole distribution, over the corpus and over text that the target wrote."""
+
+import itertools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from models.training.architecture import compile_layers, draft_config, hidden_states, new_model
+from models.training.checkpoint import load_checkpoint, save_checkpoint
+from models.training.loss import distillation_loss
+from models.training.optimizer import PairedOptimizer
+from models.training.rollout import RolloutPool
+from models.training.tokens import WindowStream, plain_positions
+from models.training.train import Budget, TrainingReport, autocast, train
+
+ROLLOUT_EVERY_BATCHES = 4
+
+
+class DraftLesson:
+    """Draws a batch, asks the target about it and computes how far the draft is off."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        target: LlamaForCausalLM,
+        stream: WindowStream,
+        rollouts: RolloutPool,
+        budget: Budget,
+    ) -> None:
+        self._model, self._target, self._budget = model, target, budget
+        self._sources = itertools.cycle([stream] * (ROLLOUT_EVERY_BATCHES - 1) + [rollouts])
+        self._loss = torch.compile(distillation_loss, dynamic=False)
+
+    def __call__(self, progress: float) -> Tensor:
+        """The loss of the next batch; it does not depend on `progress`."""
+        num_tokens = self._budget.short_window_tokens
+        num_windows = self._budget.tokens_per_step // num_tokens
+        positions = plain_positions(num_windows, num_tokens).to(self._budget.device)
+        windows = next(self._sources).windows(num_windows, num_tokens)  # [B, T + 1]
+        ids = windows[:, :-1].to(self._budget.device)  # [B, T]
+        with autocast(self._budget.device):
+            with torch.no_grad():
+                target_logits = F.linear(hidden_states(self._target, ids, positions), self._target.lm_head.weight)
+            hidden = hidden_states(self._model, ids, positions)
+            return self._loss(hidden, self._model.lm_head.weight, target_logits, 1.0)
+
+
+def distil_draft(
+    target: LlamaForCausalLM,
+    stream: WindowStream,
+    rollouts: RolloutPool,
+    budget: Budget,
+    folder: Path,
+    seed: int,
+    is_resumed: bool,
+) -> TrainingReport:
+    """Distils a draft into `folder`: a fresh one, or the one that is there already once more.
+
+    The target's layers are compiled, its weights stay as they are.
+    """
+    model = (
+        load_checkpoint(folder, device=budget.device) if is_resumed else new_model(draft_config(), seed, budget.device)
+    )
+    model.train()
+    compile_layers(model)
+    compile_layers(target)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.02, embedding_lr=0.004)
+    return train(
+        model,
+        optimizer,
+        DraftLesson(model, target, stream, rollouts, budget),
+        budget,
+        lambda: save_checkpoint(model, folder),
+    )

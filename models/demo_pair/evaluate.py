@@ -1,0 +1,168 @@
+"""`python -m models.demo_pair.evaluate`: losses, acceptance and samples of a pair on files that training never saw."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from models.demo_pair.acceptance import Acceptance, measure_acceptance, text_agreement
+from models.training.architecture import REPETITION_PENALTY, num_parameters
+from models.training.checkpoint import load_checkpoint
+from models.training.corpus import Corpus, Document, collect
+from models.training.rollout import generate
+from models.training.tokenizer import load_tokenizer, render_chat
+from models.training.tokens import encode, measuring_windows
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 128
+NUM_PROMPTS = 96
+LOSS_WINDOW_TOKENS = 1024
+SAMPLE_TOKENS = 96
+SAMPLE_PROMPTS = (
+    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for i in range(",
+)
+SAMPLE_REQUEST = "Write a Python function `is_empty`. Return True if the queue is empty."
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the target's greedy continuation."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """All that the model card says of a pair's quality; losses are nats per token in float32."""
+
+    target_parameters: int
+    draft_parameters: int
+    losses: dict[str, float]
+    loss_by_context: dict[str, float]
+    acceptance: dict[str, Acceptance]
+    text_agreement: float
+    samples: list[Sample]
+    num_held_out_files: int
+    num_training_files: int
+    num_prompts: int
+    sample_tokens: int
+    python: str
+
+
+@torch.no_grad()
+def mean_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
+    """Mean cross entropy over whole documents, in windows of at most 1,024 tokens."""
+    total, count = 0.0, 0
+    for ids in measuring_windows(documents, LOSS_WINDOW_TOKENS):
+        logits = model(ids[:, :-1], use_cache=False).logits[0].float()  # [T, V]
+        total += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    return total / max(1, count)
+
+
+@torch.no_grad()
+def loss_by_context(model: LlamaForCausalLM, documents: list[np.ndarray], borders: tuple[int, ...]) -> dict[str, float]:
+    """Mean cross entropy of the tokens at positions [a, b) of packed files: how gracefully long contexts degrade."""
+    stream = np.concatenate(documents)
+    num_windows = min(4, (len(stream) - 1) // borders[-1])
+    losses = []
+    for index in range(num_windows):
+        ids = torch.from_numpy(stream[index * borders[-1] : (index + 1) * borders[-1] + 1])
+        logits = model(ids[None, :-1], use_cache=False).logits[0].float()  # [T, V]
+        losses.append(F.cross_entropy(logits, ids[1:], reduction="none"))
+    by_position = torch.stack(losses).mean(0)  # [T]
+    return {f"{a}-{b}": by_position[a:b].mean().item() for a, b in itertools.pairwise(borders)}
+
+
+def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 0) -> Tensor:
+    """Prompts [B, S] from random places of the documents, each document as likely as it is long."""
+    rng = np.random.default_rng(seed)
+    long_enough = [ids for ids in documents if len(ids) > PROMPT_TOKENS]
+    weights = np.array([len(ids) for ids in long_enough], dtype=float)
+    chosen = rng.choice(len(long_enough), size=num_prompts, p=weights / weights.sum())
+    starts = [rng.integers(0, len(long_enough[index]) - PROMPT_TOKENS) for index in chosen]
+    prompts = [long_enough[index][start:][:PROMPT_TOKENS] for index, start in zip(chosen, starts, strict=True)]
+    return torch.from_numpy(np.stack(prompts))
+
+
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample:
+    """The target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0, REPETITION_PENALTY)[0, ids.shape[1] :].tolist()
+    text = tokenizer.decode(written, skip_special_tokens=False)
+    return Sample(prompt, text.split("<|end")[0])
+
+
+def measure(folder: Path, corpus: Corpus) -> Measurements:
+    """Measures the pair in `folder` on the corpus's held-out files."""
+    tokenizer = load_tokenizer(folder / "target")
+    target, draft = load_checkpoint(folder / "target"), load_checkpoint(folder / "draft")
+    library = encode(tokenizer, _texts(corpus.held_out, is_test=False))
+    tests = encode(tokenizer, _texts(corpus.held_out, is_test=True))
+    prompts = held_out_prompts(library, NUM_PROMPTS)
+    chat = render_chat([{"role": "user", "content": SAMPLE_REQUEST}], add_generation_prompt=True)
+    return Measurements(
+        target_parameters=num_parameters(target),
+        draft_parameters=num_parameters(draft),
+        losses={
+            "target, library": mean_loss(target, library),
+            "target, tests": mean_loss(target, tests),
+            "draft, library": mean_loss(draft, library),
+            "draft, tests": mean_loss(draft, tests),
+        },
+        loss_by_context=loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
+        acceptance={
+            f"{temperature:g}, penalty {penalty:g}": measure_acceptance(
+                target, draft, prompts, temperature, repetition_penalty=penalty
+            )
+            for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
+        },
+        text_agreement=text_agreement(target, draft, measuring_windows(library, LOSS_WINDOW_TOKENS)),
+        samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
+        num_held_out_files=len(corpus.held_out),
+        num_training_files=len(corpus.training),
+        num_prompts=NUM_PROMPTS,
+        sample_tokens=SAMPLE_TOKENS,
+        python=platform.python_version(),
+    )
+
+
+def _texts(documents: list[Document], is_test: bool) -> list[str]:
+    return [document.text for document in documents if document.is_test == is_test]
+
+
+def save_measurements(measurements: Measurements, folder: Path) -> None:
+    """Writes measurements.json into the pair's folder."""
+    text = json.dumps(dataclasses.asdict(measurements), indent=2)
+    (folder / "measurements.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measures a pair and logs what it found."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1] / "demo")
+    folder = parser.parse_args().folder
+    measurements = measure(folder, collect())
+    save_measurements(measurements, folder)
+    logger.info("%s", json.dumps(dataclasses.asdict(measurements), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training and measurement of EAGLE-3 and Medusa heads."""

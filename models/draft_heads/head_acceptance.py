@@ -1,0 +1,67 @@
+"""How often a head's drafts are what the target says, and what a round of them is worth.
+
+A head is seen as a function of a text: for the j-th draft of a round the logits at every position where a round may
+begin. A draft can only be accepted when all before it were, so the text behind a round is always the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from models.demo_pair.acceptance import Acceptance, summarise
+from models.training.rollout import choose, generate
+
+# Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p tells token p + 2 + j.
+DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]
+
+
+@torch.no_grad()
+def verdicts(
+    head: DraftLogits, ids: Tensor, num_prompt_tokens: int, temperature: float, num_draft_tokens: int, seed: int
+) -> Tensor:
+    """Whether draft j of a round that begins at generated token i is the target's, [B, rounds, K], along ids [B, T].
+
+    Rounds are those that end with the text or before.
+    """
+    num_rounds = ids.shape[1] - num_prompt_tokens - num_draft_tokens + 1
+    found = torch.zeros(len(ids), num_rounds, num_draft_tokens, dtype=torch.bool)
+    for step, logits in enumerate(head(ids, num_draft_tokens)):
+        for begin in range(num_rounds):
+            place = num_prompt_tokens + begin + step
+            chosen = choose(logits[:, place - 2 - step].float(), temperature, seed, place)
+            found[:, begin, step] = chosen == ids[:, place]
+    return found
+
+
+def count_rounds(stands: Tensor) -> list[int]:
+    """Accepted tokens of each round of a decoder that walks along `stands` [rounds, K]."""
+    runs: list[int] = stands.long().cumprod(dim=1).sum(dim=1).tolist()
+    accepted, cursor = [], 0
+    while cursor < len(runs):
+        accepted.append(runs[cursor])
+        cursor += runs[cursor] + 1
+    return accepted
+
+
+def measure_head(
+    target: LlamaForCausalLM,
+    head: DraftLogits,
+    prompts: Tensor,
+    temperature: float,
+    num_tokens: int = 128,
+    num_draft_tokens: int = 5,
+    seed: int = 0,
+) -> Acceptance:
+    """Acceptance over continuations of prompts [B, S], as `models.demo_pair.acceptance.measure_acceptance` has it for
+    drafts.
+
+    `per_token` is how often the first draft of a round stands, wherever the round begins.
+    """
+    ids = generate(target, prompts, num_tokens, temperature, seed)
+    stands = verdicts(head, ids, prompts.shape[1], temperature, num_draft_tokens, seed)
+    accepted = [run for row in stands for run in count_rounds(row)]
+    return summarise(accepted, stands[..., 0], ids[:, prompts.shape[1] :], num_draft_tokens)

@@ -1,0 +1,151 @@
+"""Medusa heads for the target of the pair (arXiv:2401.10774): training, saving in vLLM's format, acceptance.
+
+Head k reads the normed last hidden state of position p and says token p + 2 + k. All heads share the target's own
+linear layer to the vocabulary, so a head is its residual blocks alone.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from models.demo_pair.acceptance import Acceptance, summarise
+from models.training.architecture import hidden_states
+from models.training.rollout import choose, generate
+from models.training.tokens import plain_positions
+from models.training.train import autocast
+
+NUM_HEADS = 4
+NUM_BLOCKS = 2
+ROW_STRIDE = 3
+
+
+class MedusaHeads(nn.Module):
+    """`num_heads` stacks of residual blocks x + silu(W x + b), which begin as the identity."""
+
+    def __init__(self, hidden_size: int, num_heads: int = NUM_HEADS, num_blocks: int = NUM_BLOCKS) -> None:
+        super().__init__()
+        self.num_heads, self.num_blocks = num_heads, num_blocks
+        self.blocks = nn.ModuleList(_Blocks(hidden_size, num_blocks) for _ in range(num_heads))
+
+    def forward(self, hidden: Tensor) -> Iterator[Tensor]:
+        """States [..., hidden] of each head in turn, for the target's linear layer."""
+        return (blocks(hidden) for blocks in self.blocks)
+
+
+class _Blocks(nn.Module):
+    def __init__(self, hidden_size: int, num_blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_blocks))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden
+
+
+class MedusaLesson:
+    """How far the heads are off what the target says where each of them looks."""
+
+    def __init__(self, heads: MedusaHeads, target: LlamaForCausalLM, seed: int = 0) -> None:
+        self._heads, self._target = heads, target
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The mean loss of all heads on windows [B, T]; a head learns the target's law at the rows that it foresees.
+
+        Each call takes one row in `ROW_STRIDE`, at random: most of the time goes into the vocabulary, and neighbouring
+        rows of a window teach nearly the same.
+        """
+        with autocast(ids.device):
+            with torch.no_grad():
+                hidden = hidden_states(self._target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
+                rows = torch.arange(self._draw(ROW_STRIDE), ids.shape[1] - self._heads.num_heads, ROW_STRIDE)
+            losses = []
+            for index, states in enumerate(self._heads(hidden[:, rows])):
+                with torch.no_grad():
+                    probs = self._target.lm_head(hidden[:, rows + index + 1]).float().softmax(-1)  # [B, R, V]
+                logits = self._target.lm_head(states).float()
+                losses.append(F.cross_entropy(logits.flatten(0, 1), probs.flatten(0, 1)))
+            return torch.stack(losses).mean()
+
+    def _draw(self, bound: int) -> int:
+        return int(torch.randint(0, bound, (), generator=self._generator))
+
+
+@torch.no_grad()
+def measure_heads(
+    target: LlamaForCausalLM, heads: MedusaHeads, prompts: Tensor, temperature: float, num_tokens: int, seed: int = 0
+) -> Acceptance:
+    """Acceptance of chains of all heads over continuations of prompts [B, S], as `measure_acceptance` for a draft."""
+    ids = generate(target, prompts, num_tokens, temperature, seed)
+    agrees = agreement(target, heads, ids, prompts.shape[1], temperature, seed)  # [H, B, generated]
+    accepted = [run for row in range(len(ids)) for run in count_rounds(agrees[:, row].tolist())]
+    return summarise(accepted, agrees[0], ids[:, prompts.shape[1] :], heads.num_heads)
+
+
+def agreement(
+    target: LlamaForCausalLM, heads: MedusaHeads, ids: Tensor, num_prompt_tokens: int, temperature: float, seed: int
+) -> Tensor:
+    """Whether head h chose the target's token at each generated place, [H, B, generated].
+
+    It looked h + 2 tokens ahead of its own; places that it cannot see from the text count as missed.
+    """
+    hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, S + generated, hidden]
+    agrees = torch.zeros(heads.num_heads, len(ids), ids.shape[1] - num_prompt_tokens, dtype=torch.bool)
+    for head, states in enumerate(heads(hidden)):
+        for place in range(num_prompt_tokens, ids.shape[1]):
+            if place >= head + 2:
+                logits = target.lm_head(states[:, place - head - 2]).float()  # [B, V]
+                agrees[head, :, place - num_prompt_tokens] = choose(logits, temperature, seed, place) == ids[:, place]
+    return agrees
+
+
+def count_rounds(agrees: list[list[bool]]) -> list[int]:
+    """Accepted tokens of each round along `agrees` [H][generated]: draft j of a round is head j's; the cut one is out.
+
+    The round at `cursor` drafts the tokens from there on; one more, the target's own, ends it.
+    """
+    num_heads, num_places = len(agrees), len(agrees[0])
+    accepted, cursor = [], 1
+    while cursor + num_heads <= num_places:
+        run = 0
+        while run < num_heads and agrees[run][cursor + run]:
+            run += 1
+        accepted.append(run)
+        cursor += run + 1
+    return accepted
+
+
+def save_heads(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
+    """Writes the heads as vLLM reads them, in bfloat16, the target's linear layer left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": target.config.vocab_size,
+        "truncated_vocab_size": target.config.vocab_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_blocks,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_heads(folder: Path, target: LlamaForCausalLM) -> MedusaHeads:
+    """The saved heads in float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = MedusaHeads(target.config.hidden_size, config["num_heads"], config["num_hidden_layers"])
+    heads.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return heads.eval()

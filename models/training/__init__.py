@@ -1,0 +1,1 @@
+"""What every training needs: corpus, tokenizer, loss, optimizer, checkpoints."""

@@ -1,0 +1,83 @@
+"""The two Llamas of the demo pair: their shapes, their birth and their hidden states in training.
+
+The target is deep and narrow on purpose: at this size a step costs what its layers cost, so a two-layer draft is cheap
+beside it.
+"""
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models.training.tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
+
+ROPE_THETA = 50_000.0
+REPETITION_PENALTY = 1.2  # what generation_config.json advises: small models that read their own text fall into loops
+END_OF_TEXT_ID = 0
+END_OF_TURN_ID = 4
+
+
+def llama_config(num_layers: int, hidden_size: int, mlp_size: int, num_heads: int, num_kv_heads: int) -> LlamaConfig:
+    """A Llama over the demo vocabulary with heads of 64 and tied embeddings."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=mlp_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=64,
+        max_position_embeddings=MAX_CONTEXT_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=None,
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def target_config() -> LlamaConfig:
+    """12 layers of width 256: 10.5 M parameters."""
+    return llama_config(num_layers=12, hidden_size=256, mlp_size=768, num_heads=4, num_kv_heads=2)
+
+
+def draft_config() -> LlamaConfig:
+    """2 layers of width 128: 1.0 M parameters; four heads, because most of what so small a model can do is copy."""
+    return llama_config(num_layers=2, hidden_size=128, mlp_size=384, num_heads=4, num_kv_heads=2)
+
+
+def new_model(config: LlamaConfig, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
+    """A fresh float32 model; the projections that end a residual branch are zero, so a layer begins as identity."""
+    torch.manual_seed(seed)
+    with device or torch.device("cpu"):
+        model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
+    """The normed last hidden states [B, T, hidden] under plain causal attention.
+
+    `positions` [B, T] may skip (`tokens.skipped_positions`); LlamaModel.forward would take a skip for a border of
+    documents.
+    """
+    trunk = model.model
+    hidden = trunk.embed_tokens(ids)  # [B, T, hidden]
+    position_embeddings = trunk.rotary_emb(hidden, position_ids=positions)
+    for layer in trunk.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=position_embeddings)
+    return trunk.norm(hidden)
+
+
+def compile_layers(model: LlamaForCausalLM) -> None:
+    """Compiles the decoder layer once for all layers of the model; it is traced again for each shape it meets."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+
+
+def num_parameters(model: LlamaForCausalLM) -> int:
+    """Parameters, the tied embedding counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

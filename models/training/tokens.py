@@ -1,0 +1,105 @@
+"""From documents to training windows: the tokens of an epoch, windows cut from them, the positions they carry."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from models.training.corpus import Corpus, Document, chat_examples
+from models.training.tokenizer import END_OF_TEXT, MAX_CONTEXT_TOKENS, render_chat
+
+TEST_SHARE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedCorpus:
+    """Token ids per document, each ending in end-of-text."""
+
+    library: list[np.ndarray]
+    tests: list[np.ndarray]
+    chats: list[np.ndarray]
+
+    def epoch(self, rng: np.random.Generator) -> np.ndarray:
+        """One shuffled stream: the library, its chats and a random part of the test suite."""
+        chosen = rng.permutation(len(self.tests))[: int(len(self.tests) * TEST_SHARE)]
+        documents = self.library + self.chats + [self.tests[index] for index in chosen]
+        return np.concatenate([documents[index] for index in rng.permutation(len(documents))])
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, closed by end-of-text."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in tokenizer.encode_batch(texts)]
+
+
+def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> TokenizedCorpus:
+    """The training half of the corpus as ids."""
+    library = [document for document in corpus.training if not document.is_test]
+    chats = [render_chat(example.messages) for document in library for example in chat_examples(document)]
+    tests = [document for document in corpus.training if document.is_test]
+    return TokenizedCorpus(
+        library=encode(tokenizer, _texts(library)),
+        tests=encode(tokenizer, _texts(tests)),
+        chats=encode(tokenizer, chats),
+    )
+
+
+def _texts(documents: list[Document]) -> list[str]:
+    return [document.text for document in documents]
+
+
+class WindowStream:
+    """An endless supply of windows, drawn in random order from one epoch after the other.
+
+    The order matters: neighbouring windows come from one file, and a batch of them is worth little more than one.
+    """
+
+    def __init__(self, corpus: TokenizedCorpus, seed: int) -> None:
+        self._corpus = corpus
+        self._rng = np.random.default_rng(seed)
+        self._stream = np.empty(0, dtype=np.int64)
+        self._starts: list[int] = []
+        self._num_tokens = 0
+
+    def windows(self, num_windows: int, num_tokens: int) -> Tensor:
+        """The next windows [B, T + 1]; another length than the last call's begins another epoch."""
+        return torch.from_numpy(np.stack([self._next(num_tokens) for _ in range(num_windows)]))
+
+    def _next(self, num_tokens: int) -> np.ndarray:
+        if not self._starts or num_tokens != self._num_tokens:
+            self._begin_epoch(num_tokens)
+        start = self._starts.pop()
+        return self._stream[start : start + num_tokens + 1]
+
+    def _begin_epoch(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._stream = self._corpus.epoch(self._rng)
+        starts = np.arange(0, len(self._stream) - num_tokens, num_tokens)
+        self._starts = self._rng.permutation(starts).tolist()
+
+
+def skipped_positions(num_windows: int, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Positions [B, T] that jump once at a random place, so short windows teach distances up to the whole context.
+
+    Positional skip-wise training (arXiv:2309.10400). Every second window keeps plain positions.
+    """
+    positions = torch.arange(num_tokens).repeat(num_windows, 1)
+    split = torch.randint(1, num_tokens, (num_windows, 1), generator=generator)
+    skip = torch.randint(0, MAX_CONTEXT_TOKENS - num_tokens, (num_windows, 1), generator=generator)
+    skip[::2] = 0
+    return positions + skip * (positions >= split)
+
+
+def plain_positions(num_windows: int, num_tokens: int) -> Tensor:
+    """Positions [B, T] that count from zero."""
+    return torch.arange(num_tokens).repeat(num_windows, 1)
+
+
+def measuring_windows(documents: list[np.ndarray], num_tokens: int) -> Iterator[Tensor]:
+    """Windows [1, up to T + 1] of each document, tails included; each starts where the last ended."""
+    for ids in documents:
+        for start in range(0, len(ids) - 1, num_tokens):
+            yield torch.from_numpy(ids[start : start + num_tokens + 1]).unsqueeze(0)

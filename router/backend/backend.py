@@ -1,0 +1,34 @@
+"""What a face needs of the pairs behind it; `router.backend.serve_backend` implements it over Ray Serve, tests with a
+fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+
+
+class Backend(Protocol):
+    """The pairs, seen as one machine that turns token ids into token ids."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
+        """Yields the chunks of one sequence, those of one or more engine steps together; the last has a finish reason.
+
+        Closing the generator early aborts the sequence.
+
+        Raises:
+            OverloadedError: before the first chunk; the request was not accepted.
+            UnavailableError: at any time; the pair was lost.
+            ServingError: others, as the pair raised them.
+        """
+        ...
+
+    async def describe(self) -> ModelCard:
+        """The model that is served. Raises `UnavailableError` while no pair answers."""
+        ...
+
+    async def metrics_texts(self) -> Sequence[str]:
+        """The Prometheus text of every live pair replica."""
+        ...

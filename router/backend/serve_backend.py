@@ -1,0 +1,168 @@
+"""The pairs behind a Ray Serve handle: streams, the model card, metrics, and errors in our own words."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from contextvars import Context
+from typing import cast
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from router.routing.request_routing import RequestRouting
+from router.routing.routed_call import RoutedCall
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 2.0
+_PATIENCE_S = 2.0  # with Serve's router, until it is asked whether there will be a pair at all
+_END_OF_STREAM_TIMEOUT_S = 1.0
+_PREFILL_METRICS_TIMEOUT_S = 2.0
+
+
+class ServeBackend:
+    """`router.backend.backend.Backend` over the handle of the pair deployment.
+
+    The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
+    ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too, and is asked for nothing else here.
+    A request that no pair has taken is told if `is_deleted` says that none will.
+    """
+
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        routing: RequestRouting,
+        is_deleted: Callable[[], Awaitable[bool]],
+        prefill: DeploymentHandle | None = None,
+    ) -> None:
+        self._handle = handle
+        self._prefill = prefill
+        self._routing = routing
+        self._is_deleted = is_deleted
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._describe = handle.options(method_name="describe")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
+        """One sequence's chunks; the pair's generator is cancelled when this one is closed early."""
+        call = self._routing.open(request)
+        # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
+        # id Serve's router serves only the first.
+        stream = cast(DeploymentResponseGenerator, Context().run(self._generate.remote, call))
+        is_accepted = is_finished = False
+        try:
+            batch = _batch_of(await self._first(call, stream))
+            is_accepted = True
+            self._routing.accepted(call, batch[0])
+            is_finished = _has_end(batch)
+            yield batch
+            async for item in stream:
+                batch = _batch_of(item)
+                is_finished = _has_end(batch)
+                yield batch
+        except (Exception, asyncio.CancelledError) as error:
+            raise _in_our_words(error) from error
+        finally:
+            if not is_accepted:
+                self._routing.refused(call)
+            await _end(stream, is_finished)
+
+    async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator) -> TokenChunk | list[TokenChunk]:
+        """The first item. Serve waits for a replica that may take the request, be there one or not."""
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            while not (await asyncio.wait({first}, timeout=_PATIENCE_S))[0]:
+                if not call.is_taken and await self._is_deleted():
+                    raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)  # whatever it says now, nobody wants to know
+
+    async def describe(self) -> ModelCard:
+        """The card of whichever pair Serve picks; all say the same."""
+        try:
+            card: ModelCard = await self._describe.remote()
+        except (Exception, asyncio.CancelledError) as error:
+            raise _in_our_words(error) from error
+        self._routing.learn(card)
+        return card
+
+    async def metrics_texts(self) -> Sequence[str]:
+        """The metrics of all replicas that answer, pairs first."""
+        try:
+            results = await _metrics_of(self._handle)
+        except (Exception, asyncio.CancelledError) as error:
+            raise _in_our_words(error) from error
+        results += await self._prefill_metrics()
+        for result in results:
+            if isinstance(result, BaseException):
+                logger.warning("a replica did not send its metrics: %s", result)
+        return [result for result in results if isinstance(result, str)]
+
+    async def _prefill_metrics(self) -> list[str | BaseException]:
+        """Those of prefill replicas: their absence must not cost the pairs' metrics."""
+        if self._prefill is None:
+            return []
+        try:
+            async with asyncio.timeout(_PREFILL_METRICS_TIMEOUT_S):
+                return await _metrics_of(self._prefill)
+        except Exception as error:
+            return [error]
+
+
+def _batch_of(item: TokenChunk | list[TokenChunk]) -> list[TokenChunk]:
+    return [item] if isinstance(item, TokenChunk) else item
+
+
+def _has_end(batch: list[TokenChunk]) -> bool:
+    return any(chunk.finish_reason is not None for chunk in batch)
+
+
+async def _metrics_of(handle: DeploymentHandle) -> list[str | BaseException]:
+    results: list[str | BaseException] = await handle.broadcast("metrics_text").results_async(return_exceptions=True)
+    return list(results)
+
+
+async def _end(stream: DeploymentResponseGenerator, is_finished: bool) -> None:
+    """Read a finished stream's end, so that Serve counts it as done; cancel any other."""
+    if is_finished:
+        with suppress(Exception):
+            async with asyncio.timeout(_END_OF_STREAM_TIMEOUT_S):
+                async for _ in stream:
+                    pass
+                return
+    stream.cancel()
+
+
+def _in_our_words(error: BaseException) -> BaseException:
+    """What the caller should see of an error that came through Serve."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, ServingError):
+        return cause
+    if isinstance(cause, BackPressureError):
+        return OverloadedError(
+            "All pairs are busy and their queues are full; try again later.",
+            retry_after_s=cause.retry_after_s or _RETRY_AFTER_S,
+        )
+    if isinstance(cause, StopAsyncIteration):
+        return UnavailableError("The pair that took this request said nothing.", retry_after_s=_RETRY_AFTER_S)
+    if isinstance(cause, RayActorError | DeploymentUnavailableError):
+        return UnavailableError("The pair that served this request is gone.", retry_after_s=_RETRY_AFTER_S)
+    if isinstance(cause, RequestCancelledError | asyncio.CancelledError) and not _is_caller_cancelled():
+        return UnavailableError("The pair that served this request gave it up.", retry_after_s=_RETRY_AFTER_S)
+    if isinstance(cause, asyncio.CancelledError):
+        return cause
+    logger.error("a pair failed", exc_info=error)
+    return EngineError(f"The engine failed: {cause}")
+
+
+def _is_caller_cancelled() -> bool:
+    """Whether the cancellation is ours, not the pair's: Serve reports both as `CancelledError`."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,1 @@
+"""One client request in flight: token chunks become text, tool calls and usage."""

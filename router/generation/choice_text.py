@@ -1,0 +1,85 @@
+"""One choice as it grows: from token chunks to text that may be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos.messages import FinishReason, GenerateRequest, TokenChunk
+from router.generation.delta import Delta
+from router.generation.stop_strings import StopStrings
+from router.tokenizer.detokenizer import make_detokenizer
+from router.tokenizer.tokenizer import Tokenizer
+
+
+class ChoiceText:
+    """Detokenizes one sequence, watches for stop strings, and cuts at them.
+
+    Tokens are taken one by one, so the text, the tokens kept and the finish reason do not depend on how many tokens a
+    step committed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        *,
+        stop_strings: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        num_echoed_characters: int = 0,
+    ) -> None:
+        self._index = index
+        self._min_tokens = request.sampling.min_tokens
+        self._detokenizer = make_detokenizer(
+            tokenizer, request.prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._stop_strings = StopStrings(stop_strings) if stop_strings else None
+        self._num_tokens = 0
+        self._num_characters = num_echoed_characters
+        self.is_finished = False
+
+    def feed(self, chunk: TokenChunk) -> Delta:
+        """The delta of one chunk. After a delta with a finish reason nothing more may be fed."""
+        assert not self.is_finished
+        texts, offsets = [], []
+        finish_reason = None
+        for rank, token_id in enumerate(chunk.token_ids):
+            offsets.append(self._num_characters)
+            is_stop_token = chunk.stop_token_id is not None and rank == len(chunk.token_ids) - 1
+            text, is_stopped = ("", False) if is_stop_token else self._push(token_id)
+            texts.append(text)
+            if is_stopped:
+                finish_reason = FinishReason.STOP
+                break
+        if finish_reason is None and chunk.finish_reason is not None:
+            text, is_stopped = self._flush()
+            texts.append(text)
+            finish_reason = FinishReason.STOP if is_stopped else chunk.finish_reason
+        self.is_finished = finish_reason is not None
+        num_kept = len(offsets)
+        return Delta(
+            index=self._index,
+            text="".join(texts),
+            token_ids=chunk.token_ids[:num_kept],
+            logprobs=chunk.logprobs[:num_kept],
+            text_offsets=tuple(offsets) if chunk.logprobs else (),
+            finish_reason=finish_reason,
+        )
+
+    def _push(self, token_id: int) -> tuple[str, bool]:
+        self._num_tokens += 1
+        return self._scan(self._detokenizer.push(token_id))
+
+    def _flush(self) -> tuple[str, bool]:
+        text, is_stopped = self._scan(self._detokenizer.flush())
+        if self._stop_strings is None or is_stopped:
+            return text, is_stopped
+        return text + self._stop_strings.flush(), False
+
+    def _scan(self, piece: str) -> tuple[str, bool]:
+        """The text that may be shown, and whether a stop string ended it; none counts before `min_tokens`."""
+        self._num_characters += len(piece)
+        if self._stop_strings is None or self._num_tokens < self._min_tokens:
+            return piece, False
+        scan = self._stop_strings.push(piece)
+        return scan.text, scan.stop_string is not None

@@ -1,0 +1,186 @@
+"""The one path of both faces, from a validated body to a running generation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
+from protos.messages import ModelCard
+from router.backend.backend import Backend
+from router.backend.migration import MigratingBackend
+from router.config import IngressConfig
+from router.generation.generation import Generation
+from router.metrics.ingress_metrics import IngressMetrics
+from router.requests.generate_params import GenerateParams, Prompt, bad_word_forms, generate_requests
+from router.requests.generation_fields import GenerationFields
+from router.requests.openai_requests import ChatCompletionRequest, ChatMessageFields, CompletionRequest
+from router.requests.tool_format import ToolFormat, find_format
+from router.tokenizer.tokenizer_files import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+_CARD_LIFE_S = 60.0
+_CARD_TIMEOUT_S = 10.0
+_METRICS_TIMEOUT_S = 5.0
+
+
+class GenerationService:
+    """Turns validated bodies into running generations; the one path of both faces."""
+
+    def __init__(self, backend: Backend, files: TokenizerFiles, config: IngressConfig, metrics: IngressMetrics) -> None:
+        self.config = config
+        self.files = files
+        self.metrics = metrics
+        self.backend = MigratingBackend(backend, config.limits, metrics.count_migration)
+        self.created_s = int(time.time())
+        self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
+        self._card: ModelCard | None = None
+        self._card_read_s = 0.0
+
+    def check_model(self, model: str) -> None:
+        """Raises `ModelNotFoundError` unless `model` is the one served here."""
+        if model != self.config.model_id:
+            raise ModelNotFoundError(
+                f"The model {model!r} does not exist; this server has {self.config.model_id!r}.", param="model"
+            )
+
+    async def card(self) -> ModelCard:
+        """The pair's model card; read again once a minute, since a redeploy may change it."""
+        if self._card is None or time.monotonic() - self._card_read_s > _CARD_LIFE_S:
+            try:
+                self._card = await self.fresh_card()
+            except ServingError as error:
+                if self._card is None:
+                    raise
+                logger.warning("the model card could not be read again, going on with the old one: %s", error)
+                self._card_read_s = time.monotonic()
+        return self._card
+
+    async def fresh_card(self) -> ModelCard:
+        """The model card, asked for now. Raises `UnavailableError` if no pair answers in time."""
+        try:
+            async with asyncio.timeout(_CARD_TIMEOUT_S):
+                card = await self.backend.describe()
+        except TimeoutError:
+            raise UnavailableError(f"No pair has answered within {_CARD_TIMEOUT_S} s.") from None
+        self._card_read_s = time.monotonic()
+        return card
+
+    async def replica_metrics(self) -> Sequence[str]:
+        """The metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                return await self.backend.metrics_texts()
+        except TimeoutError:
+            raise UnavailableError(f"The pairs have not sent their metrics within {_METRICS_TIMEOUT_S} s.") from None
+
+    async def complete(self, body: CompletionRequest) -> Generation:
+        """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
+        self.check_model(body.model)
+        prompts = [await self._prompt(prompt) for prompt in body.prompts]
+        return await self._start(
+            GenerateParams(
+                request_id=_new_id("cmpl"),
+                fields=body,
+                prompts=tuple(prompts),
+                max_tokens=body.max_tokens,
+                num_logprobs=body.logprobs,
+                does_echo=bool(body.echo),
+                grammar=body.grammar,
+                prediction_token_ids=await self._prediction(body),
+            )
+        )
+
+    async def chat(self, body: ChatCompletionRequest) -> Generation:
+        """Start what `/v1/chat/completions` asks for; nothing runs before its deltas are read."""
+        self.check_model(body.model)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        use = body.tool_use
+        grammar = body.grammar
+        if use is not None:
+            variables["tools"] = use.for_template
+            grammar = self._tool_format().grammar(use, body.grammar)
+        token_ids = await self.encode_chat(
+            body.messages, add_generation_prompt=body.add_generation_prompt is not False, variables=variables
+        )
+        return await self._start(
+            GenerateParams(
+                request_id=_new_id("chatcmpl"),
+                fields=body,
+                prompts=(Prompt(tuple(token_ids)),),
+                max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+                is_chat=True,
+                num_logprobs=body.num_logprobs,
+                grammar=grammar,
+                tool_names=frozenset(function.name for function in use.callable_) if use else frozenset(),
+                prediction_token_ids=await self._prediction(body),
+            )
+        )
+
+    def _tool_format(self) -> ToolFormat:
+        """How the model writes calls. Raises `RequestError` if its template knows no tools."""
+        if self._format is None:
+            raise RequestError(
+                f"The chat template of {self.config.model_id!r} knows no tools; leave tools out.", param="tools"
+            )
+        return self._format
+
+    async def encode_chat(
+        self,
+        messages: list[ChatMessageFields],
+        *,
+        add_generation_prompt: bool = True,
+        variables: dict[str, object] | None = None,
+    ) -> list[int]:
+        """The token ids of a chat, by the model's template, which writes its own special tokens."""
+        template = self.files.chat_template
+        if template is None:
+            raise RequestError(
+                f"The model {self.config.model_id!r} has no chat template; use /v1/completions.", param="messages"
+            )
+        text = template.render(
+            [message.for_template() for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+        return await self.files.tokenizer.encode_async(text, add_special_tokens=False)
+
+    async def _prompt(self, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(tuple(await self.files.tokenizer.encode_async(prompt)), prompt)
+        return Prompt(tuple(prompt))
+
+    async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
+        """The predicted output in tokens, as the model would write it."""
+        if body.prediction is None:
+            return ()
+        return tuple(await self.files.tokenizer.encode_async(body.prediction.text, add_special_tokens=False))
+
+    async def _bad_words(self, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
+        """The forbidden words in tokens; in a thread, for there may be many."""
+        if not body.bad_words:
+            return ()
+        return await asyncio.to_thread(bad_word_forms, body.bad_words, self.files.tokenizer)
+
+    async def _start(self, params: GenerateParams) -> Generation:
+        card = await self.card()
+        requests = generate_requests(params, card, await self._bad_words(params.fields), self.config.limits)
+        return Generation(
+            params,
+            requests,
+            backend=self.backend,
+            tokenizer=self.files.tokenizer,
+            tool_format=self._format,
+            metrics=self.metrics,
+            model_version=card.model_version,
+        )
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"

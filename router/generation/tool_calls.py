@@ -1,0 +1,190 @@
+"""Tool calls in a text that is still being written: content and calls are told apart as soon as they can be."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from protos.messages import FinishReason
+from router.generation.delta import Delta, ToolCallDelta
+from router.generation.json_extent import JsonExtent
+from router.requests.tool_format import ToolFormat
+
+_NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
+
+
+class _State(Enum):
+    TEXT = auto()
+    HEAD = auto()  # behind the beginning of a call, before its arguments
+    ARGUMENTS = auto()
+    TAIL = auto()  # behind the arguments, before the end of the call
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    text: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+_NOTHING = _Gain()
+
+
+class ToolCallParser:
+    """Turns the deltas of one choice into content and tool calls.
+
+    Arguments are passed on as they grow, in the very text the model wrote. What looks like a call and turns out to be
+    none, its JSON broken or its function unknown, stays content.
+    """
+
+    def __init__(self, format_: ToolFormat, names: Collection[str]) -> None:
+        self._format = format_
+        self._names = names
+        self._head = re.compile(_NAME_FIRST % format_.arguments_key)
+        self._state = _State.TEXT
+        self._held = ""  # read, and not yet said to be content or call
+        self._extent = JsonExtent()
+        self._num_calls = 0
+        self._has_content = False
+
+    def read(self, delta: Delta) -> Delta:
+        """The delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
+        gains = self._feed(delta.text)
+        if delta.finish_reason is not None:
+            gains.append(self._flush())
+        reason = delta.finish_reason
+        if reason is FinishReason.STOP and self._num_calls and self._state is not _State.ARGUMENTS:
+            reason = FinishReason.TOOL_CALLS
+        return replace(
+            delta,
+            text="".join(gain.text for gain in gains),
+            tool_calls=tuple(call for gain in gains for call in gain.calls),
+            finish_reason=reason,
+        )
+
+    def _feed(self, text: str) -> list[_Gain]:
+        self._held += text
+        gains = []
+        while (gain := self._advance()) is not None:
+            gains.append(gain)
+        return gains
+
+    def _advance(self) -> _Gain | None:
+        """Take one thing off what is held; None when more text is needed."""
+        match self._state:
+            case _State.TEXT:
+                return self._read_text() if self._format.begin else self._read_bare_text()
+            case _State.HEAD:
+                return self._read_head()
+            case _State.ARGUMENTS:
+                return self._read_arguments()
+            case _State.TAIL:
+                return self._read_tail()
+
+    def _read_text(self) -> _Gain | None:
+        before, found, behind = self._held.partition(self._format.begin)
+        if found:
+            self._state, self._held = _State.HEAD, behind
+            return self._content(before.rstrip())
+        num_shown = len(before) - _num_held(before, self._format.begin)
+        self._held = before[num_shown:]
+        return self._content(before[:num_shown]) if num_shown else None
+
+    def _read_bare_text(self) -> _Gain | None:
+        """Without a mark of its own a call can only be the first thing, or follow another call."""
+        start = self._held.lstrip(" \r\n\t;" if self._num_calls else None)
+        if not start:
+            return None
+        if start[0] == "{" and not self._has_content:
+            self._state, self._held = _State.HEAD, start
+            return _NOTHING
+        text, self._held = self._held, ""
+        return self._content(text)
+
+    def _read_head(self) -> _Gain | None:
+        head = self._head.match(self._held)
+        if head is not None and (name := self._tool_name(_parse(head[1]))) is not None:
+            self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
+            self._extent = JsonExtent()
+            return self._new_call(name, "")
+        end = self._end_of_call()
+        return None if end is None else self._read_whole_call(end)
+
+    def _read_whole_call(self, end: int) -> _Gain:
+        """A complete call that is written in another order, or no call at all."""
+        body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
+        self._state = _State.TEXT
+        parsed = _parse(body)
+        call = parsed if isinstance(parsed, dict) else {}
+        name, arguments = self._tool_name(call.get("name")), call.get(self._format.arguments_key)
+        if name is not None and isinstance(arguments, dict):
+            return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
+        return self._content(self._format.begin + body + self._format.end)
+
+    def _read_arguments(self) -> _Gain | None:
+        if not self._held:
+            return None
+        end = self._extent.feed(self._held)
+        fragment = self._held[:end]
+        self._held = "" if end is None else self._held[end:]
+        self._state = _State.ARGUMENTS if end is None else _State.TAIL
+        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, arguments=fragment),))
+
+    def _read_tail(self) -> _Gain | None:
+        end = self._format.end or "}"
+        _, found, behind = self._held.partition(end)
+        if not found:
+            return None
+        self._state, self._held = _State.TEXT, behind
+        return _NOTHING
+
+    def _flush(self) -> _Gain:
+        """What is held at the end of the text; a call whose arguments have begun is not taken back."""
+        held, self._held = self._held, ""
+        if self._state is _State.TEXT:
+            return self._content(held if self._num_calls == 0 else held.rstrip())
+        return self._content(self._format.begin + held) if self._state is _State.HEAD else _NOTHING
+
+    def _content(self, text: str) -> _Gain:
+        """Text that is content; white space around calls is not."""
+        if self._num_calls and not self._has_content:
+            text = text.lstrip()
+        self._has_content |= bool(text)
+        return _Gain(text)
+
+    def _new_call(self, name: str, arguments: str) -> _Gain:
+        self._num_calls += 1
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, call_id, name, arguments),))
+
+    def _tool_name(self, name: object) -> str | None:
+        """Marked calls are believed whatever they name; a bare object may be an answer, so it must name a tool."""
+        is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._names)
+        return str(name) if is_tool else None
+
+    def _end_of_call(self) -> int | None:
+        """Where the body of the call that is held ends; None while it may go on."""
+        if not self._format.end:
+            return JsonExtent().feed(self._held)
+        index = self._held.find(self._format.end)
+        return None if index < 0 else index
+
+
+def _parse(text: str) -> object:
+    """The value that the model spelt; None where it is no JSON, or JSON of what cannot be sent (half a character)."""
+    try:
+        value: object = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _num_held(text: str, mark: str) -> int:
+    """Length of the end of `text` that may turn out to stand before `mark`: white space, and what begins the mark."""
+    length = next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:n]))
+    rest = text[: len(text) - length]
+    return length + len(rest) - len(rest.rstrip())

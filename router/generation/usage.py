@@ -1,0 +1,82 @@
+"""Counting what a client pays for, over all choices of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenChunk
+from protos.predicted_text import PredictedText
+from router.generation.delta import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionUsage:
+    """Tokens of a prediction that appeared in the output, and those that did not."""
+
+    accepted_tokens: int
+    rejected_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one client request; a prompt with several choices counts once.
+
+    `speculation` is None while no choice has reported it, `steps` wherever the output is exact.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    speculation: SpeculationStats | None = None
+    prediction: PredictionUsage | None = None  # where the client sent one
+    steps: StepStats | None = None
+
+    @property
+    def prediction_tokens(self) -> PredictionUsage:
+        """What OpenAI reports of a prediction; without one, what became of the drafts."""
+        stats = self.speculation or SpeculationStats()
+        drafts = PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
+        return self.prediction or drafts
+
+
+class UsageMeter:
+    """Adds up deltas and chunks as they come."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], num_choices_per_prompt: int) -> None:
+        self._firsts = range(0, len(requests), num_choices_per_prompt)  # the first choice of each prompt stands for it
+        self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._firsts)
+        self._num_cached = [0] * len(requests)
+        self._num_generated = [0] * len(requests)
+        self._speculation: list[SpeculationStats | None] = [None] * len(requests)
+        self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
+        self._prediction_token_ids = requests[0].prediction_token_ids if requests else ()
+        self._predicted = [PredictedText(self._prediction_token_ids) for _ in requests if self._prediction_token_ids]
+
+    def record(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk]) -> None:
+        """Count what choice `index` gained from `batch`."""
+        self._num_generated[index] += sum(len(delta.token_ids) for delta in gained)
+        for delta in gained if self._predicted else ():
+            self._predicted[index].read(delta.token_ids)
+        for chunk in batch:
+            self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
+            self._speculation[index] = chunk.speculation or self._speculation[index]
+            if self._steps is not None:  # such a request has one choice
+                self._steps = chunk.steps or self._steps
+
+    def usage(self) -> Usage:
+        """The sums so far."""
+        known = [stats for stats in self._speculation if stats is not None]
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(self._num_generated),
+            cached_tokens=sum(self._num_cached[index] for index in self._firsts),
+            speculation=sum(known, SpeculationStats()) if known else None,
+            prediction=self._prediction_usage() if self._predicted else None,
+            steps=self._steps,
+        )
+
+    def _prediction_usage(self) -> PredictionUsage:
+        """Over all choices: each had the whole prediction to repeat."""
+        num_accepted = sum(text.num_matched for text in self._predicted)
+        return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction_token_ids) - num_accepted)

@@ -1,0 +1,42 @@
+"""Counts every HTTP answer by endpoint and status."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.metrics.ingress_metrics import IngressMetrics
+
+_ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+)
+
+
+class CountRequests:
+    """ASGI middleware; an answer counts when its status is sent, so a stream that breaks later counts as begun."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.count_request("http", _endpoint(scope["path"]), str(message["status"]))
+            await send(message)
+
+        await self._app(scope, receive, counting_send)
+
+
+def _endpoint(path: str) -> str:
+    """The endpoint of a path; what clients invent is one endpoint, so that it cannot grow the metrics."""
+    return next((endpoint for endpoint in _ENDPOINTS if path == endpoint or path.startswith(endpoint + "/")), "other")

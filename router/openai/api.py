@@ -1,0 +1,165 @@
+"""The HTTP face: OpenAI's endpoints, and the few that operators need."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from openai.types import Model
+from pydantic import BaseModel
+
+from protos.errors import OverloadedError, ServingError
+from router.api_keys import ApiKeys
+from router.generation.generation import Generation
+from router.generation.generation_service import GenerationService
+from router.metrics.exposition import CONTENT_TYPE, merge_metrics
+from router.metrics.http_metrics import CountRequests
+from router.openai.disconnect import unless_disconnected
+from router.openai.errors import add_error_handlers
+from router.openai.event_stream import start_stream
+from router.openai.http_body import read_body
+from router.openai.response_writer import AnswerFormat, ChatFormat, CompletionFormat, event_texts
+from router.requests.generate_params import check_token_ids
+from router.requests.openai_requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, which have no key
+
+
+class ServedModel(Model):
+    """An entry of `/v1/models`."""
+
+    max_model_len: int
+
+
+class OpenAIApi:
+    """The endpoints, as methods over one service."""
+
+    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
+        self._service = service
+        self._api_keys = api_keys
+        self._tokenizer = service.files.tokenizer
+        self._max_body_bytes = service.config.limits.max_body_bytes
+
+    async def authenticate(self, request: Request) -> None:
+        """Refuses a call without a known key, if keys are configured."""
+        if request.url.path not in _OPEN_PATHS:
+            self._api_keys.check(request.headers.get("authorization"))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue each prompt."""
+        body = await read_body(request, CompletionRequest, self._max_body_bytes)
+        generation = await self._service.complete(body)
+        return await self._answer(request, generation, CompletionFormat(generation, self._tokenizer))
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a chat."""
+        body = await read_body(request, ChatCompletionRequest, self._max_body_bytes)
+        generation = await self._service.chat(body)
+        return await self._answer(request, generation, ChatFormat(generation, self._tokenizer))
+
+    async def _answer(self, request: Request, generation: Generation, answer: AnswerFormat) -> Response:
+        logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
+        if generation.fields.stream:
+            return await unless_disconnected(request, start_stream(event_texts(generation, answer)))
+        choices = await unless_disconnected(request, generation.choices())
+        return _json(answer.whole(choices))
+
+    async def models(self) -> Response:
+        """The one model served here, as a list."""
+        model = await self._model()
+        return JSONResponse({"object": "list", "data": [model.model_dump(exclude_unset=True)]})
+
+    async def model(self, model_id: str) -> Response:
+        """One model by its id."""
+        self._service.check_model(model_id)
+        return _json(await self._model())
+
+    async def _model(self) -> ServedModel:
+        card = await self._service.card()
+        return ServedModel(
+            id=self._service.config.model_id,
+            object="model",
+            created=self._service.created_s,
+            owned_by="outrider",
+            max_model_len=card.max_model_len,
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a chat, as generation would see them."""
+        body = await read_body(request, TokenizeRequest, self._max_body_bytes)
+        self._check_optional_model(body.model)
+        if body.messages is not None:
+            tokens = await self._service.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
+        else:
+            assert body.prompt is not None
+            tokens = await self._tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
+        card = await self._service.card()
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in tokens]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_body(request, DetokenizeRequest, self._max_body_bytes)
+        self._check_optional_model(body.model)
+        if body.tokens:
+            check_token_ids(body.tokens, await self._service.card(), "tokens")
+        text = self._tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return JSONResponse({"prompt": text})
+
+    def _check_optional_model(self, model: str | None) -> None:
+        if model is not None:
+            self._service.check_model(model)
+
+    async def health(self) -> Response:
+        """200 while a pair answers; one that is merely busy is healthy."""
+        with suppress(OverloadedError):
+            await self._service.fresh_card()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """This ingress replica's metrics and those of every pair; without the pairs' while they do not answer."""
+        try:
+            replica_texts = await self._service.replica_metrics()
+        except ServingError as error:
+            logger.warning("the pairs' metrics are missing: %s", error)
+            replica_texts = []
+        text = merge_metrics(self._service.metrics.text(), replica_texts)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+
+
+def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
+    """The FastAPI application over a service; Serve adds the `X-Request-Id` header around it."""
+    api = OpenAIApi(service, api_keys)
+    app = FastAPI(
+        title="Outrider",
+        description="Exact speculative decoding behind OpenAI's API.",
+        dependencies=[Depends(api.authenticate)],
+    )
+    add_error_handlers(app)
+    app.add_middleware(CountRequests, metrics=service.metrics)
+    for path, post in (
+        ("/v1/completions", api.completions),
+        ("/v1/chat/completions", api.chat_completions),
+        ("/tokenize", api.tokenize),
+        ("/detokenize", api.detokenize),
+    ):
+        app.add_api_route(path, post, methods=["POST"], response_model=None)
+    for path, get in (
+        ("/v1/models", api.models),
+        ("/v1/models/{model_id:path}", api.model),
+        ("/health", api.health),
+        ("/metrics", api.metrics),
+    ):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    return app
+
+
+def _json(model: BaseModel) -> Response:
+    return Response(model.model_dump_json(exclude_unset=True), media_type="application/json")

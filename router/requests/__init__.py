@@ -1,0 +1,1 @@
+"""Request bodies: their schemas, their checks, and the sequences they become."""

@@ -1,0 +1,153 @@
+"""The fields that every generating body has, OpenAI's and our own: types and ranges of every parameter.
+
+One schema for both faces: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
+fields are refused, and so are parameters whose meaning is not served here, unless they hold the value that means
+"off".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from protos.errors import RequestError
+from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationMode, VerifyMode
+from router.requests.body import Body
+from router.requests.structured_output import Constraints
+
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
+TokenCountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
+
+# Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
+_NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(Body):
+    """`stream_options`. Obfuscation is accepted and not done: it pads chunks, which a client may ignore anyway."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with `include_usage`, every chunk has the usage so far
+    include_obfuscation: bool | None = None
+
+
+class SpeculationFields(Body):
+    """`speculation`: one request's wishes; what is left out stays as deployed."""
+
+    enabled: bool | None = None
+    num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    verify: Annotated[VerifyMode, Field(strict=False)] | None = None
+    method: str | None = None  # one of those the deployment offers
+    mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact, unless the request says otherwise
+    threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
+
+    @property
+    def is_off(self) -> bool:
+        """The request asks for plain decoding, in any of three ways."""
+        return self.enabled is False or self.num_tokens == 0 or self.method == SpeculationMethod.NONE
+
+
+class PredictionPart(Body):
+    """A part of a prediction's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictionFields(Body):
+    """`prediction`: a text that the output will mostly repeat; it is drafted from and changes no token."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerationFields(Constraints):
+    """What both endpoints accept. A field that is null or left out takes the checkpoint's default
+    (`ModelCard.sampling_defaults`), else that of OpenAI's API.
+    """
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Ours, named as in vLLM where it has them.
+    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None  # float32 divides by it
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    speculation: SpeculationFields | None = None
+    prediction: PredictionFields | None = None
+
+    # Name a conversation for the router, the first of them that is set; neither changes the answer.
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+    # Accepted, because they change nothing in the answer.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    # Refused unless they ask for nothing (`_NOT_SERVED`).
+    functions: Any = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_served(self) -> GenerationFields:
+        for name, neutral in _NOT_SERVED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        return self
+
+    @property
+    def does_include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def does_include_usage_so_far(self) -> bool:
+        return self.does_include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

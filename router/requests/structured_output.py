@@ -1,0 +1,130 @@
+"""What a request says its whole output must look like, as one grammar for the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from protos.errors import RequestError
+from protos.messages import Grammar, GrammarKind
+from router.requests.body import Body
+from router.requests.json_text import read_json
+
+# One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
+_WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
+_ANY_OBJECT = {"type": "object"}
+
+Choices = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1)]
+
+
+class JsonSchemaFormat(Body):
+    """`response_format.json_schema`. The schema always holds to the letter, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: Any = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                f"response_format.type is {self.type!r}; json_schema belongs to the type 'json_schema' alone.",
+                param="response_format",
+            )
+        return self
+
+    def schema_or_none(self) -> object | None:
+        """The JSON schema that the answer must follow, None if any text will do."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema else None
+        return _ANY_OBJECT if schema is None else schema
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`, vLLM's newer name of its guided decoding; one of the fields is set."""
+
+    json_: Any = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class Constraints(Body):
+    """The fields of a body that constrain its output; at most one may."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: Any = None  # a JSON schema, as an object or as its text
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None  # Lark or GBNF
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Constraints:
+        params = [grammar.param for grammar in self._grammars()]
+        if len(params) > 1:
+            raise RequestError(
+                f"{params[0]} and {params[1]} both constrain the output; send one of them.", param=params[1]
+            )
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None where any text will do."""
+        return next(iter(self._grammars()), None)
+
+    def _grammars(self) -> list[Grammar]:
+        outer = self.structured_outputs or StructuredOutputs()
+        format_ = self.response_format.schema_or_none() if self.response_format else None
+        candidates = [
+            _json("response_format", format_),
+            _json("guided_json", self.guided_json),
+            _json("structured_outputs.json", outer.json_),
+            _json("structured_outputs.json_object", _ANY_OBJECT if outer.json_object else None),
+            _text(GrammarKind.REGEX, "guided_regex", self.guided_regex),
+            _text(GrammarKind.REGEX, "structured_outputs.regex", outer.regex),
+            _text(GrammarKind.GRAMMAR, "guided_grammar", self.guided_grammar),
+            _text(GrammarKind.GRAMMAR, "structured_outputs.grammar", outer.grammar),
+            _choice("guided_choice", self.guided_choice),
+            _choice("structured_outputs.choice", outer.choice),
+        ]
+        return [grammar for grammar in candidates if grammar is not None]
+
+
+def schema_source(param: str, schema: object) -> str:
+    """A JSON schema as text, with the project's white space unless it has its own.
+
+    Raises:
+        RequestError: it is not a schema, nor the text of one.
+    """
+    if isinstance(schema, str):
+        schema = read_json(schema, param, param)
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
+    if isinstance(schema, dict):
+        schema = {"x-guidance": _WHITESPACE, **schema}
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _json(param: str, schema: object | None) -> Grammar | None:
+    return None if schema is None else Grammar(GrammarKind.JSON_SCHEMA, schema_source(param, schema), param)
+
+
+def _text(kind: GrammarKind, param: str, source: str | None) -> Grammar | None:
+    return None if source is None else Grammar(kind, source, param)
+
+
+def _choice(param: str, choices: list[str] | None) -> Grammar | None:
+    return None if choices is None else Grammar(GrammarKind.CHOICE, json.dumps(choices), param)

@@ -1,0 +1,1 @@
+"""The choice of a pair: policy, loads, prefix index, and Serve's router around them."""

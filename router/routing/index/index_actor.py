@@ -1,0 +1,64 @@
+"""The one process that knows what every pair holds and does: select and reserve, for all ingress replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import ray
+
+from protos.worker_report import WorkerReport
+from router.config import RouterConfig
+from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_state import IndexState
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+_LEAVE_AFTER_S = 30.0  # without a report: the application is gone
+
+
+class IndexActor:
+    """An `IndexState` behind Ray calls. No method awaits anything, so each is atomic and choices never interleave.
+
+    Ray restarts it after a death, empty; the pairs' next reports, within a second, do not follow on from anything it
+    knows, so it asks each for a snapshot. It belongs to no other process, since ingress replicas and pairs come and
+    go; it leaves by itself once no pair has reported for half a minute.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._state = IndexState(config)
+        self._last_report_s = time.time()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def report(self, report: WorkerReport) -> bool:
+        """Take a worker's word in; True asks it for a snapshot."""
+        self._last_report_s = time.time()
+        self._start_sweeping()
+        return self._state.report(report, self._last_report_s)
+
+    async def select(self, ask: RouteAsk) -> RouteAnswer:
+        """Choose a worker for a request and reserve it."""
+        self._start_sweeping()
+        return self._state.select(ask, time.time())
+
+    async def withdraw(self, worker_id: str, request_id: str) -> None:
+        """The worker did not take this request."""
+        self._state.withdraw(worker_id, request_id)
+
+    async def forget(self, worker_id: str) -> None:
+        """The worker is gone."""
+        self._state.forget(worker_id)
+
+    def _start_sweeping(self) -> None:
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweeper")
+
+    async def _sweep(self) -> None:
+        while time.time() - self._last_report_s < _LEAVE_AFTER_S:
+            await asyncio.sleep(_SWEEP_S)
+            for worker_id in self._state.forget_silent(time.time()):
+                logger.warning("pair %s has not reported for a while; its blocks are forgotten", worker_id)
+        logger.info("no pair has reported for %.0f s; the index leaves", _LEAVE_AFTER_S)
+        ray.kill(ray.get_runtime_context().current_actor)

@@ -1,0 +1,162 @@
+"""How pairs and ingress replicas reach the index: always with a deadline, and with pauses while it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from protos.errors import UnavailableError
+from protos.worker_report import WorkerReport
+from router.config import RouterConfig
+from router.routing.index.index_actor import IndexActor
+from router.routing.index.index_messages import RouteAnswer, RouteAsk
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE = "outrider"
+_REPORT_TIMEOUT_S = 2.0
+_FIRST_PAUSE_S = 0.1  # after a failure nobody asks again for so long, twice as long after the next, or until it answers
+_LONGEST_PAUSE_S = 2.0
+
+Answer = TypeVar("Answer")
+
+
+class IndexTimeoutError(UnavailableError):
+    """The index did not answer in time."""
+
+
+class IndexClient:
+    """The index of one application, found by name and started by whoever needs it first.
+
+    Its name holds a digest of the configuration, so a deployment with another policy or block size gets another index.
+    `connect` gives the actor's handle and may block; it runs in a thread.
+    """
+
+    def __init__(
+        self,
+        application: str,
+        config: RouterConfig,
+        connect: Callable[[str, RouterConfig], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        digest = hashlib.blake2b(repr(config).encode(), digest_size=4).hexdigest()
+        self._name = f"outrider-index-{application}-{digest}"
+        self._config = config
+        self._connect = connect or _get_or_create
+        self._clock = clock
+        self._actor: Any = None
+        self._connecting: asyncio.Task[Any] | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._away_until_s = 0.0
+
+    def warm_up(self) -> None:
+        """Find the index in the background, so that the first request need not; without a loop it has to."""
+        with suppress(RuntimeError):
+            self._connecting = asyncio.get_running_loop().create_task(self._find(), name="index-connect")
+
+    async def select(self, ask: RouteAsk) -> RouteAnswer:
+        """Choose and reserve.
+
+        Raises:
+            UnavailableError: no answer within `index_timeout_s`, or the last question was in vain a moment ago.
+        """
+        if self._clock() < self._away_until_s:
+            raise UnavailableError("the index has just failed to answer")
+
+        def take_back(answer: RouteAnswer) -> None:
+            self.withdraw(answer.worker_ids[0], ask.request_id)
+
+        return await self._call(lambda actor: actor.select.remote(ask), self._config.index_timeout_s, take_back)
+
+    async def report(self, report: WorkerReport) -> bool:
+        """Tell what a worker holds and does; True asks for its snapshot. Raises UnavailableError."""
+        return await self._call(lambda actor: actor.report.remote(report), _REPORT_TIMEOUT_S)
+
+    def withdraw(self, worker_id: str, request_id: str) -> None:
+        """End a reservation; nobody waits for it, and without an index there is none."""
+        self._tell(lambda actor: actor.withdraw.remote(worker_id, request_id))
+
+    def forget(self, worker_id: str) -> None:
+        """Say that a worker is gone; nobody waits for it."""
+        self._tell(lambda actor: actor.forget.remote(worker_id))
+
+    def _tell(self, send: Callable[[Any], object]) -> None:
+        if self._actor is not None:
+            try:
+                send(self._actor)
+            except RayError as error:
+                logger.debug("the index did not hear: %s", error)
+
+    async def _call(
+        self,
+        send: Callable[[Any], Awaitable[Answer]],
+        timeout_s: float,
+        on_late: Callable[[Answer], None] = lambda answer: None,
+    ) -> Answer:
+        """The actor's answer; `on_late` gets the one that nobody waits for any more."""
+        answering: asyncio.Future[Answer] | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                answering = asyncio.ensure_future(send(await self._connected()))
+                answer = await asyncio.shield(answering)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if answering is not None:
+                answering.add_done_callback(partial(self._late, on_late))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self._pause()
+            raise IndexTimeoutError(f"the index did not answer within {timeout_s} s") from None
+        except RayActorError as error:
+            self._actor = None  # it may have left for good; another one can be had by name
+            self._pause()
+            raise UnavailableError(f"the index is gone: {error}") from error
+        except (RayError, ValueError) as error:
+            self._pause()
+            raise UnavailableError(f"the index failed: {error}") from error
+        self._end_pause()
+        return answer
+
+    def _late(self, on_late: Callable[[Answer], None], answering: asyncio.Future[Answer]) -> None:
+        """An answer after all: the index lives, so it is asked again from now on."""
+        if not answering.cancelled() and answering.exception() is None:
+            self._end_pause()
+            on_late(answering.result())
+
+    async def _connected(self) -> Any:
+        if self._actor is None:
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._find(), name="index-connect")
+            try:
+                self._actor = await asyncio.shield(self._connecting)
+            finally:
+                if self._connecting.done():
+                    self._connecting = None
+        return self._actor
+
+    async def _find(self) -> Any:
+        return await asyncio.to_thread(self._connect, self._name, self._config)
+
+    def _pause(self) -> None:
+        """Begin a pause; of several questions that fail together, only the first does."""
+        now_s = self._clock()
+        if now_s >= self._away_until_s:
+            self._away_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _end_pause(self) -> None:
+        self._pause_s, self._away_until_s = _FIRST_PAUSE_S, 0.0
+
+
+def _get_or_create(name: str, config: RouterConfig) -> Any:
+    """The actor of that name; Ray restarts it whenever it dies, on any node, and it needs no CPU of its own."""
+    options = {"name": name, "namespace": _NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+    return ray.remote(IndexActor).options(**options, max_restarts=-1, num_cpus=0).remote(config)

@@ -1,0 +1,91 @@
+"""What the index actor does, without Ray and without a clock: reports in, decisions out, silent workers forgotten."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from functools import partial
+
+from protos.block_keys import split_keys
+from protos.kv_events import KvEventBatch, KvSnapshot
+from protos.worker_report import WorkerReport
+from router.config import RouterConfig
+from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.load import LoadTable
+from router.routing.policy import CostConfig, Decision, Policy, rank
+from router.routing.prefix_index import PrefixIndex
+from router.routing.selector import RouteRequest, Selector
+
+SILENCE_S = 10.0  # a worker that has not reported for so long is gone: living ones do every second
+
+
+class IndexState:
+    """The knowledge of one application's index: a `Selector` fed by `WorkerReport`s."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._block_size = config.block_size
+        self._index = PrefixIndex()
+        self._loads = LoadTable()
+        ranker = partial(rank, Policy(config.policy), config=CostConfig(others_weight=config.others_weight))
+        self._selector = Selector(ranker, config.block_size, self._index, self._loads)
+        self._heard_s: dict[str, float] = {}
+        self._away: set[str] = set()
+
+    def report(self, report: WorkerReport, now_s: float) -> bool:
+        """Take a worker's word in; True asks it for a snapshot."""
+        load, worker_id = report.load, report.load.worker_id
+        self._heard_s[worker_id] = now_s
+        (self._away.discard if report.is_serving else self._away.add)(worker_id)
+        self._loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
+        if report.snapshot is not None:
+            keys = split_keys(report.snapshot)
+            self._index.resync(KvSnapshot(worker_id, load.epoch, report.sequence - 1, keys))
+        events = tuple(event for delta in report.deltas for event in delta.events())
+        self._index.apply(KvEventBatch(worker_id, load.epoch, report.sequence, events))
+        return self._index.is_in_doubt(worker_id)
+
+    def select(self, ask: RouteAsk, now_s: float) -> RouteAnswer:
+        """Choose and reserve; candidates whose target is away count only where no other is left."""
+        if ask.refused_by is not None:
+            self._loads.withdraw(ask.refused_by, ask.request_id)
+        serving = [worker_id for worker_id in ask.candidates if worker_id not in self._away]
+        request = RouteRequest(
+            ask.request_id, ask.num_tokens, split_keys(ask.keys), zlib.crc32(ask.request_id.encode()), ask.session_id
+        )
+        decision = self._selector.select(request, serving or ask.candidates, now_s)
+        self._heard_s.setdefault(decision.worker_id, now_s)
+        return self._answer(decision, ask.wants_formula)
+
+    def withdraw(self, worker_id: str, request_id: str) -> None:
+        """The worker did not take this request: its work does not stand there."""
+        self._loads.withdraw(worker_id, request_id)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone; should it speak again, it is asked for a snapshot."""
+        self._index.forget(worker_id)
+        self._loads.forget(worker_id)
+        self._heard_s.pop(worker_id, None)
+        self._away.discard(worker_id)
+
+    def forget_silent(self, now_s: float) -> list[str]:
+        """Forget whoever has been silent for ten seconds, and say who."""
+        silent = [worker_id for worker_id, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_S]
+        for worker_id in silent:
+            self.forget(worker_id)
+        return silent
+
+    def _answer(self, decision: Decision, wants_formula: bool) -> RouteAnswer:
+        costs = decision.ranked()
+        chosen = costs[0]
+        rate = float(decision.fleet.prefill_tokens_per_s[decision.order[0]])
+        return RouteAnswer(
+            worker_ids=tuple(cost.worker_id for cost in costs),
+            predicted_blocks=chosen.cached_tokens // self._block_size,
+            achievable_blocks=max(cost.cached_tokens for cost in costs) // self._block_size,
+            cost_s=chosen.total_s,
+            runner_up_cost_s=min((cost.total_s for cost in costs[1:]), default=float("inf")),
+            block_prefill_s=self._block_size / rate,
+            formula=decision.explain() if wants_formula else "",
+            num_known_blocks=len(self._index),
+            num_doubtful_workers=len(self._index.needs_snapshot()),
+        )

@@ -1,0 +1,248 @@
+"""Which worker should serve a request: the cost of each in seconds, and the order that follows from it.
+
+    cost(worker) = queue + prefill + interference + others
+    queue        = backlog tokens / prefill rate                   work that stands before the request
+    prefill      = uncached tokens / prefill rate                  its own prompt, less the blocks the worker holds
+    interference = (queue + prefill) * slowdown * decode tokens    what running streams take from prefill
+    others       = prefill * weight * share of workers with work   what this prefill costs those who come after
+
+The first three are the predicted seconds to the first token. Without the fourth every request would look after itself
+alone: it would leave its prefix to save a moment, and compute again what all the others then wait for. Where every
+other worker is idle nobody waits, and the term is nothing.
+
+Pure functions of their arguments: no clock, no state, no side effect; the simulator and the serving router call the
+same ones. Everything is an array over workers [W], so a decision over a thousand workers costs little more than one
+over eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.routing.load import FleetLoad, FloatArray
+
+IntArray = NDArray[np.intp]
+
+_SPEED_STEP = np.log(1.05)  # decode speeds within 5% count as equal
+
+
+class Policy(StrEnum):
+    """How workers are ordered."""
+
+    PREFIX = "prefix"  # by the whole cost
+    LOAD = "load"  # by the cost with every cache taken as empty: least work
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What a policy may know of a request.
+
+    Attributes:
+        prefix_blocks: leading blocks that each worker holds (`PrefixIndex.matches`); empty where there is no answer.
+        seed: keys the shuffle of equals; equal seeds give equal decisions in every process.
+        turn: the request's ordinal number, for `round_robin`.
+        last_worker_id: the worker of the session's last request; decides only among equals.
+    """
+
+    num_tokens: int
+    block_size: int
+    prefix_blocks: Mapping[str, int]
+    seed: int
+    turn: int = 0
+    last_worker_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostConfig:
+    """The constants of the cost.
+
+    Attributes:
+        others_weight: how much the delay of later requests counts against the request's own; 0 looks at the request
+            alone. docs/routing.md compares values.
+        tie_s, tie_fraction: costs within both of the lowest count as equal to it.
+    """
+
+    others_weight: float = 1.5
+    tie_s: float = 0.001
+    tie_fraction: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """The cost of every worker, term by term; all [W], seconds unless named otherwise."""
+
+    cached_tokens: FloatArray
+    queue_s: FloatArray
+    prefill_s: FloatArray
+    interference_s: FloatArray
+    others_s: FloatArray
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Predicted seconds to the first token."""
+        return self.queue_s + self.prefill_s + self.interference_s
+
+    @property
+    def total_s(self) -> FloatArray:
+        """The cost by which workers are compared."""
+        return self.ttft_s + self.others_s
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """One worker's share of a decision."""
+
+    worker_id: str
+    cached_tokens: int
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A ranking of the candidates, best first, and the numbers behind it; `order` indexes `fleet.worker_ids`."""
+
+    policy: str
+    query: RouteQuery
+    fleet: FleetLoad
+    terms: CostTerms
+    order: IntArray  # [W]
+
+    @property
+    def worker_id(self) -> str:
+        """The chosen worker."""
+        return self.fleet.worker_ids[self.order[0]]
+
+    def ranked(self, limit: int | None = None) -> list[WorkerCost]:
+        """The best `limit` workers (all by default), best first."""
+        return [self._cost(int(row)) for row in self.order[:limit]]
+
+    def explain(self, limit: int = 3) -> str:
+        """The formula with its numbers for the best `limit` workers, one line for the debug log."""
+        return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:limit])
+
+    def _cost(self, row: int) -> WorkerCost:
+        return WorkerCost(
+            worker_id=self.fleet.worker_ids[row],
+            cached_tokens=int(self.terms.cached_tokens[row]),
+            ttft_s=float(self.terms.ttft_s[row]),
+            total_s=float(self.terms.total_s[row]),
+        )
+
+    def _formula(self, row: int) -> str:
+        fleet, terms = self.fleet, self.terms
+        rate = fleet.prefill_tokens_per_s[row]
+        uncached = self.query.num_tokens - terms.cached_tokens[row]
+        return (
+            f"{fleet.worker_ids[row]} {terms.total_s[row]:.4f} s"
+            f" = queue {fleet.backlog_tokens[row]:.0f}/{rate:.0f}"
+            f" + prefill ({self.query.num_tokens}-{terms.cached_tokens[row]:.0f}={uncached:.0f})/{rate:.0f}"
+            f" + interference {terms.interference_s[row]:.4f} ({fleet.decode_tokens[row]:.0f} decode tokens)"
+            f" + others {terms.others_s[row]:.4f}"
+        )
+
+
+def rank(policy: Policy, query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> Decision:
+    """Order the workers of `fleet` (at least one) for a request.
+
+    The terms always hold the full cost, prefix hits included, whichever policy orders; so a decision of any policy can
+    be compared with what `prefix` would have paid.
+    """
+    assert len(fleet) > 0
+    terms = cost_terms(query, fleet, config)
+    order = _ORDERS[policy](query, fleet, terms, config)
+    return Decision(policy, query, fleet, terms, order)
+
+
+def cost_terms(query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> CostTerms:
+    """The cost of the request on every worker.
+
+    At least one token is always computed: the last one's logits give the first token of the answer.
+    """
+    cached = cached_tokens(query, fleet)
+    queue_s = fleet.backlog_tokens / fleet.prefill_tokens_per_s
+    prefill_s = (query.num_tokens - cached) / fleet.prefill_tokens_per_s
+    interference_s = (queue_s + prefill_s) * fleet.decode_slowdown * fleet.decode_tokens
+    others_s = prefill_s * (config.others_weight * float(np.mean(fleet.backlog_tokens > 0)))
+    return CostTerms(cached, queue_s, prefill_s, interference_s, others_s)
+
+
+def cached_tokens(query: RouteQuery, fleet: FleetLoad) -> FloatArray:
+    """Prompt tokens that each worker need not compute: [W], whole blocks, never the last token."""
+    tokens = np.zeros(len(fleet))
+    hits = query.prefix_blocks
+    most = max(query.num_tokens - 1, 0) // query.block_size
+    rows = np.fromiter((fleet.rows.get(worker_id, -1) for worker_id in hits), np.intp, len(hits))
+    blocks = np.fromiter(hits.values(), np.float64, len(hits))
+    is_candidate = rows >= 0
+    tokens[rows[is_candidate]] = np.minimum(blocks[is_candidate], most) * query.block_size
+    return tokens
+
+
+def shuffle(seed: int, fleet: FleetLoad) -> NDArray[np.uint64]:
+    """A number per worker [W] that orders equals at random, as a function of `seed` and the worker's name alone."""
+    with np.errstate(over="ignore"):
+        mixed = fleet.hashes ^ _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+        return _mix(mixed)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _by_cost(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return _order_by(terms.total_s, query, fleet, config)
+
+
+def _by_load(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    blind = cost_terms(replace(query, prefix_blocks={}), fleet, config)
+    return _order_by(blind.total_s, query, fleet, config)
+
+
+def _in_turn(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return (np.arange(len(fleet)) + query.turn) % len(fleet)
+
+
+def _at_random(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return np.argsort(shuffle(query.seed, fleet))
+
+
+def _order_by(cost_s: FloatArray, query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> IntArray:
+    """Lowest cost first.
+
+    Those within a tie of the lowest by decode speed, then the session's last worker, then at random.
+    """
+    is_tied = cost_s <= cost_s.min() * (1.0 + config.tie_fraction) + config.tie_s
+    tied, others = np.flatnonzero(is_tied), np.flatnonzero(~is_tied)
+    is_elsewhere = tied != fleet.rows.get(query.last_worker_id or "", -1)
+    first = np.lexsort((shuffle(query.seed, fleet)[tied], is_elsewhere, -_speed_class(fleet.decode_tokens_per_s[tied])))
+    return np.concatenate([tied[first], others[np.argsort(cost_s[others])]])
+
+
+def _speed_class(decode_tokens_per_s: FloatArray) -> FloatArray:
+    """Decode speed in steps of 5%.
+
+    What speculation gains on a worker, accepted drafts included, decides among equals.
+    """
+    return np.round(np.log(np.maximum(decode_tokens_per_s, 1e-3)) / _SPEED_STEP)
+
+
+_Order = Callable[[RouteQuery, FleetLoad, CostTerms, CostConfig], IntArray]
+
+_ORDERS: dict[Policy, _Order] = {
+    Policy.PREFIX: _by_cost,
+    Policy.LOAD: _by_load,
+    Policy.ROUND_ROBIN: _in_turn,
+    Policy.RANDOM: _at_random,
+}

@@ -1,0 +1,92 @@
+"""What routing is worth, measured on every request: reuse against achievable reuse, and what the choice cost."""
+
+from __future__ import annotations
+
+import logging
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.routing.audit import RouteAudit, RouteOutcome
+from router.routing.routed_call import Route
+
+logger = logging.getLogger(__name__)
+
+_DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1)
+_BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class RouterMetrics:
+    """The `outrider_router_*` families of one ingress replica."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._audit = RouteAudit()
+        self._hit = self._counter("hit_blocks", "Prompt blocks that engines took from their cache.")
+        self._achievable = self._counter("achievable_blocks", "The most blocks that any pair held, per request.")
+        self._predicted = self._counter("predicted_blocks", "Blocks that the chosen pairs were thought to hold.")
+        self._stale = self._counter("stale_answers", "Requests whose engine held less than the index said.")
+        self._misroutes = self._counter("misroutes", "Stale answers that cost more than the next best pair would.")
+        self._unforeseen = self._counter("unforeseen_hits", "Engine hits where the index thought every block cold.")
+        self._decisions = Counter(
+            "outrider_router_decisions",
+            "Choices by what they rest on: the index, or load alone because it was silent (timeout), known to be gone "
+            "(away), broken (error), or its choice refused the request (diverted).",
+            ("basis",),
+            registry=registry,
+        )
+        self._decision = Histogram(
+            "outrider_router_decision_seconds",
+            "From the question to the index until its answer, or until it is given up.",
+            buckets=_DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self._hit_histogram = self._blocks("request_hit_blocks", "Blocks found per request.")
+        self._achievable_histogram = self._blocks("request_achievable_blocks", "Blocks some pair held, per request.")
+        self._blind = self._gauge("blind", "1: engines and router name blocks differently, or the index hears nothing.")
+        self._known = self._gauge("index_blocks", "Distinct blocks in the index.")
+        self._doubtful = self._gauge("index_doubtful_pairs", "Pairs whose snapshot the index is waiting for.")
+
+    def record_choice(self, route: Route) -> None:
+        """Count a choice, when it has been made."""
+        self._decision.observe(route.decision_s)
+        self._decisions.labels(route.failure or "index").inc()
+        if route.answer is not None:
+            self._known.set(route.answer.num_known_blocks)
+            self._doubtful.set(route.answer.num_doubtful_workers)
+
+    def record_outcome(self, outcome: RouteOutcome) -> None:
+        """Count what the engine found, when it has said so."""
+        was_blind = self._audit.is_blind
+        self._audit.observe(outcome)
+        self._hit.inc(outcome.achieved_blocks)
+        self._achievable.inc(outcome.achievable_blocks)
+        self._predicted.inc(outcome.predicted_blocks)
+        self._hit_histogram.observe(outcome.achieved_blocks)
+        self._achievable_histogram.observe(outcome.achievable_blocks)
+        self._stale.inc(outcome.is_stale)
+        self._misroutes.inc(outcome.is_misroute)
+        self._unforeseen.inc(outcome.is_unforeseen)
+        if self._audit.is_blind != was_blind:
+            self._alarm()
+
+    def set_refuted(self, is_refuted: bool) -> None:
+        """Whether the proof that engines and router name blocks alike has failed."""
+        self._blind.set(is_refuted or self._audit.is_blind)
+
+    def _alarm(self) -> None:
+        self._blind.set(self._audit.is_blind)
+        if self._audit.is_blind:
+            logger.error(
+                "engines have found %d cached prefixes that the router thought cold, and none that it predicted: the "
+                "index does not hear of their caches; look for IndexActor in Ray's logs",
+                self._audit.num_unforeseen_hits,
+            )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"outrider_router_{name}", text, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"outrider_router_{name}", text, registry=self._registry)
+
+    def _blocks(self, name: str, text: str) -> Histogram:
+        return Histogram(f"outrider_router_{name}", text, buckets=_BLOCK_BUCKETS, registry=self._registry)

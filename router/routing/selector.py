@@ -1,0 +1,79 @@
+"""Select and reserve in one step: ask the index, weigh the loads, choose, and write down what was sent.
+
+Because the choice and its consequences are one call on one state, a burst that several ingress replicas route at the
+same moment spreads as if one had routed it. No process and no clock: whoever hosts it passes the time, the simulator
+included.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protos.block_keys import BlockKey
+from router.routing.load import FleetLoad, LoadTable, SentWork
+from router.routing.policy import Decision, RouteQuery
+from router.routing.prefix_index import PrefixIndex
+
+Ranker = Callable[[RouteQuery, FleetLoad], Decision]
+
+_MAX_SESSIONS = 100_000
+_GRACE_S = 1.0  # how long after its predicted first token a request's blocks may still be unreported
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request as the router sees it: named prompt blocks and a length, no tokens."""
+
+    request_id: str
+    num_tokens: int
+    keys: Sequence[BlockKey]
+    seed: int = 0
+    session_id: str = ""
+
+
+class Selector:
+    """The router's state and its one decision.
+
+    `index` and `loads` are fed by the workers' events; `select` reads both and adds what it has just decided.
+    """
+
+    def __init__(self, rank: Ranker, block_size: int, index: PrefixIndex, loads: LoadTable) -> None:
+        self.index = index
+        self.loads = loads
+        self._rank = rank
+        self._block_size = block_size
+        self._turn = 0
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    def select(self, request: RouteRequest, candidates: Sequence[str], now_s: float) -> Decision:
+        """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once."""
+        self.index.expire(now_s)
+        query = RouteQuery(
+            num_tokens=request.num_tokens,
+            block_size=self._block_size,
+            prefix_blocks=self.index.matches(request.keys),
+            seed=request.seed,
+            turn=self._turn,
+            last_worker_id=self._sessions.get(request.session_id),
+        )
+        decision = self._rank(query, self.loads.view(candidates, now_s))
+        self._reserve(request, decision, now_s)
+        return decision
+
+    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+        chosen = decision.ranked(1)[0]
+        self._turn += 1
+        self.index.reserve(chosen.worker_id, request.keys, now_s, hold_s=chosen.ttft_s + _GRACE_S)
+        uncached_tokens = request.num_tokens - chosen.cached_tokens
+        self.loads.sent(chosen.worker_id, SentWork(request.request_id, uncached_tokens, now_s))
+        self._remember(request.session_id, chosen.worker_id)
+
+    def _remember(self, session_id: str, worker_id: str) -> None:
+        if not session_id:
+            return
+        self._sessions[session_id] = worker_id
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)

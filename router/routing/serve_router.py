@@ -1,0 +1,69 @@
+"""Ray Serve's end of routing: replicas in, ranks of replicas out; the thinking is done elsewhere.
+
+Serve pickles this module by value into every process that calls the pairs, so it holds no state of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from router.config import RouterConfig
+from router.routing.index.index_client import IndexClient
+from router.routing.route_chooser import RouteChooser
+from router.routing.routed_call import RoutedCall
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixAwareRouter(RequestRouter):
+    """Sends each `RoutedCall` where `RouteChooser` wants it, and every other call wherever there is room.
+
+    `request_router_kwargs` are the fields of `RouterConfig`. A worker's id is its replica's unique id.
+    """
+
+    def initialize_state(self, **settings: Any) -> None:
+        self._index = IndexClient(self.app_name, RouterConfig(**settings))
+        self._index.warm_up()
+        self._chooser = RouteChooser(self._index)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas, best first. Raises nothing: Serve would leave the request hanging."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # else a full fleet is asked in a busy loop
+        call = _call_of(pending_request)
+        if call is None:
+            ranks = self._chooser.by_load(list(replicas))
+        else:
+            ranks = await self._chooser.choose(call, list(replicas))
+        return [[replicas[worker_id] for worker_id in rank if worker_id in replicas] for rank in ranks]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        """A replica has taken the request."""
+        call = _call_of(pending_request)
+        if call is not None:
+            self._chooser.routed(call, replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """The fleet has changed; whoever left it is forgotten at once."""
+        before = {replica_id.unique_id for replica_id in self.curr_replicas}
+        super().update_replicas(replicas)
+        for worker_id in before - {replica.replica_id.unique_id for replica in replicas}:
+            self._index.forget(worker_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A call has found a replica dead, before Serve's controller did."""
+        super().on_replica_actor_died(replica_id)
+        self._index.forget(replica_id.unique_id)
+
+
+def _call_of(pending_request: PendingRequest | None) -> RoutedCall | None:
+    if pending_request is None or not pending_request.args:
+        return None
+    call = pending_request.args[0]
+    return call if isinstance(call, RoutedCall) else None

@@ -1,0 +1,104 @@
+"""Text to token ids and back, from a model's own tokenizer files; no torch, no transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as TokenizerCore
+
+from protos.errors import RequestError
+from protos.token_bytes import find_spelling
+
+_LARGE_TEXT_CHARACTERS = 8_192  # a few milliseconds of encoding; beyond, a thread keeps the event loop free
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Safe to share between coroutines. `core` must not truncate or pad; `load_tokenizer` sees to it.
+    """
+
+    def __init__(self, core: TokenizerCore) -> None:
+        self._core = core
+        self._spelling = find_spelling(core)
+        self._special_ids = frozenset(id_ for id_, token in core.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def is_spelled(self) -> bool:
+        """Whether a sequence's text is the concatenation of its tokens' bytes, whatever stands around them."""
+        return self._spelling is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Raises:
+            RequestError: the text cannot be written in UTF-8 (it holds a lone surrogate).
+        """
+        try:
+            [encoding] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise RequestError("The text is not valid Unicode: it holds a lone surrogate.") from None
+        return encoding.ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`; a long text is encoded in a thread, outside the interpreter lock."""
+        if len(text) <= _LARGE_TEXT_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, which readers do not want to see."""
+        return token_id in self._special_ids
+
+    def token_name(self, token_id: int) -> str | None:
+        """The vocabulary's own name of the token; None for an id it does not name."""
+        return self._core.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; a character may be spread over several tokens."""
+        name = self.token_name(token_id)
+        if name is None:
+            return b""
+        if self._spelling is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        return self._spelling(name)
+
+    def token_text(self, token_id: int) -> str:
+        """The token's bytes as text; one that is part of a character reads `bytes:\\xe2\\x80`, as in OpenAI's API."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def token_id(self, name: str) -> int | None:
+        """The id of the token with this name, if the vocabulary has it."""
+        return self._core.token_to_id(name)
+
+
+class TokenIdsOnly(Tokenizer):
+    """Stands in for a model without tokenizer files: token ids pass through, there is no text."""
+
+    def __init__(self) -> None:
+        self._special_ids = frozenset()
+
+    @property
+    def is_spelled(self) -> bool:
+        return True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise RequestError("This model has no tokenizer.json, so it takes no text; send the prompt as token ids.")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def token_name(self, token_id: int) -> str | None:
+        return None
+
+    def token_id(self, name: str) -> int | None:
+        return None

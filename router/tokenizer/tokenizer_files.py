@@ -1,0 +1,111 @@
+"""Where a model's tokenizer, chat template and special tokens are read from: a local folder or the Hub."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer as TokenizerCore
+
+from protos.errors import ConfigError
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer import TokenIdsOnly, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_HUB_PATTERNS = ["tokenizer*", "vocab.*", "merges.txt", "chat_template*", "special_tokens_map.json"]
+_UNCONVERTED = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.tiktoken")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """All that the faces read from a checkpoint; `chat_template` is None where the model has none."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... by name
+
+
+def load_tokenizer_files(path: str) -> TokenizerFiles:
+    """Read the tokenizer of the model at `path`, a local folder or a Hub id.
+
+    Raises: ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, a file is not what
+        its name says, or the Hub id cannot be fetched.
+    """
+    folder = _folder(path)
+    config = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    template = _read_template(folder, config)
+    return TokenizerFiles(
+        tokenizer=_load_tokenizer(folder),
+        chat_template=ChatTemplate(template, special_tokens) if template else None,
+        special_tokens=special_tokens,
+    )
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS))
+    except (OSError, ValueError) as error:  # the Hub client's errors are children of these two
+        raise ConfigError(
+            f"model path {path!r} is neither a local folder nor a Hub id that can be fetched: {error}"
+        ) from error
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            core = TokenizerCore.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        core.no_truncation()
+        core.no_padding()
+        return Tokenizer(core)
+    if old := [name for name in _UNCONVERTED if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} holds {old[0]} but no tokenizer.json; convert it once with "
+            "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    logger.warning("%s has no tokenizer.json: prompts must be token ids, and answers hold no text", folder)
+    return TokenIdsOnly()
+
+
+def _read_template(folder: Path, config: dict[str, object]) -> str | None:
+    """The model's chat template: its own file, as newer checkpoints have it, or an entry of tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: dict[str, object]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):  # an AddedToken written out
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,313 @@
+"""Engine, channel and draft model over a real socket: both disciplines say what the target alone says.
+
+The draft serves from a thread. The target is as slow as a large one: it gives the draft the time to look ahead. Nothing
+but the hit rate hangs on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.channel.channel_proposer import ChannelProposer
+from actors.channel.offer_table import OfferTable
+from actors.draft.draft_server import DraftServer
+from actors.process.frames import FrameListener
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.draft import NO_DRAFT, Draft
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from tests.engine.fixtures.checkpoints import Folders, write_pair
+
+K = 3
+FAN_OUT = 3
+PATIENCE_S = 30.0  # of these tests, on a busy machine; nothing lasts as long
+MAX_TOKENS = 32
+LAWS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.5),
+    SamplingParams(temperature=1.2, top_k=8, logit_bias=((5, 2.0),)),
+)
+CACHE = CacheConfig(num_blocks=256, memory_bytes=None)
+
+Texts = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+
+
+def new_engine(
+    folders: Folders,
+    proposer: Proposer | None,
+    verify: VerifyMode = VerifyMode.COUPLED,
+    tree: TreeConfig | None = None,
+) -> EngineCore:
+    model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
+    limits = SchedulerConfig(max_model_len=128)
+    return EngineCore.from_config(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify, tree=tree)), proposer)
+
+
+def slow_down(
+    engine: EngineCore, channel: ChannelProposer, servers: list[DraftServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of the target takes as long as the last of `servers` looks ahead, on however busy a machine this runs."""
+    forward = engine.runner.forward
+
+    def slow(spans):
+        deadline_s = time.monotonic() + PATIENCE_S
+        while channel.stats.is_connected and not is_idle(channel, servers[-1]) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        return forward(spans)
+
+    monkeypatch.setattr(engine.runner, "forward", slow)
+
+
+def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
+    """The draft has looked beyond all that is committed."""
+    lookahead = server._ahead and server._ahead._lookahead
+    wanting = [each.sequence for each in channel._followed.values() if each.sequence.num_wanted_drafts > 0]
+    if not isinstance(lookahead, WatchedLookahead):
+        return True
+    return all(lookahead.seen.get(sequence.request_id) == len(sequence.token_ids) for sequence in wanting)
+
+
+class WatchedLookahead:
+    """Remembers how far into each sequence everything was prepared."""
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        self._lookahead = lookahead
+        self.seen: dict[str, int] = {}
+
+    def run(self, prospects, emit, is_stopped) -> bool:
+        lengths = {each.sequence.request_id: len(each.sequence.token_ids) for each in prospects}
+        is_done = self._lookahead.run(prospects, emit, is_stopped)
+        if is_done:
+            self.seen |= lengths
+        return is_done
+
+
+@contextmanager
+def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig | None = None) -> Iterator[DraftServer]:
+    """A draft process, as a thread."""
+    model = ModelConfig(str(folders.draft), dtype="float32")
+    proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig(), tree=tree)
+    lookahead = None if fan_out is None else WatchedLookahead(proposer.lookahead(fan_out))
+    listener = FrameListener(path)
+    server = DraftServer(listener, proposer, proposer.model_version, lookahead, tree)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join(PATIENCE_S)
+        listener.close()
+        assert not thread.is_alive()
+        proposer.mirrors.check_integrity()
+
+
+def connected(path: Path) -> ChannelProposer:
+    channel = ChannelProposer(path)
+    await_connection(channel)
+    return channel
+
+
+def await_connection(channel: ChannelProposer) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not channel.stats.is_connected:
+        assert time.monotonic() < deadline_s
+        channel.flush()
+        time.sleep(0.01)
+
+
+def requests(num_tokens: int = MAX_TOKENS) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            str(index), tuple(range(3 + index, 12 + 3 * index)), replace(law, seed=index, max_tokens=num_tokens)
+        )
+        for index, law in enumerate(LAWS)
+    ]
+
+
+def generate(engine: EngineCore, batch: list[GenerateRequest], channel: ChannelProposer | None = None) -> Texts:
+    texts: Texts = {request.request_id: () for request in batch}
+    for request in batch:
+        engine.add(request)
+    while engine.has_work:
+        if channel is not None:
+            channel.flush()  # as the engine's loop does before every step
+        for chunk in engine.step():
+            texts[chunk.request_id] += chunk.token_ids
+    return texts
+
+
+@pytest.fixture(scope="module")
+def reference(folders: Folders) -> Texts:
+    return generate(new_engine(folders, None), requests())
+
+
+@pytest.mark.parametrize("fan_out", [None, 1, FAN_OUT])
+def test_a_batch_of_all_laws_says_what_the_target_alone_says(
+    fan_out: int | None, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folders, folder / "draft.sock", fan_out) as server:
+        channel = connected(folder / "draft.sock")
+        engine = new_engine(folders, channel)
+        slow_down(engine, channel, [server], monkeypatch)
+        assert generate(engine, requests(), channel) == reference
+        assert engine.stats().drafts.acceptance_length > 2.0
+        channel.disconnect()
+    assert channel.stats.num_hits == 0 if fan_out is None else channel.stats.num_hits > 0
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
+def test_trees_cross_the_channel_while_few_sequences_run(
+    verify: VerifyMode, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = TreeConfig(num_nodes=6, max_batch=2)
+    batch = requests()
+    taken: list[tuple[int, Draft]] = []  # by the number of sequences in the pass
+    with serving(folders, folder / "draft.sock", None, tree):
+        channel = connected(folder / "draft.sock")
+        propose = channel.propose
+        monkeypatch.setattr(
+            channel, "propose", lambda shares: [taken.append((len(shares), d)) or d for d in propose(shares)]
+        )
+        engine = new_engine(folders, channel, verify, tree)
+        texts = generate(engine, batch[:2], channel) | generate(engine, batch[2:3], channel)
+        texts |= generate(engine, [replace(each, request_id=f"{each.request_id}, in four") for each in batch], channel)
+        drafts = engine.stats().drafts
+        channel.disconnect()
+    if verify is VerifyMode.COUPLED:
+        assert all(texts[each] == reference[each.partition(",")[0]] for each in texts)
+    assert any(draft.parents and draft.depth < len(draft.token_ids) for number, draft in taken if number <= 2)
+    assert not any(draft.parents for number, draft in taken if number == 4)
+    assert drafts.num_invalid_tokens == 0
+    assert drafts.acceptance_length > 2.0
+
+
+def all_sampled(sampling: SamplingParams) -> list[GenerateRequest]:
+    return [replace(each, sampling=replace(sampling, seed=index)) for index, each in enumerate(requests())]
+
+
+def hits_of(
+    folders: Folders, path: Path, sampling: SamplingParams, verify: VerifyMode, patch: pytest.MonkeyPatch
+) -> float:
+    with serving(folders, path, FAN_OUT) as server:
+        channel = connected(path)
+        engine = new_engine(folders, channel, verify)
+        slow_down(engine, channel, [server], patch)
+        batch = all_sampled(sampling)
+        generate(engine, batch, channel)
+        stats = channel.stats
+        channel.disconnect()
+    assert stats.num_lookups > 30
+    return stats.num_hits / stats.num_lookups
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+WARM = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+
+
+@pytest.mark.parametrize(("sampling", "least"), [(GREEDY, 0.9), (WARM, 0.9)])
+def test_most_rounds_of_a_good_draft_find_their_drafts_prepared(
+    sampling: SamplingParams, least: float, folders: Folders, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hits_of(folders, folder / "draft.sock", sampling, VerifyMode.COUPLED, monkeypatch) >= least
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_other_modes_of_verification_hit_too(
+    verify: VerifyMode, folders: Folders, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hits_of(folders, folder / "draft.sock", WARM, verify, monkeypatch) >= 0.6
+
+
+def test_the_draft_of_a_wrong_outcome_changes_no_token_but_is_hardly_ever_right(
+    folders: Folders, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draft_of_another(table: OfferTable) -> Draft | None:
+        true = tuple(table._token_ids[table._base_len :])
+        if not true:
+            return NO_DRAFT  # an answer, which only the true outcome has: it is dropped, and not waited for any longer
+        return next((draft for after, draft in table._drafts.items() if after != true), None)
+
+    warm = all_sampled(WARM)
+    expected = generate(new_engine(folders, None), warm)
+
+    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
+        channel = connected(folder / "draft.sock")
+        engine = new_engine(folders, channel)
+        slow_down(engine, channel, [server], monkeypatch)
+        monkeypatch.setattr(OfferTable, "draft", property(draft_of_another))
+        assert generate(engine, warm, channel) == expected
+        drafts = engine.stats().drafts
+        assert drafts.num_drafts > 30
+        assert drafts.acceptance_length < 1.3
+        channel.disconnect()
+
+
+def test_a_draft_that_dies_and_comes_back_costs_no_token(
+    folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "draft.sock"
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(folders, path, FAN_OUT))]
+        channel = connected(path)
+        engine = new_engine(folders, channel)
+        slow_down(engine, channel, servers, monkeypatch)
+        batch = requests()
+        texts: Texts = {request.request_id: () for request in batch}
+        for request in batch:
+            engine.add(request)
+        for step in range(10_000):
+            if not engine.has_work:
+                break
+            if step == 4:
+                stack.close()
+            if step == 7:
+                servers.append(stack.enter_context(serving(folders, path, FAN_OUT)))
+                await_connection(channel)
+            channel.flush()
+            for chunk in engine.step():
+                texts[chunk.request_id] += chunk.token_ids
+        assert texts == reference
+        assert channel.stats.num_connections == 2
+        channel.disconnect()
+
+
+def test_requests_come_and_go_while_others_run(
+    folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
+        channel = connected(folder / "draft.sock")
+        engine = new_engine(folders, channel)
+        slow_down(engine, channel, [server], monkeypatch)
+        texts: Texts = {}
+        pending = requests()
+        abandoned = replace(pending[0], request_id="abandoned")
+        engine.add(abandoned)
+        while pending or engine.has_work:
+            if pending:
+                texts[pending[0].request_id] = ()
+                engine.add(pending.pop(0))
+            channel.flush()
+            for chunk in engine.step():
+                if chunk.request_id in texts:
+                    texts[chunk.request_id] += chunk.token_ids
+            if len(pending) == 1:
+                engine.abort("abandoned")
+        assert texts == reference
+        channel.disconnect()

@@ -1,0 +1,65 @@
+"""When the target speaks to its shell about itself, and what it leaves out."""
+
+from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.status_reporter import StatusReporter
+from actors.shell_messages import Snapshot, Status
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from protos.kv_events import BlocksRemoved, BlocksStored
+
+A, B = (bytes([n]) * 16 for n in (1, 2))
+
+
+class Target:
+    """A reporter with a clock by hand and a cache of a set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.sent: list[Status | Snapshot] = []
+        self.journal = CacheJournal()
+        self.keys: set[bytes] = set()
+        self.reporter = StatusReporter(self.sent.append, self.journal, lambda: self.keys, lambda: self.now_s)
+
+    def turn(self, num_running: int, *, is_idle: bool = False) -> None:
+        stats = EngineStats(num_running, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
+        self.reporter.report(stats, is_idle=is_idle)
+
+
+def test_what_has_not_changed_is_not_repeated():
+    target = Target()
+    for _ in range(3):
+        target.turn(1)
+        target.now_s += 1.0
+    assert len(target.sent) == 1
+
+
+def test_short_steps_share_a_frame_and_lose_no_event():
+    target = Target()
+    for number in range(20):
+        target.journal.record(BlocksStored((bytes([number]) * 16,)))
+        target.turn(number)
+        target.now_s += 0.001
+    target.turn(0, is_idle=True)
+    assert len(target.sent) == 3
+    stored = b"".join(status.cache.stored for status in target.sent if isinstance(status, Status))
+    assert len(stored) == 20 * 16
+
+
+def test_the_last_news_before_idleness_goes_out_at_once():
+    target = Target()
+    target.turn(1)
+    target.turn(0, is_idle=True)
+    assert [status.engine.num_running for status in target.sent if isinstance(status, Status)] == [1, 0]
+
+
+def test_a_snapshot_covers_what_the_journal_held():
+    target = Target()
+    target.keys = {A}
+    target.journal.record(BlocksStored((A,)))
+    target.reporter.send_snapshot()
+    target.journal.record(BlocksRemoved((A,)))
+    target.turn(0, is_idle=True)
+    snapshot, status = target.sent
+    assert isinstance(snapshot, Snapshot)
+    assert isinstance(status, Status)
+    assert (snapshot.keys, status.cache.stored, status.cache.removed) == (A, b"", A)

@@ -1,0 +1,133 @@
+"""The pair's end of a stream from a prefill replica, which is scripted: the stream is ended after the last read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.kv_transfer.direct_blocks import DirectBlocks
+from actors.kv_transfer.kv_transport import PrefillTransport
+from actors.kv_transfer.nixl_carrier import NixlCarrier
+from actors.kv_transfer.prefill_messages import PrefillAccepted, PrefillComputed, PrefillDone, PrefillReply
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import (
+    FetchAccepted,
+    FetchEnd,
+    FetchNews,
+    FetchOrder,
+    KVChunk,
+    KVLayout,
+    RemoteLoad,
+)
+
+LOAD = RemoteLoad("replica", 0, 100.0)
+BLOCKS = np.arange(12, dtype=np.uint8).reshape(2, 6)
+PATIENCE_S = 20.0
+
+
+class ScriptedPrefill:
+    """A handle whose streams bring these replies; an exception among them is raised."""
+
+    def __init__(self, *replies: PrefillReply | Exception) -> None:
+        self._replies = replies
+        self.num_ended = 0
+
+    def options(self, **options: object) -> ScriptedPrefill:
+        return self
+
+    def remote(self, order: object) -> ScriptedStream:
+        return ScriptedStream(self, self._answer())
+
+    async def _answer(self) -> AsyncIterator[PrefillReply]:
+        for reply in self._replies:
+            if isinstance(reply, Exception):
+                raise reply
+            yield reply
+
+
+class ScriptedStream:
+    def __init__(self, prefill: ScriptedPrefill, replies: AsyncIterator[PrefillReply]) -> None:
+        self._prefill = prefill
+        self._replies = replies
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> PrefillReply:
+        return await anext(self._replies)
+
+    def cancel(self) -> None:
+        self._prefill.num_ended += 1
+
+
+class SlowCarrier:
+    """Reads when it may."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.num_readers = 0
+
+    def receive(self, sent: DirectBlocks, timeout_s: float) -> Tensor:
+        self.num_readers += 1
+        assert self.may_read.wait(PATIENCE_S)
+        self.num_readers -= 1
+        return torch.from_numpy(BLOCKS)
+
+
+def opened(prefill: ScriptedPrefill, carrier: SlowCarrier | None = None) -> PrefillTransport:
+    transport = PrefillTransport(cast(Any, prefill), cast(NixlCarrier | None, carrier))
+    transport.open(KVLayout("v", "float32", 16, ()), on_news=lambda: None)
+    transport.start(FetchOrder(7, "a", (1,) * 32, 0, "", PATIENCE_S))
+    return transport
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def news_of(transport: PrefillTransport) -> list[FetchNews]:
+    heard: list[FetchNews] = []
+    until(lambda: bool(heard.extend(transport.poll(4)) or (heard and isinstance(heard[-1], FetchEnd))))
+    return heard
+
+
+def test_a_stream_becomes_news_and_is_ended() -> None:
+    prefill = ScriptedPrefill(PrefillAccepted(LOAD), PrefillComputed(0, LOAD), BLOCKS, PrefillDone())
+    accepted, chunk, end = news_of(opened(prefill))
+    assert accepted == FetchAccepted(7, LOAD)
+    assert isinstance(chunk, KVChunk)
+    assert np.array_equal(chunk.blocks.numpy(), BLOCKS)
+    assert end == FetchEnd(7)
+    until(lambda: prefill.num_ended == 1)
+
+
+def test_a_stream_that_breaks_is_a_loss() -> None:
+    end = news_of(opened(ScriptedPrefill(PrefillAccepted(LOAD), RuntimeError("the node is gone"))))[-1]
+    assert end == FetchEnd(7, FetchFailure.LOST, "RuntimeError: the node is gone")
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_the_stream_is_not_ended_while_its_blocks_are_read(is_given_up: bool) -> None:
+    prefill = ScriptedPrefill(PrefillAccepted(LOAD), PrefillComputed(0, LOAD), DirectBlocks("k", None), PrefillDone())
+    carrier = SlowCarrier()
+    transport = opened(prefill, carrier)
+    until(lambda: carrier.num_readers == 1)
+    if is_given_up:
+        transport.cancel(7)
+    time.sleep(0.05)
+    assert prefill.num_ended == 0, "the replica would free what is being read"
+    carrier.may_read.set()
+    until(lambda: prefill.num_ended == 1)
+    assert carrier.num_readers == 0
+    if not is_given_up:
+        assert [type(each) for each in news_of(transport)] == [FetchAccepted, KVChunk, FetchEnd]

@@ -1,0 +1,36 @@
+"""Who is let in, and what the others are told."""
+
+import pytest
+
+from actors.pair.admission import Admission
+from protos.errors import OverloadedError
+
+
+def test_places_are_given_back():
+    admission = Admission(max_requests=1)
+    admission.enter()
+    admission.leave(0.5)
+    admission.enter()
+
+
+def test_a_full_pair_refuses_and_says_when_to_come_back():
+    admission = Admission(max_requests=2)
+    admission.enter()
+    admission.enter()
+    with pytest.raises(OverloadedError, match="2 requests are running or queued, and this pair takes 2") as caught:
+        admission.enter()
+    assert caught.value.retry_after_s == 1.0
+    assert admission.num_refused == 1
+    admission.leave(0.5)
+    admission.enter()  # who was refused has taken no place
+
+
+def test_slow_requests_mean_a_longer_wait():
+    admission = Admission(max_requests=1)
+    for _ in range(100):
+        admission.enter()
+        admission.leave(20.0)
+    admission.enter()
+    with pytest.raises(OverloadedError) as caught:
+        admission.enter()
+    assert caught.value.retry_after_s == pytest.approx(20.0, abs=0.2)

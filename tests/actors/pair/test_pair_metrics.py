@@ -1,0 +1,58 @@
+"""The names of the public contract, and where their values come from."""
+
+from actors.pair.pair_metrics import PairMetrics
+from actors.shell_messages import DraftChannelStats, Pong
+from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from router.metrics.exposition import merge_metrics
+
+CONTRACT = {
+    "outrider_spec_decode_num_drafts": 4.0,
+    "outrider_spec_decode_num_draft_tokens": 16.0,
+    "outrider_spec_decode_num_accepted_tokens": 6.0,
+    "outrider_spec_decode_acceptance_length": 2.5,
+    "outrider_kv_cache_usage": 0.25,
+    "outrider_prefix_cache_hits": 32.0,
+    "outrider_prefix_cache_queries": 100.0,
+    "outrider_num_requests_running": 2.0,
+    "outrider_num_requests_waiting": 3.0,
+    "outrider_prefill_local_tokens": 68.0,
+    "outrider_num_requests_refused": 7.0,
+    "outrider_draft_connected": 1.0,
+    "outrider_draft_foreign_tokens": 20.0,
+    "outrider_draft_untranslated_tokens": 3.0,
+    "outrider_num_overlapped_passes": 5.0,
+}
+
+
+def text() -> str:
+    drafts = DraftStats(4, 16, 6, (4, 2, 0, 0))
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes(), num_overlapped_passes=5)
+    metrics = PairMetrics()
+    channel = DraftChannelStats(is_connected=True, translated=TranslationCounts(20, 3))
+    metrics.update(Pong(0.0, engine, channel), num_refused=7)
+    return metrics.text()
+
+
+def test_every_metric_of_the_contract_comes_out_under_its_name():
+    lines = merge_metrics("", [text()]).splitlines()
+    for name, value in CONTRACT.items():
+        assert f'{name}{{replica="0"}} {value}' in lines
+
+
+def test_acceptance_is_told_by_position():
+    lines = merge_metrics("", [text()]).splitlines()
+    name = "outrider_spec_decode_num_accepted_tokens_per_pos"
+    assert f'{name}{{position="1",replica="0"}} 2.0' in lines
+
+
+def test_speedups_are_told_by_class():
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), speedups={"model-greedy": 1.5})
+    metrics = PairMetrics()
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    assert 'outrider_spec_decode_speedup{class="model-greedy"} 1.5' in metrics.text().splitlines()
+
+
+def test_before_the_first_answer_there_is_nothing_to_tell():
+    assert PairMetrics().text() == ""

@@ -1,0 +1,297 @@
+"""Shell and target over a real socket, with an engine that counts: streams, refusals, aborts, death and return."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.engine_loop.engine_loop import EngineLoop
+from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.status_reporter import StatusReporter
+from actors.pair.target_client import TargetClient
+from actors.pair.token_stream import TokenStream
+from actors.process.frames import FrameListener
+from actors.shell_messages import DraftChannelStats, Refused, Snapshot, Status
+from actors.target.shell_server import ShellServer
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from protos.errors import EngineError, RequestError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+
+CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
+KEY = b"k" * 16
+PATIENCE_S = 20.0  # of these tests, on a busy machine
+
+
+class CountingEngine:
+    """Generates 0, 1, 2, ... for every request; prompt token 13 is refused."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, GenerateRequest] = {}
+        self.counts: dict[str, int] = {}
+        self.step_s = 0.0
+        self.may_step = threading.Event()
+        self.may_step.set()
+
+    is_starved = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        pass
+
+    def add(self, request: GenerateRequest) -> None:
+        if 13 in request.prompt_token_ids:
+            raise RequestError("13 is not served; choose another", param="prompt")
+        self.requests[request.request_id] = request
+        self.counts[request.request_id] = 0
+
+    def abort(self, request_id: str) -> TokenChunk | None:
+        self.requests.pop(request_id, None)
+        return None
+
+    def step(self) -> list[TokenChunk]:
+        time.sleep(self.step_s)
+        self.may_step.wait(PATIENCE_S)
+        return [self._advance(request) for request in list(self.requests.values())]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.requests), 0, 0, 0, 8, len(self.requests), 0, 0, 0, DraftStats(), StepTimes())
+
+    def close(self) -> None:
+        self.requests.clear()
+
+    def _advance(self, request: GenerateRequest) -> TokenChunk:
+        token_id = self.counts[request.request_id]
+        self.counts[request.request_id] += 1
+        is_last = token_id + 1 == request.sampling.max_tokens
+        if is_last:
+            del self.requests[request.request_id]
+        return TokenChunk(request.request_id, (token_id,), finish_reason=FinishReason.LENGTH if is_last else None)
+
+
+class Target:
+    """An engine loop behind a socket, as a `TargetActor` runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine = CountingEngine()
+        self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
+        self.journal = CacheJournal()
+        reporter = StatusReporter(self.server.emit, self.journal, lambda: [KEY])
+        self.loop = EngineLoop(self.engine, self.server.emit, reporter=reporter)
+        self._threads = [
+            threading.Thread(target=self.loop.run, daemon=True),
+            threading.Thread(target=self.server.run, args=(self.loop,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def die(self) -> None:
+        self.server.close()
+        self.loop.close()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+
+@contextmanager
+def running_target(path: Path) -> Iterator[Target]:
+    target = Target(path)
+    try:
+        yield target
+    finally:
+        target.die()
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[Target]:
+    with running_target(folder / "target.sock") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(folder: Path) -> AsyncIterator[TargetClient]:
+    line = TargetClient(folder / "target.sock")
+    yield line
+    await line.close()
+
+
+def request(request_id: str = "a", prompt: tuple[int, ...] = (1,), max_tokens: int = 5) -> GenerateRequest:
+    return GenerateRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(client: TargetClient, asked: GenerateRequest) -> list[int]:
+    stream = client.add(asked)
+    token_ids: list[int] = []
+    while True:
+        for chunk in await stream.next():
+            token_ids += chunk.token_ids
+            if chunk.finish_reason is not None:
+                return token_ids
+
+
+async def exhaust(stream: TokenStream) -> None:
+    while True:
+        await stream.next()
+
+
+async def eventually(is_so: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await is_so():  # noqa: ASYNC110  # the target has nothing to signal
+            await asyncio.sleep(0.01)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async def look() -> bool:
+        return is_so()
+
+    await eventually(look)
+
+
+async def test_the_target_greets_with_its_card(target, client):
+    assert await client.wait_connected(PATIENCE_S) == CARD
+
+
+async def test_streams_are_told_apart_and_complete(target, client):
+    await client.wait_connected(PATIENCE_S)
+    answers = await asyncio.gather(*(collect(client, request(str(n), max_tokens=n)) for n in range(1, 9)))
+    assert answers == [list(range(n)) for n in range(1, 9)]
+    assert client.num_requests == 0
+
+
+async def test_a_slow_reader_gets_all_that_queued_up_at_once(target, client):
+    await client.wait_connected(PATIENCE_S)
+    stream = client.add(request(max_tokens=20))
+    await until(lambda: len(stream._chunks) == 20)
+    assert len(await stream.next()) == 20
+
+
+async def test_a_refusal_fails_its_stream_and_no_other(target, client):
+    await client.wait_connected(PATIENCE_S)
+    good, bad = await asyncio.gather(
+        collect(client, request("good")), collect(client, request("bad", (13,))), return_exceptions=True
+    )
+    assert good == [0, 1, 2, 3, 4]
+    assert isinstance(bad, RequestError)
+    assert bad.param == "prompt"
+
+
+async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
+    await client.wait_connected(PATIENCE_S)
+    target.engine.step_s = 0.005
+    stream = client.add(request(max_tokens=10_000))
+    await stream.next()
+    client.drop("a")
+    client.drop("unknown")
+
+    async def is_free() -> bool:
+        return (await client.ping(PATIENCE_S)).engine.num_used_blocks == 0
+
+    await eventually(is_free)
+
+
+async def test_an_id_in_use_is_refused(target, client):
+    await client.wait_connected(PATIENCE_S)
+    target.engine.step_s = 0.005
+    client.add(request(max_tokens=1000))
+    with pytest.raises(RequestError, match="in use"):
+        client.add(request())
+
+
+async def test_a_ping_is_answered_during_a_step_and_tells_its_age(target, client):
+    await client.wait_connected(PATIENCE_S)
+    target.engine.may_step.clear()
+    client.add(request())
+    await until(lambda: target.loop.step_age_s > 0.05)
+    pong = await client.ping(PATIENCE_S)
+    assert 0.05 < pong.step_age_s <= target.loop.step_age_s
+    target.engine.may_step.set()
+
+
+async def test_death_fails_streams_at_once_and_fences_until_the_target_is_back(folder, client):
+    with running_target(folder / "target.sock") as target:
+        await client.wait_connected(PATIENCE_S)
+        target.engine.step_s = 0.01
+        stream = client.add(request(max_tokens=10_000))
+        await stream.next()
+    with pytest.raises(UnavailableError, match="was lost"):
+        await exhaust(stream)
+    with pytest.raises(UnavailableError, match="restarting"):
+        client.add(request())
+    with running_target(folder / "target.sock"):
+        await client.wait_connected(PATIENCE_S)
+        assert await collect(client, request()) == [0, 1, 2, 3, 4]
+
+
+async def test_a_fenced_target_loses_its_streams(target, client):
+    await client.wait_connected(PATIENCE_S)
+    target.engine.step_s = 0.01
+    stream = client.add(request(max_tokens=10_000))
+    client.fence()
+    with pytest.raises(UnavailableError):
+        await exhaust(stream)
+
+
+async def test_a_shell_that_leaves_takes_its_requests_along(folder, target):
+    client = TargetClient(folder / "target.sock")
+    await client.wait_connected(PATIENCE_S)
+    target.engine.step_s = 0.005
+    client.add(request(max_tokens=10_000))
+    await until(lambda: bool(target.engine.requests))
+    await client.close()
+
+    async def is_idle() -> bool:
+        return not target.engine.requests
+
+    await eventually(is_idle)
+
+
+async def test_unknown_error_kinds_become_engine_errors():
+    assert type(Refused("a", "NoSuchError", "x").error()) is EngineError
+
+
+class Diary:
+    """Writes down what a listener hears."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.epochs: list[int] = []
+        self.snapshots: list[bytes] = []
+        self.numbers_running: list[int] = []
+
+    def on_ready(self, epoch: int) -> None:
+        self.words.append("ready")
+        self.epochs.append(epoch)
+
+    def on_status(self, status: Status) -> None:
+        self.numbers_running.append(status.engine.num_running)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot.keys)
+
+    def on_lost(self) -> None:
+        self.words.append("lost")
+
+
+async def test_a_listener_hears_of_load_and_cache_and_of_every_life_of_the_target(folder: Path) -> None:
+    path, diary = folder / "target.sock", Diary()
+    client = TargetClient(path, diary)
+    client.ask_snapshot()  # nobody is there: nothing happens
+    with running_target(path) as target:
+        target.engine.step_s = 0.02
+        await client.wait_connected(PATIENCE_S)
+        await collect(client, request(max_tokens=3))
+        client.ask_snapshot()
+        await until(lambda: diary.snapshots == [KEY] and diary.numbers_running[-1:] == [0])
+        assert 1 in diary.numbers_running
+    await until(lambda: diary.words == ["ready", "lost"])
+    with running_target(path):
+        await client.wait_connected(PATIENCE_S)
+    await client.close()
+    assert diary.words[:3] == ["ready", "lost", "ready"]
+    assert diary.epochs[0] < diary.epochs[1]

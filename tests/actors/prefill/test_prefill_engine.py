@@ -1,0 +1,150 @@
+"""A prefill replica without Ray: what it replies, and how long it keeps what a pair reads out of its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import actors.prefill.prefill_engine
+from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
+from actors.kv_transfer.prefill_messages import (
+    PrefillAccepted,
+    PrefillComputed,
+    PrefillDone,
+    PrefillFailed,
+    PrefillOrder,
+    PrefillReply,
+)
+from actors.prefill.prefill_engine import PrefillEngine
+from actors.settings import PrefillSettings
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.remote_prefill.fetch_failure import FetchFailure
+from tests.engine.fixtures.checkpoints import write_checkpoint
+
+PROMPT = tuple(3 + index % 50 for index in range(96))  # six blocks, two to a chunk
+PATIENCE_S = 30.0
+
+
+class FakeCarrier:
+    """Keeps what is sent until it is released; `may_send` holds it up."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self.num_sent = 0
+        self.num_released = 0
+        self.may_send = threading.Event()
+        self.may_send.set()
+
+    @property
+    def stats(self) -> DirectStats:
+        return DirectStats(self.num_sent, 0)
+
+    def send(self, blocks: Tensor) -> DirectBlocks:
+        self.num_sent += 1
+        key = str(self.num_sent)
+        self.may_send.wait(PATIENCE_S)
+        self.kept[key] = blocks
+        return DirectBlocks(key, None)
+
+    def release(self, sent: DirectBlocks) -> None:
+        del self.kept[sent.key]
+        self.num_released += 1
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_checkpoint(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def carrier(monkeypatch: pytest.MonkeyPatch) -> FakeCarrier:
+    fake = FakeCarrier()
+    monkeypatch.setattr(actors.prefill.prefill_engine, "choose_carrier", lambda wish: fake)
+    return fake
+
+
+@pytest.fixture
+async def engine(target: Path, carrier: FakeCarrier) -> AsyncIterator[PrefillEngine]:
+    model = ModelConfig(str(target), dtype="float32", num_threads=1)
+    cache, limits = CacheConfig(num_blocks=64, memory_bytes=None), SchedulerConfig(max_tokens_per_step=32)
+    started = PrefillEngine(PrefillSettings(EngineConfig(model, cache, limits)), "replica")
+    await started.wait_ready()
+    yield started
+    started._loop.close()
+
+
+def order(engine: PrefillEngine, takes_direct: bool) -> PrefillOrder:
+    return PrefillOrder("a", PROMPT, 0, "", PATIENCE_S, engine._layout, takes_direct)
+
+
+async def until(is_so) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110  # threads have nothing to signal
+            await asyncio.sleep(0.005)
+
+
+async def replies_of(engine: PrefillEngine, asked: PrefillOrder) -> list[PrefillReply]:
+    return [reply async for reply in engine.read(asked)]
+
+
+async def test_blocks_come_in_order_each_after_its_announcement(engine: PrefillEngine) -> None:
+    accepted, *middle, done = await replies_of(engine, order(engine, takes_direct=False))
+    assert isinstance(accepted, PrefillAccepted)
+    assert isinstance(done, PrefillDone)
+    announced, blocks = middle[::2], middle[1::2]
+    assert [each.first_block for each in announced if isinstance(each, PrefillComputed)] == [0, 2, 4]
+    assert all(isinstance(each, np.ndarray) and len(each) == 2 for each in blocks)
+    assert engine.num_orders == 0
+
+
+async def test_what_lies_here_to_be_read_is_the_same_and_is_kept_until_the_reader_leaves(
+    engine: PrefillEngine, carrier: FakeCarrier
+) -> None:
+    by_value = await replies_of(engine, order(engine, takes_direct=False))
+    sent = [each for each in by_value if isinstance(each, np.ndarray)]
+    async with aclosing(engine.read(order(engine, takes_direct=True))) as replies:
+        async for reply in replies:
+            if isinstance(reply, PrefillDone):
+                break
+        assert torch.equal(torch.cat(list(carrier.kept.values())), torch.from_numpy(np.concatenate(sent)))
+    await until(lambda: not carrier.kept)
+
+
+async def test_a_reader_that_does_not_leave_has_its_time_and_no_more(
+    engine: PrefillEngine, carrier: FakeCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.prefill.prefill_engine, "_GRACE_S", 0.01)
+    await replies_of(engine, replace(order(engine, takes_direct=True), timeout_s=1.0))
+    assert carrier.num_sent > 0
+    await until(lambda: not carrier.kept)
+
+
+async def test_a_reader_that_leaves_while_blocks_are_made_ready_leaves_nothing(
+    engine: PrefillEngine, carrier: FakeCarrier
+) -> None:
+    carrier.may_send.clear()
+    reading = asyncio.create_task(replies_of(engine, order(engine, takes_direct=True)))
+    await until(lambda: carrier.num_sent == 1)
+    reading.cancel()
+    await asyncio.wait([reading])
+    carrier.may_send.set()
+    await until(lambda: carrier.num_released == 1)
+    assert not carrier.kept
+
+
+async def test_another_layout_is_refused_and_both_values_named(engine: PrefillEngine) -> None:
+    theirs = replace(order(engine, takes_direct=False), layout=replace(engine._layout, dtype="torch.bfloat16"))
+    assert await replies_of(engine, theirs) == [
+        PrefillFailed(FetchFailure.MISMATCH, "dtype is torch.float32 here and torch.bfloat16 there")
+    ]

@@ -1,0 +1,83 @@
+"""The GPU bench where there is none: its floors and tables, and the whole of it once on a tiny pair."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.__main__ import main
+from bench.gpu.floor import DeviceSpeed, ModelCost, most_tokens
+from bench.gpu.table import EngineLine, KernelLine, Missing, Results
+from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
+
+COST = ModelCost(LLAMA_3_8B, itemsize=2, kv_itemsize=2)
+H100 = DeviceSpeed(bytes_per_s=3.0e12, flops_per_s=7.0e14)
+
+
+def test_the_floor_of_a_plain_step_is_its_bytes_and_of_a_large_one_its_products() -> None:
+    assert 7.4e9 < COST.num_weights < 7.6e9  # of Llama-3-8B's 8.03 B, less the embedding's 0.53
+    assert COST.kv_bytes_per_token == 128 << 10
+    plain = COST.floor_s(H100, num_sequences=1, num_rows=1, context=1024)
+    assert plain == pytest.approx((COST.weight_bytes + 1025 * (128 << 10)) / 3.0e12)
+    assert COST.floor_s(H100, 1, 8, 1024) < 1.001 * plain + 1e-6
+    large = COST.floor_s(H100, 128, 8, 1024)
+    assert large == pytest.approx(COST.step_flops(128, 8, 1024) / 7.0e14)
+    assert large > COST.step_bytes(128, 8, 1024) / 3.0e12
+
+
+def test_pools_are_sized_by_what_both_models_leave() -> None:
+    draft = ModelCost(LLAMA_3_1B, itemsize=2, kv_itemsize=2)
+    free = COST.weight_bytes + draft.weight_bytes + 1e9
+    assert most_tokens(free, COST, draft, 0.0) == int(1e9 // ((128 + 32) << 10))
+    assert most_tokens(free, COST, draft, 2e9) == 0
+    float8 = ModelCost(LLAMA_3_8B, itemsize=2, kv_itemsize=1)
+    assert most_tokens(free, float8, draft, 0.0) == int(1e9 // ((64 + 32) << 10))
+
+
+def test_every_line_is_on_disk_at_once_and_gaps_are_named(tmp_path: Path) -> None:
+    results = Results(tmp_path / "gpu.json")
+    assert results.text().count("not measured") == 2
+    results.add(EngineLine("plain", 1, 1024, 200.0, 1.0, 5.0, 4.0, 4.8, 0.0))
+    results.add(EngineLine("sync", 1, 1024, 500.0, 3.0, 8.0, 4.0, 5.0, 2.0))
+    results.add(KernelLine("bfloat16", 8, 8192, 1, 2700.0, 0.9))
+    results.add(Missing("plain", "batch 128, context 8192", "its KV does not fit on this device"))
+    saved = json.loads((tmp_path / "gpu.json").read_text())
+    assert [line["kind"] for line in saved["lines"]] == ["EngineLine", "EngineLine", "KernelLine", "Missing"]
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| plain | 1 | 1024 | 200 | 1.00 | 1.00 | 5.00 | 4.00 | 1.25 | 0.00 | 4% |" in text
+    assert "| sync | 1 | 1024 | 500 | 2.50 | 3.00 | 8.00 | 4.00 | 2.00 | 2.00 | 12% |" in text
+    assert "| bfloat16 | 8 | 8192 | 1 | 2,700 | 90% |" in text
+    assert "- plain, batch 128, context 8192: its KV does not fit on this device" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--out", str(tmp_path)])
+    assert "no GPU here: not measured" in capsys.readouterr().out
+
+
+def test_an_8b_model_on_the_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--out", str(tmp_path)])
+
+
+def test_a_float8_pool_on_the_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--smoke", "--kv-dtype", "fp8", "--out", str(tmp_path)])
+
+
+def test_the_whole_bench_runs_on_a_tiny_pair(tmp_path: Path) -> None:
+    """A widened demo pair, a draft in its own process, plain decoding and trees."""
+    main(["--device", "cpu", "--smoke", "--sections", "plain", "tree", "waiting", "--out", str(tmp_path)])
+    lines = json.loads((tmp_path / "gpu.json").read_text())["lines"]
+    assert [(line["kind"], line.get("mode"), line.get("batch")) for line in lines] == [
+        ("EngineLine", "plain", 1),
+        ("EngineLine", "plain", 2),
+        ("EngineLine", "tree", 1),
+        ("EngineLine", "tree", 2),
+        ("EngineLine", "waiting", 1),
+        ("EngineLine", "waiting", 2),
+    ]
+    assert all(line["tokens_per_s"] > 0 and line["step_ms"] > 0 and line["device_ms"] > 0 for line in lines)
+    assert lines[2]["tokens_per_pass"] > 1.2  # the draft is the demo's, and as often right

@@ -1,0 +1,195 @@
+"""The race against peers, held with systems made up here: what is counted, left out, killed and written down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.contenders.contender import Contender, Prompts, Run
+from bench.peers.convert import _convert_once
+from bench.peers.page import Conditions, page
+from bench.peers.process_tree import ProcessTree
+from bench.peers.reference import Reference
+from bench.peers.rounds import Outcome, Plan, hold
+from bench.peers.rows import gaps, rows_of, shared
+from bench.peers.system import Limits, Mode
+from bench.peers.worker import Worker, WorkerSystem
+
+PROMPTS = [[1, 2], [3, 4]]
+NUM_TOKENS = 4
+LIMITS = Limits(num_threads=2, num_draft_tokens=4, max_streams=2, max_context=16, deadline_s=60.0)
+ECHO = """
+import json, sys
+print(json.dumps({}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    outputs = [prompt[:1] * request["num_tokens"] for prompt in request["prompts"]]
+    arrivals = [[0.5, 0.75] for _ in outputs]
+    print(json.dumps({"outputs": outputs, "arrivals": arrivals, "seconds": 2.0}), flush=True)
+"""
+
+
+class CountingContender:
+    """Repeats the first token of each prompt; its draft, when it has one, changes the last token."""
+
+    def __init__(self, name: str, mode: Mode, num_returned: int | None) -> None:
+        self.name = name
+        self._mode, self._num_returned = mode, num_returned
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+        length = num_tokens if self._num_returned is None else self._num_returned
+        outputs = [prompt[:1] * length for prompt in prompts]
+        if self._mode is Mode.DRAFT:
+            outputs = [[*output[:-1], 99] for output in outputs]
+        arrivals = [[0.1 * (index + 1) for index in range(length)] for _ in prompts]
+        return Run(outputs, 0.5, arrivals=arrivals)
+
+    def close(self) -> None:
+        pass
+
+
+class CountingSystem:
+    peer = "counting"
+    settings = "nothing to set"
+
+    def __init__(self, name: str = "counting bf16", num_returned: int | None = None) -> None:
+        self.name = name
+        self.num_starts = self.num_closes = 0
+        self._num_returned = num_returned
+
+    def start(self) -> dict[Mode, Contender]:
+        self.num_starts += 1
+        return {mode: CountingContender(self.name, mode, self._num_returned) for mode in Mode}
+
+    def peak_bytes(self) -> dict[str, int]:
+        return {"counting": 3_000_000}
+
+    def close(self) -> None:
+        self.num_closes += 1
+
+
+def held(*systems: CountingSystem, num_rounds: int = 2, max_s: float = 60.0) -> Outcome:
+    return hold(systems, PROMPTS, Plan((1, 2), NUM_TOKENS, num_rounds, max_s))
+
+
+REFERENCE = Reference(PROMPTS, [[1] * NUM_TOKENS, [3, 3, 7, 7]])
+
+
+def test_each_round_measures_every_system_in_both_modes_at_every_number_of_streams() -> None:
+    system = CountingSystem()
+    outcome = held(system)
+    keys = [(m.num_streams, m.mode) for m in outcome.measurements]
+    assert sorted(keys) == sorted([(n, mode) for n in (1, 2) for mode in Mode] * 2)
+    assert (system.num_starts, system.num_closes, outcome.num_rounds) == (2, 2, 2)
+
+
+def test_a_round_that_would_end_too_late_does_not_begin() -> None:
+    assert held(CountingSystem(), num_rounds=5, max_s=0.0).num_rounds == 1
+
+
+def test_a_system_that_answers_short_is_left_out_and_the_others_go_on() -> None:
+    short, whole = CountingSystem("short bf16", num_returned=3), CountingSystem()
+    outcome = held(short, whole)
+    assert "lengths" in outcome.failures["short bf16"]
+    assert short.num_starts == short.num_closes == 1
+    assert {m.system for m in outcome.measurements} == {"counting bf16"}
+
+
+def test_rows_compare_with_the_own_plain_text_and_with_the_reference() -> None:
+    rows = {(row.num_streams, row.mode): row for row in rows_of(held(CountingSystem()), REFERENCE)}
+    plain, draft = rows[2, Mode.PLAIN], rows[2, Mode.DRAFT]
+    assert plain.own_share is None
+    assert draft.own_share == 6 / 8
+    assert plain.reference_share == 6 / 8
+    assert draft.reference_share == 5 / 8
+    assert plain.tokens_per_second == 2 * NUM_TOKENS / 0.5
+    assert plain.first_token.p50 == pytest.approx(100)
+    assert plain.between.p99 == pytest.approx(100)
+    assert plain.peak_mb == 3
+
+
+def test_arrivals_of_one_pass_make_no_gap() -> None:
+    assert gaps([0.1, 0.1001, 0.1002, 0.2]) == pytest.approx([0.0998])
+
+
+def test_shared_counts_positions() -> None:
+    assert shared([[1, 2, 3]], [[1, 5, 3]]) == 2 / 3
+
+
+def test_the_page_never_rounds_a_share_up_to_all() -> None:
+    outcome = held(CountingSystem())
+    outcome.failures["absent bf16"] = "RuntimeError: it would not start"
+    conditions = Conditions("padded", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1)
+    rows = rows_of(outcome, REFERENCE)
+    text = page(rows, outcome, [CountingSystem()], conditions)
+    assert "| counting bf16 | with draft | **8.0** (8.0-8.0) | 100 / 100 | 100 / 100 | 75% | 75% | 3 |" in text
+    assert "- absent bf16: RuntimeError: it would not start" in text
+    assert "nothing to set" in text
+    assert "- counting bf16, plain and with draft: counting 3\n" in text
+
+
+def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", ECHO]
+    system = WorkerSystem("echo", "echo bf16", "", command, list(Mode), tmp_path / "logs" / "echo.log", 60.0)
+    try:
+        contenders = system.start()
+        run = contenders[Mode.PLAIN].run(PROMPTS, 3)
+        peaks = system.peak_bytes()
+    finally:
+        system.close()
+        system.close()
+    assert run == Run([[1, 1, 1], [3, 3, 3]], 2.0, arrivals=[[0.5, 0.75], [0.5, 0.75]])
+    assert sum(peaks.values()) > 1 << 20
+
+
+def test_a_worker_that_ends_says_where_to_look(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"mute ended with 3; see .*mute\.log"):
+        Worker([sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path / "mute.log", 60.0)
+
+
+def test_a_worker_past_its_deadline_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="at its deadline"):
+        Worker([sys.executable, "-S", "-c", "import time; time.sleep(600)"], tmp_path / "slow.log", 0.5)
+
+
+def test_descendants_end_with_their_tree() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])"
+    process = subprocess.Popen([sys.executable, "-S", "-c", script])
+    tree = ProcessTree(process.pid, 60.0)
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.02)
+    (child,) = psutil.Process(process.pid).children()
+    assert sum(tree.peak_bytes().values()) > 0
+    tree.close()
+    process.wait()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_conversion_that_broke_off_is_done_again(tmp_path: Path, target_folder: Path) -> None:
+    def fail(model: Path, out: Path) -> None:
+        out.write_text("half")
+        raise SystemExit("no space")
+
+    def finish(model: Path, out: Path) -> None:
+        out.write_text("whole")
+
+    with pytest.raises(SystemExit):
+        _convert_once(target_folder, tmp_path, "kind", fail)
+    done = _convert_once(target_folder, tmp_path, "kind", finish)
+    again = _convert_once(target_folder, tmp_path, "kind", fail)
+    assert done == again
+    assert done.read_text() == "whole"
+
+
+@pytest.fixture
+def target_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder

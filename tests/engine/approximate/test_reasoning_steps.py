@@ -1,0 +1,315 @@
+"""Reasoning steps that the draft writes: what they change, and that they change nothing for anybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.approximate.step_text import StepCut, StepText
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    JudgeKind,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    StepConfig,
+)
+from engine.draft import NO_DRAFT, Draft
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.errors import RequestError
+from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, TokenChunk, VerifyMode
+from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
+from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
+
+K = 3
+ANYWHERE = StepConfig(threshold=0.0, judge=JudgeKind.LIKELIHOOD, think=None, max_step_tokens=8)
+BEST_ONLY = replace(ANYWHERE, threshold=9.0)
+PROMPTS = ((5, 9, 33, 7), (60, 61, 62, 63, 64, 65), (8,) * 20)
+CACHE = CacheConfig(num_blocks=64, memory_bytes=None, block_size=4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("pair")
+    folders = Folders(root / "target", root / "draft")
+    for folder, noise in ((folders.target, 0.0), (folders.draft, 0.05)):
+        write_checkpoint(folder, seed=0, noise=noise, vocab_size=BYTE_VOCAB_SIZE)
+        write_tokenizer(folder)
+    return folders
+
+
+def new_drafter(folder: Path) -> ModelProposer:
+    return ModelProposer.from_config(ModelConfig(str(folder), "float32"), CACHE, SchedulerConfig())
+
+
+def new_engine(
+    folder: Path,
+    drafter: Proposer | None,
+    steps: StepConfig | None = None,
+    cache: CacheConfig = CACHE,
+    limits: SchedulerConfig | None = None,
+    **speculation: object,
+) -> EngineCore:
+    config = EngineConfig(
+        ModelConfig(str(folder), "float32", num_threads=1),
+        cache,
+        limits or SchedulerConfig(),
+        SpeculationConfig(K, steps=steps, **speculation),
+    )
+    return EngineCore.from_config(config, drafter)
+
+
+def requests(max_tokens: int = 40, *, approximate: Seq[bool], **sampling: object) -> list[GenerateRequest]:
+    params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=max_tokens)
+    return [
+        GenerateRequest(f"r{index}", PROMPTS[index], params, SpeculationParams(is_approximate=is_approximate))
+        for index, is_approximate in enumerate(approximate)
+    ]
+
+
+def run(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, list[TokenChunk]]:
+    """The chunks of each request, the laws of the pool checked after every step."""
+    chunks: dict[str, list[TokenChunk]] = {each.request_id: [] for each in asked}
+    for each in asked:
+        engine.add(each)
+    while engine.has_work:
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+        engine.scheduler.check_integrity()
+    return chunks
+
+
+def texts(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
+    return {name: [token for each in part for token in each.token_ids] for name, part in chunks.items()}
+
+
+@pytest.mark.parametrize("verify", list(VerifyMode))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_does_not_ask_has_what_they_would_have_without(pair: Folders, verify: VerifyMode, temperature: float):
+    asked = requests(approximate=(False, False, False), temperature=temperature, seed=5)
+    plain = new_engine(pair.target, new_drafter(pair.draft), verify=verify)
+    allowed = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE, verify=verify)
+    expected, found = run(plain, asked), run(allowed, asked)
+    assert found == expected, "tokens, passes and statistics, chunk by chunk"
+    assert all(chunk.steps is None for part in found.values() for chunk in part)
+    assert allowed.stats().reasoning == plain.stats().reasoning
+    assert allowed.stats().drafts == plain.stats().drafts
+
+
+def test_an_exact_request_beside_an_approximate_one_has_its_own_tokens(pair: Folders):
+    exact = requests(approximate=(False,) * 3, temperature=1.0, seed=3)
+    expected = texts(run(new_engine(pair.target, None), exact))
+    mixed = requests(approximate=(True, False, False), temperature=1.0, seed=3)
+    engine = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE)
+    found = texts(run(engine, mixed))
+    assert {name: found[name] for name in ("r1", "r2")} == {name: expected[name] for name in ("r1", "r2")}
+    assert found["r0"] != expected["r0"]
+    assert engine.stats().reasoning.num_accepted > 0
+
+
+def test_where_every_step_is_good_enough_the_text_is_the_drafts(pair: Folders):
+    (asked,) = requests(approximate=(True,))
+    engine = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE)
+    chunks = run(engine, [asked])
+    found = texts(chunks)["r0"]
+    # The target samples the first token, the draft writes on from there.
+    (begun,) = requests(approximate=(False,), max_tokens=40)
+    begun = replace(begun, output_token_ids=(found[0],))
+    drafts = texts(run(new_engine(pair.draft, None), [begun]))["r0"]
+    stats = engine.stats().reasoning
+    assert (stats.num_rejected, stats.num_abandoned) == (0, 0)
+    assert stats.num_accepted_tokens >= 35
+    assert found[1 : 1 + stats.num_accepted_tokens] == drafts[: stats.num_accepted_tokens]
+    assert chunks["r0"][-1].steps == StepStats(stats.num_accepted, stats.num_accepted, stats.num_accepted_tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rejected_step_is_written_by_the_target(pair: Folders, temperature: float):
+    """Only what the target itself finds likeliest scores 9: at temperature 0 those are its own words."""
+    asked = requests(approximate=(True, True), temperature=temperature, seed=9)
+    expected = texts(run(new_engine(pair.target, None), asked_exactly(asked)))
+    engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY)
+    assert texts(run(engine, asked)) == expected
+    assert engine.stats().reasoning.num_rejected > 0
+    assert engine.stats().drafts.num_draft_tokens > 0, "drafts are verified within the target's own steps"
+
+
+def asked_exactly(asked: Seq[GenerateRequest]) -> list[GenerateRequest]:
+    return [replace(each, speculation=SpeculationParams()) for each in asked]
+
+
+def test_steps_count_in_no_statistics_of_drafts(pair: Folders):
+    (asked,) = requests(approximate=(True,), max_tokens=30)
+    engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, max_step_tokens=28))
+    chunks = run(engine, [asked])["r0"]
+    assert engine.stats().reasoning.num_accepted_tokens == 28
+    assert engine.stats().drafts.num_draft_tokens == 0
+    assert chunks[-1].speculation is not None
+    assert chunks[-1].speculation.num_draft_tokens == 0
+
+
+def test_a_threshold_of_its_own_beats_the_deployments(pair: Folders):
+    (asked,) = requests(approximate=(True,))
+    asked = replace(asked, speculation=SpeculationParams(is_approximate=True, threshold=0.0))
+    engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY)
+    run(engine, [asked])
+    assert engine.stats().reasoning.num_rejected == 0
+    assert engine.stats().reasoning.num_accepted > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9, 10, 11, 17])
+def test_no_step_exceeds_what_is_left_of_the_output(pair: Folders, max_tokens: int):
+    asked = requests(max_tokens, approximate=(True, True))
+    found = texts(run(new_engine(pair.target, new_drafter(pair.draft), ANYWHERE), asked))
+    assert [len(text) for text in found.values()] == [max_tokens, max_tokens]
+
+
+def test_at_most_so_many_steps_are_drafted(pair: Folders):
+    asked = requests(approximate=(True,))
+    engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, max_steps=2))
+    run(engine, asked)
+    assert engine.stats().reasoning.num_accepted == 2
+
+
+@pytest.mark.parametrize(
+    ("cache", "limits"),
+    [
+        (CacheConfig(num_blocks=14, memory_bytes=None, block_size=4), SchedulerConfig()),  # two must be preempted
+        (CACHE, SchedulerConfig(max_tokens_per_step=6)),  # no pass has room for a step
+    ],
+)
+def test_short_of_room_the_target_goes_on_by_itself(pair: Folders, cache: CacheConfig, limits: SchedulerConfig):
+    asked = requests(24, approximate=(True, True, True), temperature=1.0, seed=2)
+    engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY, cache, limits)
+    assert texts(run(engine, asked)) == texts(run(new_engine(pair.target, None), asked_exactly(asked)))
+    assert engine.scheduler.num_preemptions > 0 or engine.stats().reasoning.num_abandoned > 0
+
+
+def test_an_abort_while_the_draft_writes_frees_everything(pair: Folders):
+    (asked,) = requests(approximate=(True,))
+    drafter = new_drafter(pair.draft)
+    engine = new_engine(pair.target, drafter, replace(ANYWHERE, max_step_tokens=30))
+    engine.add(asked)
+    engine.step()
+    assert engine.step() == [], "nothing is computed while the draft writes"
+    assert not engine.is_starved, "and yet there is no reason to rest"
+    engine.abort(asked.request_id)
+    assert not engine.has_work
+    assert engine.stats().num_used_blocks == 0
+    drafter.mirrors.check_integrity()
+    assert drafter.mirrors.blocks.num_free_blocks == CACHE.num_blocks
+    assert engine.step() == []
+
+
+def test_others_do_not_wait_for_a_step(pair: Folders):
+    slow, quick = requests(approximate=(True, False))
+    engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, max_step_tokens=30))
+    engine.add(slow)
+    engine.add(quick)
+    engine.step()
+    assert [chunk.request_id for chunk in engine.step()] == ["r1"]
+
+
+class SilentDrafter:
+    """A draft that is away."""
+
+    def open(self, sequence: Sequence) -> None: ...
+
+    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+        return [NO_DRAFT] * len(shares)
+
+    def commit(self, sequences: Seq[Sequence]) -> None: ...
+
+    def close(self, request_id: str) -> None: ...
+
+
+def test_without_a_draft_the_target_writes_every_step(pair: Folders):
+    asked = requests(approximate=(True, True))
+    engine = new_engine(pair.target, SilentDrafter(), ANYWHERE)
+    assert texts(run(engine, asked)) == texts(run(new_engine(pair.target, None), asked_exactly(asked)))
+    assert engine.stats().reasoning.num_abandoned > 0
+
+
+def test_a_rating_leaves_no_word_of_its_question(pair: Folders):
+    """The question is read behind the step and not committed: what follows is as if it had never been asked."""
+    (asked,) = requests(approximate=(True,))
+    rated = replace(ANYWHERE, judge=JudgeKind.RATING, rating_prompt="0 to 9: ")
+    engine = new_engine(pair.target, new_drafter(pair.draft), rated)
+    found = texts(run(engine, [asked]))["r0"]
+    unrated = texts(run(new_engine(pair.target, new_drafter(pair.draft), ANYWHERE), [asked]))["r0"]
+    assert found[:24] == unrated[:24]
+    stats = engine.stats().reasoning
+    assert 0 < stats.total_score < 9 * stats.num_accepted
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_request_is_refused_where_no_steps_are_drafted(pair: Folders, is_allowed: bool):
+    (asked,) = requests(approximate=(True,))
+    asked = replace(asked, speculation=replace(asked.speculation, num_tokens=0 if is_allowed else None))
+    engine = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE if is_allowed else None)
+    with pytest.raises(RequestError, match="drafts no reasoning steps; leave it out"):
+        engine.add(asked)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: Folders) -> Tokenizer:
+    return Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "is_ending"),
+    [
+        ("so a = b\n\nand", "so a = b\n\n", False),
+        ("\n\nso a = b\n\nand", "\n\nso a = b\n\n", False),
+        ("so a = b", None, False),
+        ("so</think>I say", "so", True),
+        ("</think>I say", "", True),
+    ],
+)
+def test_a_step_ends_behind_its_mark_and_before_the_end_of_reasoning(
+    tokenizer: Tokenizer, text: str, step: str | None, is_ending: bool
+):
+    token_ids = ids(tokenizer, text)
+    cut = StepText(tokenizer, StepConfig()).cut(token_ids, 0)
+    if step is None:
+        assert cut is None
+    else:
+        assert cut == StepCut(len(ids(tokenizer, step)), is_ending)
+
+
+def test_a_step_ends_before_a_stop_token(tokenizer: Tokenizer):
+    assert StepText(tokenizer, StepConfig()).cut([40, 41, 0, 42], 0, {0}) == StepCut(2, is_ending=True)
+
+
+def test_the_last_marker_says_whether_the_text_is_reasoning(tokenizer: Tokenizer):
+    text = StepText(tokenizer, StepConfig())
+    for written, expected in (("<think>a", True), ("<think>a</think>b", False), ("</think><think>", True)):
+        token_ids = ids(tokenizer, written)
+        assert text.is_thinking(token_ids, len(token_ids), False) is expected
+        was = False
+        for end in range(1, len(token_ids) + 1):  # token by token, markers lie across them
+            was = text.is_thinking(token_ids[:end], 1, was)
+        assert was is expected
+
+
+def test_steps_are_drafted_inside_the_markers_alone(pair: Folders, tokenizer: Tokenizer):
+    inside = tuple(ids(tokenizer, "a <think> b"))
+    outside = tuple(ids(tokenizer, "a <think> b </think>"))
+    for prompt, is_drafted in ((inside, True), (outside, False)):
+        (asked,) = requests(approximate=(True,))
+        engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, think=("<think>", "</think>")))
+        run(engine, [replace(asked, prompt_token_ids=prompt)])
+        assert (engine.stats().reasoning.num_accepted > 0) is is_drafted

@@ -1,0 +1,83 @@
+"""Run as a script, on any machine: compiles the attention kernels to machine code for an H200, or fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.attention.triton_kernel import attend_tiles, merge_splits
+from engine.attention.triton_tiling import Heads, choose_tiling
+
+HEADS = Heads(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
+MOST_SHARED_BYTES = 227 << 10
+POINTERS = {
+    "block_tables": "*i32",
+    "tiles": "*i32",
+    "merges": "*i32",
+    "ancestors": "*i64",
+    "positions": "*i32",
+    "sinks": "*fp32",
+    "key_scales": "*fp32",
+    "value_scales": "*fp32",
+    "sums": "*fp32",
+    "peaks": "*fp32",
+    "totals": "*fp32",
+}
+NUMBERS = {"scale": "fp32", "query_row_stride": "i32", "query_head_stride": "i32", "num_lanes": "i32"}
+OPTIONAL = {"ancestors": None, "positions": None, "sinks": None, "key_scales": None, "value_scales": None}
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+    """`types` are of the arguments that POINTERS and NUMBERS do not know, or that are not as they say."""
+    known = {**POINTERS, **NUMBERS, **types}
+    signature = {name: "constexpr" if name in constants else known[name] for name in kernel.arg_names}
+    aligned = [
+        (index,)
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.endswith("stride")
+    ]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={at: [["tt.divisibility", 16]] for at in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"], kernel
+    assert compiled.metadata.shared <= MOST_SHARED_BYTES, compiled.metadata.shared
+
+
+def compile_attention(num_rows: int, stored: str, constants: dict[str, Any]) -> None:
+    tiling = choose_tiling(num_rows, HEADS, itemsize=2)
+    sizes = {
+        "NUM_KV_HEADS": HEADS.num_kv_heads,
+        "GROUP_SIZE": HEADS.group_size,
+        "BLOCK_SIZE": 16,
+        "KEY_DIM": HEADS.key_dim,
+        "VALUE_DIM": HEADS.value_dim,
+        "KEY_WIDTH": HEADS.key_dim,
+        "VALUE_WIDTH": HEADS.value_dim,
+        "WINDOW": 0,
+        "SOFTCAP": 0.0,
+        "OPERAND": triton.language.bfloat16,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+    }
+    types = {"out": "*bf16", "query": "*bf16", "keys": stored, "values": stored}
+    launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    compile_kernel(attend_tiles, types, {**sizes, **constants}, **launch)
+
+
+def compile_merge() -> None:
+    sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "VALUE_DIM": 128, "VALUE_WIDTH": 128, "BLOCK_M": 16, "BLOCK_S": 8}
+    compile_kernel(merge_splits, {"out": "*bf16"}, {**sizes, "sinks": None}, num_warps=1)
+
+
+if __name__ == "__main__":
+    compile_attention(1, "*bf16", OPTIONAL)
+    compile_attention(8, "*fp8e4nv", OPTIONAL)
+    compile_attention(2048, "*fp8e4nv", {"WINDOW": 4096, "SOFTCAP": 30.0})
+    compile_merge()

@@ -1,0 +1,198 @@
+"""Our attention on processors against float64, and the bits of its rows in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention.native import NativeAttention
+from engine.attention.torch_attention import LayerOptions
+from engine.attention.triton_tiling import Heads
+from engine.kv_cache.int8_heads import to_int8_heads
+from engine.kv_cache.kv_dtype import KVKind
+from engine.span import Span
+from tests.engine.fixtures.attention_fixtures import (
+    BUSHY,
+    MIXED,
+    PLAIN,
+    TREES,
+    AttentionWorld,
+    Extent,
+    check_steps,
+    logits_by,
+)
+from tests.engine.fixtures.families import SERVED, write_family
+from tests.engine.fixtures.native_kernels import needs_kernels
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("instructions")]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def attend(world: AttentionWorld, options: LayerOptions = PLAIN) -> Tensor:
+    """[T, H * G, D of the values] of a pass that writes its keys and values first."""
+    slots, key, value = world.new_kv()
+    query = world.query.transpose(0, 1)[None]
+    return NativeAttention(world.spans, world.cache).whole(slots).attend(0, query, key, value, options)[0]
+
+
+def check(world: AttentionWorld, options: LayerOptions = PLAIN) -> None:
+    out = attend(world, options)
+    assert out.dtype == world.query.dtype
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), world.expected(options), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("group_size", [1, 4, 7, 8, 20])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_each_row_of_a_mixed_pass_sees_its_own_sequence_up_to_itself(
+    num_kv_heads: int, group_size: int, dtype: torch.dtype
+) -> None:
+    check(AttentionWorld(MIXED, Heads(num_kv_heads, group_size, 64, 64), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32])
+def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None:
+    check(AttentionWorld([Extent(300, 2), *MIXED], Heads(2, 2, 64, 64), block_size=block_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 8), (8, 40), (80, 80), (192, 128), (256, 256)])
+def test_head_sizes_may_be_any_up_to_256(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    check(AttentionWorld(MIXED, Heads(2, 2, key_dim, value_dim), dtype=dtype), LayerOptions(scaling=key_dim**-0.5))
+
+
+LONG = [Extent(2047, 1), Extent(1021, 5), Extent(1500, 40), Extent(1030, 1), Extent(130, 1)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 6, 128, 1000])
+def test_long_contexts_are_read_in_splits_and_windows_hide_what_lies_before_them(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    check(AttentionWorld([*LONG, *MIXED], Heads(2, 2, 32, 32), dtype=dtype), LayerOptions(scaling=0.3, window=window))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_softcaps_bound_scores_and_sinks_take_probability(softcap: float | None, dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-1.0, 60.0, 4, dtype=dtype)
+    options = LayerOptions(scaling=0.5, softcap=softcap, sinks=sinks)
+    check(AttentionWorld([*LONG, *MIXED], Heads(1, 4, 32, 32), dtype=dtype), options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 2, 3, 8])
+@pytest.mark.parametrize("group_size", [1, 3, 20])
+def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
+    group_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    world = AttentionWorld([*TREES, Extent(1022, 8, BUSHY)], Heads(2, group_size, 16, 16), dtype=dtype)
+    check(world, LayerOptions(scaling=0.3, window=window))
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float) -> None:
+    world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVKind.INT8)
+    num_rows = len(world.query)
+    generator, sizes = torch.Generator().manual_seed(1), torch.logspace(-40, 0, num_rows)[:, None]
+    key, value = ((torch.randn(1, 2, num_rows, dim, generator=generator) * sizes).to(dtype) for dim in (24, 40))
+    slots = torch.cat([world.slots(span, span.start, span.end) for span in world.spans])
+    out = NativeAttention(world.spans, world.cache).whole(slots)
+    out = out.attend(0, world.query.transpose(0, 1)[None], key, value, PLAIN)[0]
+    for pool, heads in ((world.cache.keys[0], key), (world.cache.values[0], value)):
+        assert torch.equal(pool.flatten(0, 1)[slots], to_int8_heads(heads[0].transpose(0, 1)))
+    torch.testing.assert_close(out.double(), world.expected(PLAIN), rtol=0, atol=atol)
+
+
+def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, beside: bool) -> Tensor:
+    """The rows of the first span, cut at `ends`; `beside`: between the world's other spans."""
+    whole, others = world.spans[0], world.spans[1:]
+    num_others = sum(len(span.token_ids) for span in others) if beside else 0
+    other_rows = world.query[len(whole.token_ids) :][:num_others]
+    cut = len(others[0].token_ids) if beside else 0
+    outs = []
+    for start, end in zip((0, *ends), ends, strict=False):
+        part = Span(whole.token_ids[start:end], whole.start + start, whole.block_table, 1)
+        spans = [*others[:1], part, *others[1:]] if beside else [part]
+        rows = torch.cat((other_rows[:cut], world.query[start:end], other_rows[cut:]))
+        slots = torch.cat([world.slots(span, span.start, span.end) for span in spans])
+        key, value = (
+            pool.flatten(0, 1)[slots].transpose(0, 1)[None] for pool in (world.cache.keys[0], world.cache.values[0])
+        )
+        out = (
+            NativeAttention(spans, world.cache).whole(slots).attend(0, rows.transpose(0, 1)[None], key, value, options)
+        )
+        outs.append(out[0, cut : cut + end - start])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_row_has_the_same_bits_in_any_company(group_size: int, window: int | None, dtype: torch.dtype) -> None:
+    extents = [Extent(900, 300), Extent(1100, 1), Extent(3, 40), TREES[0]]
+    world = AttentionWorld(extents, Heads(2, group_size, 64, 32), dtype=dtype)
+    options = LayerOptions(scaling=0.3, window=window)
+    expected = in_pieces(world, [300], options, beside=False)
+    for ends in ((300,), (1, 2, 7, 12, 123, 124, 125, 126, 200, 201, 300), (150, *range(151, 170), 300)):
+        for beside in (False, True):
+            assert torch.equal(in_pieces(world, ends, options, beside=beside), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("start", [5, 120, 1018])
+def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(start: int, dtype: torch.dtype) -> None:
+    parents = (-1, 0, 0, 2, 1, 3, 5, 6, 7, 8, 9)
+    world = AttentionWorld([Extent(start, 11, parents)], Heads(2, 3, 32, 32), dtype=dtype)
+    as_tree = attend(world)
+    path = [0, 2, 3, 5, 6, 7, 8, 9, 10]
+    chain = AttentionWorld([Extent(start, len(path))], Heads(2, 3, 32, 32), dtype=dtype)
+    for pool, source in ((chain.cache.keys[0], world.cache.keys[0]), (chain.cache.values[0], world.cache.values[0])):
+        seen = [*range(start), *(start + node for node in path)]
+        places = torch.cat([world.slots(world.spans[0], place, place + 1) for place in seen])
+        pool.flatten(0, 1)[chain.slots(chain.spans[0], 0, len(seen))] = source.flatten(0, 1)[places]
+    chain.query = world.query[path]
+    assert torch.equal(attend(chain), as_tree[path])
+
+
+EXTENTS = st.lists(
+    st.builds(Extent, st.integers(0, 1100), st.one_of(st.just(1), st.integers(2, 70))), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    extents=EXTENTS,
+    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)),
+    block_size=st.sampled_from([1, 8, 16, 64]),
+    window=st.one_of(st.none(), st.integers(1, 300)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+def test_any_pass_equals_the_oracle(
+    extents: list[Extent], heads: Heads, block_size: int, window: int | None, dtype: torch.dtype, seed: int
+) -> None:
+    world = AttentionWorld(extents, heads, block_size=block_size, dtype=dtype, seed=seed)
+    check(world, LayerOptions(scaling=heads.key_dim**-0.5, window=window))
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_a_models_logits_are_those_of_the_torch_path(family: str, kv: str, tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED[family]())
+    ours, theirs = (logits_by(attention, tmp_path, "cpu", kv) for attention in ("native", "torch"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_steps_compute_what_single_passes_do(tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED["llama"]())
+    check_steps("native", tmp_path, "cpu")

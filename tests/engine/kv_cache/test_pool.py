@@ -1,0 +1,75 @@
+"""The physical pool: what is written to a slot is found in its block, and memory is counted as it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import CacheConfig
+from engine.indexing import index_of
+from engine.kv_cache.pool import KVCache, LayerShape, block_bytes, pool_size
+from protos.errors import ConfigError
+
+SHAPES = [LayerShape(num_kv_heads=2, key_dim=8, value_dim=4), LayerShape(num_kv_heads=1, key_dim=4, value_dim=4)]
+CPU = torch.device("cpu")
+
+
+def new_cache(num_blocks: int = 5, block_size: int = 4) -> KVCache:
+    return KVCache(SHAPES, num_blocks, block_size, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("slots", [[0], [6], [5, 6, 7, 8, 9], [19, 0, 7]])
+def test_a_written_slot_is_found_in_its_block_and_no_other_slot_changes(slots: list[int]) -> None:
+    cache = new_cache()
+    key, value = torch.rand(len(slots), 2, 8), torch.rand(len(slots), 2, 4)
+    cache.write(0, index_of(slots, CPU), key, value)
+    for row, slot in enumerate(slots):
+        assert torch.equal(cache.keys[0][slot // 4, slot % 4], key[row])
+        assert torch.equal(cache.values[0][slot // 4, slot % 4], value[row])
+    assert int((cache.keys[0].sum(dim=(2, 3)) != 0).sum()) == len(slots)
+    assert not cache.keys[1].any()
+
+
+def test_layers_have_their_own_shapes() -> None:
+    cache = new_cache()
+    assert [tuple(keys.shape) for keys in cache.keys] == [(5, 4, 2, 8), (5, 4, 1, 4)]
+    assert [tuple(values.shape) for values in cache.values] == [(5, 4, 2, 4), (5, 4, 1, 4)]
+
+
+def test_block_bytes_are_the_bytes_of_the_tensors() -> None:
+    cache = new_cache()
+    num_bytes = sum(pool.numel() * pool.itemsize for pool in (*cache.keys, *cache.values))
+    assert 5 * block_bytes(SHAPES, 4, torch.float32) == num_bytes
+
+
+def test_a_number_of_blocks_wins_over_bytes() -> None:
+    assert pool_size(CacheConfig(num_blocks=7, memory_bytes=1), bytes_per_block=100) == 7
+    assert pool_size(CacheConfig(memory_bytes=1050), bytes_per_block=100) == 10
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="99 bytes holds no block: one takes 100 bytes"):
+        pool_size(CacheConfig(memory_bytes=99), bytes_per_block=100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_ids", [[2], [1, 2, 3], [4, 0, 2]])
+def test_exported_blocks_are_the_same_where_they_are_imported(block_ids: list[int], dtype: torch.dtype) -> None:
+    source = KVCache(SHAPES, 5, 4, dtype=dtype, device=CPU)
+    for pool in (*source.keys, *source.values):
+        pool.copy_(torch.rand(pool.shape))
+    blocks = source.export_blocks(block_ids)
+    assert blocks.shape == (len(block_ids), block_bytes(SHAPES, 4, dtype))
+    target = KVCache(SHAPES, 7, 4, dtype=dtype, device=CPU)
+    others = [6, 1, 5][: len(block_ids)]
+    target.import_blocks(others, blocks)
+    for ours, theirs in zip((*target.keys, *target.values), (*source.keys, *source.values), strict=True):
+        assert torch.equal(ours[others], theirs[block_ids])
+        assert not ours[[each for each in range(7) if each not in others]].any()
+
+
+def test_an_export_is_a_copy() -> None:
+    cache = new_cache()
+    blocks = cache.export_blocks([1, 2])
+    cache.keys[0].fill_(1.0)
+    assert not blocks.any()

@@ -1,0 +1,224 @@
+"""Passes that are padded to a bucket compute what they would alone, and write nothing that is anybody's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.triton_tiles import Tile
+from engine.attention.triton_tiling import Heads
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TreeConfig,
+)
+from engine.engine_core import EngineCore
+from engine.kv_cache.pool import KVCache, LayerShape
+from engine.model.cuda_graphs.buckets import PassShape, fitting_shape, most_spans, pad, pass_shapes, sized
+from engine.model.cuda_graphs.static_attention import TiledAttention
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.span import Span
+from protos.errors import ConfigError
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
+from tests.engine.fixtures.checkpoints import Folders, write_pair
+from tests.engine.fixtures.families import SERVED, write_family
+from tests.engine.fixtures.heads_fixtures import write_medusa
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+GRAPHS = GraphConfig(GraphKind.EAGER, batches=(1, 2, 4), row_counts=(1, 4), has_trees=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_pair(tmp_path_factory.mktemp("pair"), noise=0.05)
+
+
+def runner(path: Path, graphs: GraphConfig, attention: str = "torch", device: str = "cpu") -> ModelRunner:
+    model = ModelConfig(str(path), dtype="float32", device=device, attention=attention, graphs=graphs)
+    return ModelRunner(model, CacheConfig(BLOCK_SIZE, num_blocks=NUM_BLOCKS))
+
+
+def random_passes(seed: int, num_passes: int) -> list[list[Span]]:
+    """Prompts of three sequences in pieces, then passes of 1 to 4 rows of some of them, chains and trees."""
+    rng = random.Random(seed)
+    order = rng.sample(range(NUM_BLOCKS), 48)
+    tables = [order[:16], order[16:32], order[32:]]
+    lengths = [rng.randrange(5, 30) for _ in tables]
+    passes = [[_span(rng, 0, length, table, 1) for length, table in zip(lengths, tables, strict=True)]]
+    for _ in range(num_passes):
+        spans = []
+        for index in rng.sample(range(3), rng.randrange(1, 4)):
+            num_rows = rng.randrange(1, 5)
+            num_logits = rng.choice([num_rows, 1])
+            span = _span(rng, lengths[index], num_rows, tables[index], num_logits)
+            if num_rows > 2 and rng.random() < 0.4:
+                parents = tuple(rng.randrange(-1, node) for node in range(num_rows - 1))
+                span = replace(span, parents=parents)
+            lengths[index] += rng.randrange(1, num_rows + 1)
+            spans.append(span)
+        passes.append(spans)
+    return passes
+
+
+def _span(rng: random.Random, start: int, num_rows: int, table: Seq[int], num_logits: int) -> Span:
+    return Span([rng.randrange(64) for _ in range(num_rows)], start, table, num_logits)
+
+
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+def test_padded_passes_have_the_logits_and_the_blocks_of_passes_that_are_not(folders: Folders, attention: str) -> None:
+    """With `triton` these are the very buffers and lists of work that a GPU replays; where there is one, it does."""
+    device = "cuda" if attention == "triton" and torch.cuda.is_available() else "cpu"
+    graphs = replace(GRAPHS, kind=GraphKind.AUTO) if device == "cuda" else GRAPHS
+    plain = runner(folders.target, GraphConfig(GraphKind.OFF), device=device)
+    padded = runner(folders.target, graphs, attention, device)
+    assert padded.num_blocks == plain.num_blocks == NUM_BLOCKS
+    everyone = list(range(NUM_BLOCKS))
+    for spans in random_passes(seed=0, num_passes=4 if attention == "triton" else 16):
+        expected, logits = plain.forward(spans), padded.forward(spans)
+        assert logits.shape == expected.shape
+        assert torch.allclose(logits, expected, atol=1e-4), spans  # before the next pass overwrites them
+        blocks = padded.export_blocks(everyone).view(torch.float32)
+        assert torch.allclose(blocks, plain.export_blocks(everyone).view(torch.float32), atol=1e-5), spans
+    assert padded._graphs is not None
+    assert any(fitting_shape(spans, pass_shapes(GRAPHS)) for spans in random_passes(0, 4))
+
+
+def test_padding_lies_in_the_scratch_block_and_makes_the_pass_as_long_as_its_shape() -> None:
+    shape = PassShape(4, 9)
+    spans = [Span([1] * 9, 3, [0, 1, 2], 9), Span([1], 7, [5, 6], 1)]
+    padded = pad(spans, shape, scratch_block=63, block_size=BLOCK_SIZE)
+    assert padded[:2] == spans
+    assert sum(len(span.token_ids) for span in padded) == shape.num_rows
+    assert len(padded) <= most_spans(shape, BLOCK_SIZE)
+    for span in padded[2:]:
+        assert span.block_table == [63]
+        assert span.end <= BLOCK_SIZE
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
+    monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
+    heads = Heads(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
+    shape = PassShape(4, 6)
+    cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
+    attention = TiledAttention(shape, cache, max_model_len=40_000, has_trees=False)
+    launch = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
+    for contexts in ([39_000] * 4, [39_000], [257] * 4, [39_000, 1, 1, 1], [512, 513, 511, 5], [255, 256, 257, 300]):
+        for num_rows in (1, 6):
+            spans = [Span([0] * num_rows, start, [0] * 10_000, num_rows) for start in contexts]
+            attention.fill(pad(spans, shape, 0, BLOCK_SIZE))
+            work = launch.tiles[launch.tiles[:, 2] > 0]
+            assert work[:, -1].max() < launch.num_partials
+            rows = {(tile.first_row, tile.first_packed) for tile in (Tile(*row) for row in work.tolist())}
+            assert len(rows) >= len(contexts)
+
+
+def test_shapes_follow_from_the_limits_of_the_engine() -> None:
+    limits = SchedulerConfig(max_num_sequences=24, max_tokens_per_step=64)
+    graphs = sized(GraphConfig(batches=(1, 16, 32)), limits, SpeculationConfig(3))
+    assert pass_shapes(graphs) == [
+        PassShape(1, 1),
+        PassShape(1, 4),
+        PassShape(16, 1),
+        PassShape(24, 1),
+        PassShape(16, 4),
+    ]
+    tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree=TreeConfig(num_nodes=8)))
+    assert (tree.row_counts, tree.has_trees) == ((1, 4, 9), True)
+    assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (
+        1,
+        2,
+        3,
+        4,
+        6,
+    )
+    suffixes = SpeculationConfig(3, methods=(SpeculationMethod.SUFFIX,), num_guess_tokens=8)
+    assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 2, 4, 8, 9)
+    with pytest.raises(ConfigError, match="cuda_graph_batches has 0"):
+        GraphConfig(batches=(1, 0))
+
+
+def test_the_smallest_shape_with_room_is_taken() -> None:
+    shapes = pass_shapes(GRAPHS)
+    one, four = Span([1], 0, [0], 1), Span([1] * 4, 0, [0], 4)
+    assert fitting_shape([one], shapes) == PassShape(1, 1)
+    assert fitting_shape([one] * 3, shapes) == PassShape(4, 1)
+    assert fitting_shape([one, four], shapes) == PassShape(2, 4)
+    assert fitting_shape([one] * 5, shapes) is None
+    assert fitting_shape([Span([1] * 5, 0, [0, 1], 5)], shapes) is None
+
+
+@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])
+def test_texts_are_the_same_with_padded_passes(folders: Folders, tree: TreeConfig | None) -> None:
+    def generate(kind: GraphKind) -> dict[str, list[int]]:
+        graphs = GraphConfig(kind, batches=(2, 4))
+        model = ModelConfig(str(folders.target), dtype="float32", device="cpu", graphs=graphs)
+        cache, limits = CacheConfig(BLOCK_SIZE, num_blocks=NUM_BLOCKS), SchedulerConfig(3, 32)
+        speculation = SpeculationConfig(3, tree=tree)
+        draft = ModelConfig(str(folders.draft), "float32", "cpu", graphs=sized(graphs, limits, speculation))
+        proposer = ModelProposer.from_config(draft, cache, limits, tree=tree)
+        core = EngineCore.from_config(EngineConfig(model, cache, limits, speculation), proposer)
+        for index in range(5):
+            sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=20)
+            core.add(GenerateRequest(str(index), tuple(range(1, 9 + index)), sampling))
+        texts: dict[str, list[int]] = {}
+        while core.has_work:
+            for chunk in core.step():
+                texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+            core.scheduler.check_integrity()
+        return texts
+
+    assert generate(GraphKind.EAGER) == generate(GraphKind.OFF)
+
+
+def test_a_head_reads_the_rows_of_the_pass_and_none_of_its_padding(tmp_path: Path, folders: Folders) -> None:
+    write_medusa(tmp_path / "head", folders.target)
+    head = HeadConfig(HeadKind.MEDUSA, str(tmp_path / "head"))
+    plain, padded = (
+        ModelRunner(
+            ModelConfig(str(folders.target), "float32", "cpu", graphs=graphs),
+            CacheConfig(BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+            head=head,
+        )
+        for graphs in (GraphConfig(GraphKind.OFF), GRAPHS)
+    )
+    for spans in random_passes(seed=1, num_passes=3):
+        plain.forward(spans)
+        padded.forward(spans)
+        assert plain.features is not None
+        assert padded.features is not None
+        assert padded.features.shape == plain.features.shape
+        assert torch.allclose(padded.features, plain.features, atol=1e-4)
+
+
+def test_a_budget_in_bytes_pays_for_the_block_of_the_padding_too(folders: Folders) -> None:
+    model = ModelConfig(str(folders.target), dtype="float32", device="cpu", graphs=GRAPHS)
+    budget = CacheConfig(BLOCK_SIZE, memory_bytes=1 << 16)
+    off = replace(model, graphs=GraphConfig(GraphKind.OFF))
+    assert ModelRunner(model, budget).num_blocks == ModelRunner(off, budget).num_blocks - 1
+
+
+def test_other_families_are_computed_as_they_are(tmp_path: Path) -> None:
+    """Nothing is recorded on a processor, whatever the family; `eager` pads for every one of them."""
+    write_family(tmp_path, SERVED["gpt2"]())
+    span = Span([5], 0, [1], 1)
+    plain, padded = runner(tmp_path, GraphConfig()), runner(tmp_path, GRAPHS)
+    assert plain._graphs is None
+    assert torch.allclose(padded.forward([span]), plain.forward([span]), atol=1e-4)

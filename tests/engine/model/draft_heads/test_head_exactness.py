@@ -1,0 +1,268 @@
+"""Drafts from the target's hidden states: they change no token, and are what the head says however a text came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TreeConfig,
+)
+from engine.draft import Draft
+from engine.engine_core import EngineCore
+from engine.model.runner.model_runner import ModelRunner
+from engine.sequence.batch import ScheduledSequence
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE
+from tests.engine.fixtures.eagle3_fixtures import PlainEagle3, head_tensors, write_original
+from tests.engine.fixtures.heads_fixtures import fit_medusa, transformers_mtp, write_deepseek, write_llama_with_mtp
+from tests.engine.fixtures.in_process_transport import InProcessTransport
+
+P = 8
+MAX_TOKENS = 20
+NUM_PROMPTS = 8
+EAGLE3_TAPS = (1, 2)  # of a target with two layers
+LAWS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, presence_penalty=1.0, top_p=0.9),
+    SamplingParams(temperature=0.9, repetition_penalty=1.3, num_logprobs=2),
+)
+TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A target with an MTP layer among its weights, and other heads beside it, named after their kind."""
+
+    root: Path
+
+    @property
+    def target(self) -> Path:
+        return self.root / "target"
+
+    def head(self, kind: HeadKind) -> HeadConfig:
+        return HeadConfig(kind, None if kind is HeadKind.MTP else str(self.root / kind))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("heads")
+    write_llama_with_mtp(root / "target")
+    fit_medusa(root / "medusa", root / "target")
+    write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
+    return World(root)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to compute the same text."""
+
+    num_drafts: int = 3
+    max_tokens_per_step: int = 512
+    num_blocks: int = 256
+    num_repeats: int = 1
+    tree: TreeConfig | None = None
+    adaptive: bool = False
+    verify: VerifyMode = VerifyMode.COUPLED
+    graphs: GraphKind = GraphKind.AUTO
+    methods: tuple[SpeculationMethod, ...] = ()  # of the requests in turn; () leaves all to the head
+
+
+SETUPS = {
+    "batch": Setup(),
+    "chunked, then prefix hits": Setup(max_tokens_per_step=13, num_repeats=2),
+    "preempted": Setup(num_blocks=16),
+    "trees": Setup(tree=TREE, num_drafts=4, num_repeats=2),
+    "trees, preempted": Setup(tree=replace(TREE, max_batch=3), num_blocks=16),
+    "adaptive": Setup(adaptive=True),
+    "padded": Setup(graphs=GraphKind.EAGER),
+    "methods": Setup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
+}
+
+
+def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProcessTransport | None = None) -> EngineCore:
+    method = SpeculationMethod.NONE if kind is None else SpeculationMethod(kind)
+    methods = (method, *setup.methods)
+    config = EngineConfig(
+        ModelConfig(str(world.target), dtype="float32", graphs=GraphConfig(setup.graphs, batches=(2, 8))),
+        CacheConfig(P, setup.num_blocks, memory_bytes=None),
+        SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=120),
+        SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree, setup.adaptive),
+        None if kind is None else world.head(kind),
+        min_remote_prefill_tokens=8,
+    )
+    return EngineCore.from_config(config, transport=transport)
+
+
+def requests(setup: Setup) -> list[GenerateRequest]:
+    """Half of them share a prefix; every second is greedy."""
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(1, VOCAB_SIZE, (20,), generator=generator).tolist()
+    found = []
+    for index in range(NUM_PROMPTS):
+        own = torch.randint(1, VOCAB_SIZE, (3 + 2 * index,), generator=generator).tolist()
+        law = replace(LAWS[index % len(LAWS)], seed=index, max_tokens=MAX_TOKENS)
+        wish = SpeculationParams(method=setup.methods[index % len(setup.methods)] if setup.methods else None)
+        prompt = (*(shared if index % 2 else ()), *own)
+        found.append(GenerateRequest(str(index), prompt, law, wish if index > 1 else SpeculationParams()))
+    return found
+
+
+def generate(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, tuple[int, ...]]:
+    texts: dict[str, tuple[int, ...]] = {}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            texts[chunk.request_id] = texts.get(chunk.request_id, ()) + chunk.token_ids
+        engine.scheduler.check_integrity()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def reference(world: World) -> dict[str, tuple[int, ...]]:
+    engine = build(world, None, Setup(num_drafts=0))
+    texts: dict[str, tuple[int, ...]] = {}
+    for request in requests(Setup()):
+        texts |= generate(engine, [request])
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What was drafted behind which tokens."""
+
+    token_ids: tuple[int, ...]
+    draft: Draft
+
+
+def record(engine: EngineCore) -> list[Drafted]:
+    """Every draft that the engine's head makes for a greedy request from now on."""
+    head, drafted = engine._head, []
+    assert head is not None
+    propose = head.propose
+
+    def recording(shares: Seq[ScheduledSequence]) -> list[Draft]:
+        drafts = propose(shares)
+        for share, draft in zip(shares, drafts, strict=True):
+            if share.sequence.sampling.temperature == 0.0:
+                drafted.append(Drafted(tuple(share.sequence.token_ids), draft))
+        return drafts
+
+    head.propose = recording  # type: ignore[method-assign]
+    return drafted
+
+
+class Oracle:
+    """The MTP layer as transformers has it, run over the whole text for every draft."""
+
+    def __init__(self, target: Path) -> None:
+        self._target, self._layer = transformers_mtp(target)
+
+    @torch.no_grad()
+    def drafts(self, token_ids: Seq[int], num_drafts: int) -> tuple[int, ...]:
+        ids = torch.tensor([token_ids])
+        states = self._target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        ids = ids[:, 1:]
+        for _ in range(num_drafts):
+            positions = torch.arange(1, ids.shape[1] + 1)[None]
+            found = self._layer.forward_layer(0, states, positions, None, input_ids=ids)
+            chosen = self._layer._project_to_logits(found[:, -1]).argmax(-1, keepdim=True)
+            ids, states = torch.cat((ids, chosen), dim=1), torch.cat((states, found[:, -1:]), dim=1)
+        return tuple(ids[0, len(token_ids) - 1 :].tolist())
+
+
+@pytest.fixture(scope="module")
+def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3]:
+    eagle3 = PlainEagle3.read(world.target, world.root / "eagle3", EAGLE3_TAPS)
+    return {HeadKind.MTP: Oracle(world.target), HeadKind.EAGLE3: eagle3}
+
+
+@pytest.mark.parametrize("kind", HeadKind)
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_head_changes_no_token(
+    name: str,
+    kind: HeadKind,
+    world: World,
+    reference: dict[str, tuple[int, ...]],
+    oracles: dict[HeadKind, Oracle | PlainEagle3],
+) -> None:
+    setup = SETUPS[name]
+    engine = build(world, kind, setup)
+    drafted = record(engine)
+    for _ in range(setup.num_repeats):
+        assert generate(engine, requests(setup)) == reference
+    stats = engine.stats()
+    assert stats.drafts.num_draft_tokens > 0
+    if not setup.adaptive:  # which counts the time, and may soon draft nothing
+        assert stats.drafts.num_accepted_tokens > (5 if setup.methods else 20)
+    assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
+    if setup.num_repeats > 1:
+        assert stats.num_prefix_hit_tokens > 0
+    if kind in oracles:
+        assert drafted
+        for each in drafted[:: 1 + len(drafted) // 12]:
+            num_checked = 1 if each.draft.parents else len(each.draft.token_ids)
+            assert each.draft.token_ids[:num_checked] == oracles[kind].drafts(each.token_ids, num_checked)
+
+
+@pytest.mark.parametrize("kind", HeadKind)
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_greedy_text_is_the_same_in_every_mode(
+    verify: VerifyMode, kind: HeadKind, world: World, reference: dict[str, tuple[int, ...]]
+) -> None:
+    setup = Setup(verify=verify, tree=TREE)
+    engine = build(world, kind, setup)
+    texts = generate(engine, requests(setup))
+    greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
+    assert [texts[key] for key in greedy] == [reference[key] for key in greedy]
+    assert engine.stats().drafts.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("kind", HeadKind)
+def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
+    kind: HeadKind, world: World, reference: dict[str, tuple[int, ...]]
+) -> None:
+    """Blocks come with the head's KV in them. Only where they end the pair may know another next token."""
+    remote = build(world, kind if kind.keeps_kv else None, Setup(num_drafts=0, max_tokens_per_step=16))
+    engine = build(world, kind, Setup(), InProcessTransport(remote))
+    texts: dict[str, tuple[int, ...]] = {}
+    local = build(world, kind, Setup())
+    for request in requests(Setup()):
+        texts |= generate(engine, [request])
+        generate(local, [request])
+    assert texts == reference
+    assert engine.stats().remote.num_tokens > 50
+    accepted = engine.stats().drafts.num_accepted_tokens
+    assert accepted > 0.8 * local.stats().drafts.num_accepted_tokens
+
+
+def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:
+    """DeepSeek-V3: latent attention, experts, and transformers' own names for the layer's tensors."""
+    write_deepseek(tmp_path / "target")
+    world = World(tmp_path)
+    asked = requests(Setup())[:2]
+    engine = build(world, HeadKind.MTP, Setup())
+    assert isinstance(engine.runner, ModelRunner)
+    assert len(engine.runner.kv_layout.layers) == 3
+    drafted = record(engine)
+    texts = generate(engine, asked)
+    assert texts == generate(build(world, None, Setup(num_drafts=0)), asked)
+    oracle = Oracle(tmp_path / "target")
+    assert drafted
+    for each in drafted[::4]:
+        assert each.draft.token_ids == oracle.drafts(each.token_ids, len(each.draft.token_ids))

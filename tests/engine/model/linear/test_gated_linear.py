@@ -1,0 +1,75 @@
+"""A gate, up and silu in one are the three of them, with weights of any kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from engine.model.linear.gated_linear import gated_of
+from engine.model.linear.native_product import NativeGate, NativeProduct
+from engine.model.linear.native_quantized import NativeQuantizedProduct
+from engine.model.linear.packed_linear import can_pack
+from engine.model.linear.quantized_linear import Quantization
+from tests.engine.fixtures.native_kernels import needs_kernels
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+LARGE = (1200, 1000)  # inputs, outputs: for oneDNN, since ours are made of whole tiles
+
+
+def _layers(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
+    """Gate and up, with numbers that bfloat16 has."""
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(*shape, bias=has_bias, dtype=torch.bfloat16).requires_grad_(False) for _ in range(2))
+    return gate.to(dtype), up.to(dtype)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(LARGE, torch.bfloat16), *(((64, 96), dtype) for dtype in TOLERANCE)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_a_fused_gate_is_the_plain_one(
+    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
+    gate, up = _layers(shape, has_bias, dtype)
+    gated = gated_of(gate, up)
+    if gated is None:
+        assert not can_pack(gate.weight)
+        return
+    x = torch.randn(num_rows, shape[0]).to(dtype)
+    expected = F.silu(gate(x).double()) * up(x).double()
+    torch.testing.assert_close(gated(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 16, 70, 130])
+def test_a_quantized_gate_is_that_of_its_two_products(
+    quantization: Quantization, has_bias: bool, num_rows: int
+) -> None:
+    gate, up = _layers((1152, 192), has_bias, torch.bfloat16)
+    gated = gated_of(gate, up, quantization.make_linear)
+    assert isinstance(gated, NativeQuantizedProduct)
+    x = torch.randn(num_rows, 1152).bfloat16()
+    gate_of_x, up_of_x = (quantization.make_linear(each.weight, each.bias)(x).float() for each in (gate, up))
+    torch.testing.assert_close(gated(x).float(), F.silu(gate_of_x) * up_of_x, rtol=2e-2, atol=2e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(33, 48), (96, 48)])
+def test_what_is_not_made_of_whole_tiles_is_left_to_two_products(shape: tuple[int, int]) -> None:
+    gate, up = _layers(shape, False, torch.bfloat16)
+    assert gated_of(gate, up) is None
+    assert gated_of(gate, up, Quantization.INT8.make_linear) is None
+
+
+@needs_kernels
+def test_a_gate_is_not_fused_where_packing_would_round_either_weight() -> None:
+    smooth, also_smooth = _layers((64, 64), False, torch.float32)
+    rough = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    assert isinstance(gated_of(smooth, also_smooth), NativeGate)
+    assert NativeProduct.fits(smooth.weight)
+    assert gated_of(smooth, rough) is None
+    assert gated_of(rough, smooth) is None

@@ -1,0 +1,166 @@
+"""A model divided between two processes, connected by gloo: the tokens, blocks and errors of an undivided one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.engine_core import EngineCore
+from engine.kv_cache.block_manager import BlockManager
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import LeadingRunner, load_runner
+from engine.model.tensor_parallel.plan import check_divisible
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sampling.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler
+from engine.span import Span
+from engine.verifier.verifier import Verifier
+from protos.errors import ConfigError, EngineError
+from protos.messages import GenerateRequest, SamplingParams
+from tests.engine.fixtures.checkpoints import Folders, write_pair
+from tests.engine.fixtures.families import SERVED, write_family
+
+CACHE = CacheConfig(block_size=4, num_blocks=96)
+PROMPTS = [tuple(range(first, first + 9 + first)) for first in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_pair(tmp_path_factory.mktemp("pair"), noise=0.05)
+
+
+def config(path: Path, num_ranks: int) -> ModelConfig:
+    return ModelConfig(str(path), dtype="float32", device="cpu", num_threads=1, tensor_parallel_size=num_ranks)
+
+
+@pytest.fixture(scope="module")
+def alone(folders: Folders) -> ModelRunner:
+    return load_runner(config(folders.target, 1), CACHE)
+
+
+@pytest.fixture(scope="module")
+def divided(folders: Folders) -> Iterator[LeadingRunner]:
+    runner = load_runner(config(folders.target, 2), CACHE)
+    assert isinstance(runner, LeadingRunner)
+    yield runner
+    runner.close()
+    runner.close()
+
+
+def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = None) -> dict[str, list[int]]:
+    """What four requests get; the pool is small enough that blocks are used again."""
+    limits = SchedulerConfig(max_num_sequences=3, max_tokens_per_step=16)
+    blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
+    scheduler = Scheduler(limits, blocks, runner.max_model_len, tree=tree)
+    speculation = SpeculationConfig(3 if draft else 0, tree=tree)
+    proposer = None
+    if draft is not None:
+        proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits, tree=tree)
+    core = EngineCore(runner, scheduler, blocks, proposer or NoProposer(), Verifier(Sampler()), speculation)
+    for index, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=24)
+        core.add(GenerateRequest(str(index), prompt, sampling))
+    texts: dict[str, list[int]] = {}
+    while core.has_work:
+        for chunk in core.step():
+            texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        scheduler.check_integrity()
+    assert draft is None or core.stats().drafts.num_accepted_tokens > 0
+    return texts
+
+
+def test_texts_are_those_of_an_undivided_model_with_and_without_drafts(
+    alone: ModelRunner, divided: LeadingRunner, folders: Folders
+) -> None:
+    expected = generate(alone, None)
+    assert generate(divided, None) == expected
+    assert generate(divided, folders.draft) == expected
+    tree = TreeConfig(num_nodes=6, max_batch=3)  # whose accepted paths are moved
+    assert generate(divided, folders.draft, tree) == expected
+
+
+def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, divided: LeadingRunner) -> None:
+    span = Span(list(range(1, 11)), 0, [5, 2, 7], 1)
+    expected, logits = alone.forward([span]), divided.forward([span])
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert divided.kv_layout == alone.kv_layout
+    blocks = divided.export_blocks([5, 2, 7])
+    whole = alone.export_blocks([5, 2, 7])
+    assert blocks.shape == whole.shape == (3, divided.bytes_per_block)
+    assert torch.allclose(blocks[:2].view(torch.float32), whole[:2].view(torch.float32), atol=1e-5)
+
+    divided.import_blocks([9, 10], whole[:2])  # what an engine on one device has computed
+    divided.copy_blocks([10], [3])
+    assert torch.equal(divided.export_blocks([9, 3]), whole[:2])
+    again = divided.forward([Span([9, 10], 8, [9, 3, 11], 1)])
+    assert torch.allclose(again, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(family: type) -> None:
+    shape = family(hidden_size=96, num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
+    check_divisible(shape, 3)
+    with pytest.raises(ConfigError, match=r"is 4, and the model has num_key_value_heads 6.*choose one of 1, 2, 3, 6"):
+        check_divisible(shape, 4)
+
+
+def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path: Path, folders: Folders) -> None:
+    write_family(tmp_path, SERVED["gpt2"]())
+    with pytest.raises(ConfigError, match="model type 'gpt2' runs on one device: transformers has no plan"):
+        load_runner(config(tmp_path, 2), CACHE)
+    with pytest.raises(ConfigError, match=r"'int8' and target\.tensor_parallel_size is 2"):
+        load_runner(replace(config(folders.target, 2), quantization="int8"), CACHE)
+
+
+def test_a_second_divided_model_in_one_process_is_refused_and_the_first_goes_on(
+    divided: LeadingRunner, folders: Folders
+) -> None:
+    span = Span([1, 2], 0, [0], 1)
+    expected = divided.forward([span])
+    with pytest.raises(EngineError, match="has a divided model already"):
+        load_runner(config(folders.target, 2), CACHE)
+    assert torch.equal(divided.forward([span]), expected)
+
+
+def test_a_rank_that_dies_ends_the_engine_without_a_hang(divided: LeadingRunner, folders: Folders) -> None:
+    """The last test of the shared runner."""
+    reasons: list[str] = []
+    divided.watch(reasons.append)
+    (process,) = divided._team._processes
+    process.kill()
+    began_s = time.monotonic()
+    process.wait(10)
+    with pytest.raises((RuntimeError, EngineError)):
+        divided.forward([Span([1, 2], 0, [0], 1)])
+    assert time.monotonic() - began_s < 60
+    deadline_s = time.monotonic() + 10
+    while not reasons and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "rank 1 of the target has ended with code -9" in reasons[0]
+
+
+def test_the_engine_divides_what_its_configuration_says(folders: Folders) -> None:
+    """After the shared runner has been closed or killed, its place is free."""
+    with pytest.raises(ConfigError, match="does not divide"):
+        EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
+
+
+def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(divided: LeadingRunner, tmp_path: Path) -> None:
+    divided.close()  # the shared one; its place is free now
+    write_family(tmp_path, SERVED["gemma2"]())
+    expected = generate(load_runner(config(tmp_path, 1), CACHE), None)
+    runner = load_runner(config(tmp_path, 2), CACHE)
+    assert isinstance(runner, LeadingRunner)
+    try:
+        assert generate(runner, None) == expected
+        assert generate(runner, tmp_path) == expected
+    finally:
+        runner.close()

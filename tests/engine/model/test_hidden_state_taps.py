@@ -1,0 +1,116 @@
+"""What a head reads of a pass is what transformers reports as hidden states, in every decoder that we have."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
+from engine.model.forward_batch import FlatPass
+from engine.model.hidden_state_taps import Tap
+from engine.model.paged_model import PagedModel
+from engine.model.runner.model_runner import ModelRunner
+from engine.span import Span
+from protos.errors import ConfigError
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.families import SERVED, write_family
+from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp, write_medusa
+
+IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9]
+OTHERS = [2, 71, 82, 8]
+
+
+def features_of(model: PagedModel, spans: list[Span]) -> Tensor:
+    """Of the last of two passes: the first computes the beginning of IDS."""
+    cache = model.new_cache(2, 16)
+    model.forward(FlatPass.of([Span(IDS[:4], 0, [0], 0)], cache))
+    model.forward(FlatPass.of(spans, cache))
+    assert model.features is not None
+    return model.features
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "opt"])
+def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path) -> None:
+    stock = write_family(tmp_path, SERVED[family]())
+    expected = []
+    with torch.no_grad():
+        for ids, start in ((IDS, 4), (OTHERS, 0)):
+            states = stock(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+            expected.append(torch.cat([states[place][0, start:] for place in (0, 1, -1)], dim=-1))
+    model = PagedModel(copy.deepcopy(stock), tap=Tap((0, 1), is_final=True))
+    found = features_of(model, [Span(IDS[4:], 4, [0], 1), Span(OTHERS, 0, [1], 0)])
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_path: Path) -> None:
+    stock = write_family(tmp_path, SERVED[family]())
+    norm = copy.deepcopy(stock.model.norm)
+    model = PagedModel(stock, tap=Tap((2,), is_final=True))
+    raw, final = features_of(model, [Span(IDS[4:], 4, [0], 1)]).chunk(2, dim=-1)
+    assert not torch.allclose(raw, final)
+    torch.testing.assert_close(norm(raw), final, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
+    stock = write_family(tmp_path, SERVED["llama"]())
+    logits = []
+    for tap in (Tap(), Tap((1,)), Tap(is_final=True)):
+        model = PagedModel(copy.deepcopy(stock), tap=tap)
+        logits.append(model.forward(FlatPass.of([Span(IDS, 0, [0], 3)], model.new_cache(1, 16))))
+        assert (model.features is None) is (not tap)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
+    stock = write_family(tmp_path, SERVED["gpt2"]())
+    with pytest.raises(ConfigError, match="its layers cannot be tapped for a head"):
+        PagedModel(stock, tap=Tap((1,)))
+
+
+# ---- what a runner makes of it ------------------------------------------------------------------------------------
+
+CACHE = CacheConfig(16, num_blocks=4, memory_bytes=None)
+
+
+def runner(folder: Path, head: HeadConfig) -> ModelRunner:
+    return ModelRunner(ModelConfig(str(folder), dtype="float32"), CACHE, head=head)
+
+
+def test_a_target_without_the_layer_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "plain", seed=0)
+    with pytest.raises(ConfigError, match=r"has no num_nextn_predict_layers in its config.json"):
+        runner(tmp_path / "plain", HeadConfig(HeadKind.MTP))
+
+
+def test_a_layer_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+    write_llama_with_mtp(tmp_path / "target")
+    config = tmp_path / "target" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*missing"):
+        runner(tmp_path / "target", HeadConfig(HeadKind.MTP))
+
+
+def test_of_several_layers_the_first_drafts(tmp_path: Path) -> None:
+    write_llama_with_mtp(tmp_path / "target", num_mtp_layers=2)
+    assert len(runner(tmp_path / "target", HeadConfig(HeadKind.MTP)).kv_layout.layers) == 3
+
+
+def test_a_heads_kv_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
+    write_llama_with_mtp(tmp_path / "target")
+    write_medusa(tmp_path / "medusa", tmp_path / "target")
+    plain = ModelRunner(ModelConfig(str(tmp_path / "target"), dtype="float32"), CACHE)
+    assert runner(tmp_path / "target", HeadConfig(HeadKind.MTP)).bytes_per_block == 1.5 * plain.bytes_per_block
+    medusa = runner(tmp_path / "target", HeadConfig(HeadKind.MEDUSA, str(tmp_path / "medusa")))
+    assert medusa.bytes_per_block == plain.bytes_per_block
+
+
+def test_a_head_needs_a_path(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "plain", seed=0)
+    with pytest.raises(ConfigError, match=r"needs draft.path"):
+        runner(tmp_path / "plain", HeadConfig(HeadKind.MEDUSA))

@@ -1,0 +1,181 @@
+"""Predictions and suffixes before the model: who is asked, what is drafted, and that no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from engine.draft import Draft
+from engine.proposer.dispatch.hybrid_proposer import GuessFirst
+from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.text_match.prediction import PredictionGuesser
+from engine.proposer.text_match.suffix import SuffixProposer
+from engine.proposer.text_match.text_matcher import Guess
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from tests.engine.fixtures.fakes import ScriptedProposer
+from tests.engine.test_engine_core import greedy, make_core, outputs, right, run, wrong
+
+PROMPT = (1, 2, 3)
+
+
+def new_sequence(name: str = "a", prediction: tuple[int, ...] = ()) -> Sequence:
+    request = GenerateRequest(name, PROMPT, SamplingParams(max_tokens=1000), prediction_token_ids=prediction)
+    return Sequence(request, num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0)
+
+
+def share_of(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
+    return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts)
+
+
+def grow(proposer: GuessFirst, sequence: Sequence, *token_ids: int) -> None:
+    sequence.token_ids += token_ids
+    proposer.commit([sequence])
+
+
+def model(token_id: int = 9) -> ScriptedProposer:
+    return ScriptedProposer(lambda sequence, max_tokens: [token_id] * max_tokens)
+
+
+def test_a_prediction_is_the_draft_while_the_text_follows_it_and_the_model_rests() -> None:
+    other = model()
+    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer.open(sequence)
+    grow(proposer, sequence, 5)
+    assert proposer.propose([share_of(sequence)]) == [Draft((6, 7, 8, 5))]
+    assert proposer.propose([share_of(sequence, 2)]) == [Draft((6, 7))]
+    assert other.committed == []
+
+
+def test_where_the_text_strays_the_model_is_asked_until_it_is_found_again() -> None:
+    other = model()
+    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer.open(sequence)
+    grow(proposer, sequence, 5, 99)
+    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert other.committed == ["a"]
+    grow(proposer, sequence, 7, 8)
+    assert proposer.propose([share_of(sequence)]) == [Draft((5, 9))]
+    assert other.committed == ["a"]
+
+
+def test_a_request_without_a_prediction_passes_through() -> None:
+    other = model()
+    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence()
+    proposer.open(sequence)
+    grow(proposer, sequence, 5)
+    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    proposer.close("a")
+    assert (other.opened, other.committed, other.closed) == (["a"], ["a"], ["a"])
+
+
+class FixedGuesser(PredictionGuesser):
+    """Always guesses the same, with the same support."""
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__()
+        self._guess = guess
+
+    def is_for(self, sequence: Sequence) -> bool:
+        return True
+
+    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+        return self._guess
+
+
+def chosen(guess: Guess, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
+    """Whether the guess was the draft, pass by pass, where `true_ids` follow and the model says 9."""
+    proposer, sequence = GuessFirst(FixedGuesser(guess), model()), new_sequence()
+    proposer.open(sequence)
+    grow(proposer, sequence, 0)
+    were_guesses = []
+    for _ in range(num_passes):
+        (draft,) = proposer.propose([share_of(sequence)])
+        were_guesses.append(draft.token_ids == guess.token_ids)
+        grow(proposer, sequence, *true_ids)
+    return were_guesses
+
+
+def test_guesses_that_fail_lose_to_a_model_that_does_not_and_are_tried_now_and_then() -> None:
+    were_guesses = chosen(Guess((5, 6, 5, 6), 3), true_ids=(9, 9, 9, 9, 9))
+    assert were_guesses[0]
+    assert 1 <= sum(were_guesses[20:]) <= 5
+
+
+def test_a_guess_that_stands_is_preferred_to_a_model_that_does_not() -> None:
+    assert all(chosen(Guess((5, 6, 5, 6), 3), true_ids=(5, 6, 5, 6, 7)))
+
+
+def test_the_choice_is_the_same_every_time() -> None:
+    guess = Guess((5, 6, 5, 6), 3)
+    assert chosen(guess, (5, 9, 9)) == chosen(guess, (5, 9, 9))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", list(SpeculationMethod))
+@pytest.mark.parametrize("draft_of", [right, wrong])
+@pytest.mark.parametrize("prediction", ["none", "right", "half", "wrong"])
+def test_neither_method_nor_prediction_changes_a_token(
+    temperature: float, method: SpeculationMethod, draft_of: object, prediction: str
+) -> None:
+    text = greedy(PROMPT, 30)
+    predictions = {"none": [], "right": text, "half": [*text[:6], 3, 3, *text[10:]], "wrong": [1, 1, 1, 1, 1]}
+    proposer = proposer_of(list(SpeculationMethod), ScriptedProposer(draft_of))  # type: ignore[arg-type]
+    plain, other = make_core(), make_core(proposer, adaptive=True)
+    for core in (plain, other):
+        sampling = SamplingParams(seed=3, temperature=temperature, max_tokens=30)
+        speculation = SpeculationParams(method=method)
+        core.add(
+            GenerateRequest("a", PROMPT, sampling, speculation, prediction_token_ids=tuple(predictions[prediction]))
+        )
+    assert outputs(run(other)) == outputs(run(plain))
+
+
+def test_a_right_prediction_saves_passes_without_a_model() -> None:
+    core = make_core(proposer_of([SpeculationMethod.NGRAM]), num_drafts=8)
+    text = tuple(greedy(PROMPT, 40))
+    sampling = SamplingParams(temperature=0.0, max_tokens=40)
+    speculation = SpeculationParams(method=SpeculationMethod.NGRAM)
+    core.add(GenerateRequest("a", PROMPT, sampling, speculation, prediction_token_ids=text))
+    run(core)
+    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, for guesses have a length of their own"
+
+
+def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
+    other = model(token_id=99)
+    proposer, sequence = GuessFirst(SuffixProposer(), other), new_sequence()
+    proposer.open(sequence)
+    grow(proposer, sequence, 4, 5, 6, 7)
+    assert proposer.propose([share_of(sequence)]) == [Draft((99,) * 4)]
+    grow(proposer, sequence, 8, 4, 5, 6)
+    assert proposer.propose([share_of(sequence)])[0].token_ids[:2] == (7, 8)
+
+
+def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
+    other, prediction = model(), tuple(range(20, 40))
+    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=prediction)
+    sequence.num_guess_tokens = 10
+    proposer.open(sequence)
+    assert sequence.num_wanted_drafts == 4
+    grow(proposer, sequence, *prediction[:3])
+    assert sequence.num_wanted_drafts == 10
+    assert proposer.propose([share_of(sequence, 10)]) == [Draft(prediction[3:13])]
+    grow(proposer, sequence, 99)
+    assert sequence.num_wanted_drafts == 4
+    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+
+
+@pytest.mark.parametrize("has_own_length", [True, False])
+def test_a_guess_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
+    prediction = tuple(range(20, 40))
+    proposer, sequence = GuessFirst(PredictionGuesser(), model()), new_sequence(prediction=prediction)
+    sequence.num_guess_tokens = 10 if has_own_length else None
+    sequence.max_output_tokens = 9
+    proposer.open(sequence)
+    sequence.draft_allowance = 2
+    grow(proposer, sequence, *prediction[:3])
+    assert sequence.num_wanted_drafts == (5 if has_own_length else 2), "one of the last six is no draft"
+    sequence.draft_allowance = 0
+    assert sequence.num_wanted_drafts == (5 if has_own_length else 0)

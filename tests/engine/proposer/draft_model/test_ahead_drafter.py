@@ -1,0 +1,266 @@
+"""What is drafted ahead of a verdict is the very draft that would be made after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from engine.draft import Draft, SparseLaw
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer.draft_model.ahead_drafter import Lookahead, Prepared, Prospect
+from engine.proposer.draft_model.branch import Branch
+from engine.proposer.growth.chain import Chain
+from engine.sequence.sequence import Sequence
+from protos.messages import SamplingParams, VerifyMode
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence, share
+
+K = 3
+MODES = list(VerifyMode)
+PENALIZED = replace(SAMPLED, top_p=1.0, temperature=1.0, repetition_penalty=1.3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("draft")
+    write_checkpoint(path, seed=0)
+    return path
+
+
+@pytest.fixture
+def drafter(folder: Path) -> Drafter:
+    return new_drafter(folder, num_blocks=512)
+
+
+def never() -> bool:
+    return False
+
+
+def look_ahead(
+    drafter: Drafter,
+    prospects: Seq[Prospect],
+    fan_out: int = 3,
+    is_stopped: Callable[[], bool] = never,
+    lookahead: Lookahead | None = None,
+) -> list[Prepared]:
+    waves: list[tuple[Prepared, ...]] = []
+    (lookahead or drafter.proposer.lookahead(fan_out)).run(prospects, waves.append, is_stopped)
+    drafter.check()
+    assert drafter.blocks.num_free_blocks == drafter.blocks.num_blocks - num_held(drafter)
+    return [each for wave in waves for each in wave]
+
+
+def num_held(drafter: Drafter) -> int:
+    mirrors = drafter.proposer.mirrors._by_id.values()
+    return len({block_id for mirror in mirrors for block_id in mirror.sequence.block_table})
+
+
+def prospect(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> Prospect:
+    (draft,) = drafter.proposer.propose([share(sequence, num_drafts)])
+    return Prospect(sequence, draft.token_ids, num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Afterwards:
+    """A draft model of its own, which is asked once an outcome is committed."""
+
+    drafter: Drafter
+
+    def agrees(self, sequence: Sequence, prepared: Prepared, num_drafts: int = K) -> bool:
+        """The same tokens, drawn from the same laws but for the last bits of a rounding."""
+        copy = Sequence(sequence.request, num_draft_tokens=num_drafts, verify=sequence.verify, arrival_s=0.0)
+        copy.token_ids = [*sequence.token_ids, *prepared.after]
+        self.drafter.proposer.open(copy)
+        (draft,) = self.drafter.proposer.propose([share(copy, num_drafts)])
+        self.drafter.proposer.close(copy.request_id)
+        return draft.token_ids == prepared.draft.token_ids and all(
+            _are_close(*laws) for laws in zip(draft.laws, prepared.draft.laws, strict=True)
+        )
+
+
+def _are_close(left: SparseLaw, right: SparseLaw) -> bool:
+    ours, theirs = (dict(zip(law.token_ids, law.weights, strict=True)) for law in (left, right))
+    return all(abs(ours.get(token_id, 0) - theirs.get(token_id, 0)) <= 8 for token_id in ours | theirs)
+
+
+@pytest.fixture(scope="module")
+def afterwards(folder: Path) -> Afterwards:
+    return Afterwards(new_drafter(folder, num_blocks=256))
+
+
+@pytest.mark.parametrize("verify", MODES)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
+@pytest.mark.parametrize("length", [8, 9, 10, 11])  # blocks have 4 tokens: branches part at every place of one
+def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
+    afterwards: Afterwards, drafter: Drafter, length: int, sampling: SamplingParams, verify: VerifyMode
+) -> None:
+    sequence = new_sequence(drafter, "a", length, sampling, verify)
+    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    assert len(prepared) == 3 * (K + 1)
+    for each in prepared:
+        assert (each.request_id, each.base_len) == ("a", length)
+        assert afterwards.agrees(sequence, each)
+
+
+def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: Drafter) -> None:
+    kinds = [(GREEDY, VerifyMode.COUPLED), (SAMPLED, VerifyMode.BLOCK), (SAMPLED, VerifyMode.REJECTION)]
+    sequences = [new_sequence(drafter, str(i), 7 + 9 * i, *kind) for i, kind in enumerate([*kinds, *kinds])]
+    prospects = [prospect(drafter, sequence, 1 + index % 3) for index, sequence in enumerate(sequences)]
+    prepared = look_ahead(drafter, prospects)
+    assert {each.request_id for each in prepared} == {sequence.request_id for sequence in sequences}
+    for each in prepared:
+        index = int(each.request_id)
+        assert afterwards.agrees(sequences[index], each, 1 + index % 3)
+
+
+def test_outcomes_are_distinct_and_those_of_the_pass(drafter: Drafter) -> None:
+    sequence = new_sequence(drafter, "a", sampling=SAMPLED)
+    expected = prospect(drafter, sequence)
+    outcomes = [each.after for each in look_ahead(drafter, [expected])]
+    assert len(set(outcomes)) == len(outcomes)
+    for *accepted, last in outcomes:
+        assert tuple(accepted) == expected.draft_ids[: len(accepted)]
+        assert (last,) != expected.draft_ids[len(accepted) : len(accepted) + 1]
+    assert {len(outcome) for outcome in outcomes} == {1, 2, 3, 4}
+
+
+def test_the_likeliest_outcome_is_what_the_draft_itself_would_say(drafter: Drafter, folder: Path) -> None:
+    sequence = new_sequence(drafter, "a", sampling=SAMPLED)
+    first = look_ahead(drafter, [prospect(drafter, sequence)], fan_out=1)[0]
+    assert first.after == Oracle(folder).draft(sequence, K + 1)
+
+
+def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: Drafter) -> None:
+    """Rounds of drafting and looking ahead, with every kind of verdict; each draft is that of a fresh model."""
+    oracle = Oracle(folder)
+    sequence = new_sequence(drafter, "a", 9, SAMPLED)
+    for num_accepted in (0, 3, 1, 2, 3, 0):
+        expected = prospect(drafter, sequence)
+        assert expected.draft_ids == oracle.draft(sequence, K)
+        prepared = look_ahead(drafter, [expected])
+        true = next(each for each in prepared if len(each.after) == num_accepted + 1)
+        sequence.token_ids += true.after
+        # Looking ahead again without a question in between, as after a hit:
+        assert true.draft.token_ids == oracle.draft(sequence, K)
+        for each in look_ahead(drafter, [Prospect(sequence, true.draft.token_ids, K)])[:2]:
+            assert afterwards.agrees(sequence, each)
+
+
+def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, drafter: Drafter) -> None:
+    sequence = new_sequence(drafter, "a", 100)
+    prepared = look_ahead(drafter, [Prospect(sequence, (), K)])
+    assert [len(each.after) for each in prepared] == [1, 1, 1]
+    assert afterwards.agrees(sequence, prepared[0])
+
+
+def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
+    drafter = new_drafter(folder, max_tokens_per_round=16)
+    short, long = new_sequence(drafter, "a", 9), new_sequence(drafter, "b", 90)
+    expected = prospect(drafter, short)
+    prepared = look_ahead(drafter, [Prospect(long, (), K), expected])
+    assert [each.request_id for each in prepared] == ["a"] * 12 + ["b"] * 3
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_it_ends_at_once_when_it_is_stopped_and_leaves_no_trace(folder: Path, drafter: Drafter, num_steps: int) -> None:
+    sequence = new_sequence(drafter, "a", 9, SAMPLED)
+    expected = prospect(drafter, sequence)
+    asked = count()
+    prepared = look_ahead(drafter, [expected], is_stopped=lambda: next(asked) >= num_steps)
+    assert next(asked) <= num_steps + 2
+    assert len(prepared) in (0, 12)
+    sequence.token_ids += [*expected.draft_ids[:2], 7]
+    assert drafter.draft([sequence], K) == [Oracle(folder).draft(sequence, K)]
+
+
+def test_a_short_verification_gets_the_likeliest_outcomes(drafter: Drafter) -> None:
+    """Stopped again and again after the same few steps, it comes to prepare what fits."""
+    sequences = [new_sequence(drafter, f"s{i}", 9) for i in range(4)]
+    lookahead = drafter.proposer.lookahead(3)
+    prospects = [prospect(drafter, sequence) for sequence in sequences]
+    for _ in range(5):
+        rows_left = [100]
+
+        def is_stopped(rows_left: list[int] = rows_left) -> bool:
+            rows_left[0] -= lookahead._num_rows
+            return rows_left[0] < 0
+
+        prepared = look_ahead(drafter, prospects, is_stopped=is_stopped, lookahead=lookahead)
+    assert 0 < len(prepared) < 48
+    assert {each.request_id for each in prepared[:4]} == {"s0", "s1", "s2", "s3"}
+    assert {len(each.after) for each in prepared[:4]} == {K + 1}
+    assert len(look_ahead(drafter, prospects, lookahead=lookahead)) == 48
+
+
+def test_a_short_pool_costs_branches_and_nothing_else(folder: Path, afterwards: Afterwards) -> None:
+    drafter = new_drafter(folder, num_blocks=8)
+    sequence = new_sequence(drafter, "a", 9)
+    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    assert 0 < len(prepared) < 12
+    assert all(afterwards.agrees(sequence, each) for each in prepared)
+
+
+def test_sequences_without_room_or_unknown_are_left_out(folder: Path) -> None:
+    drafter = new_drafter(folder, num_blocks=8)
+    large = new_sequence(drafter, "a", 40)
+    closed = new_sequence(drafter, "b", 4)
+    drafter.proposer.close("b")
+    assert look_ahead(drafter, [Prospect(large, (), K), Prospect(closed, (), K)]) == []
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: Drafter) -> None:
+    sequence = new_sequence(drafter, "a", 9, replace(GREEDY, max_tokens=5))
+    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    # Five tokens in all: behind an outcome of n tokens the next pass may draft 4 - n.
+    assert {(len(each.after), len(each.draft.token_ids)) for each in prepared} == {(1, 3), (2, 2), (3, 1)}
+    stopping = new_sequence(drafter, "b", 9, replace(GREEDY, stop_token_ids=tuple(range(VOCAB_SIZE))))
+    assert look_ahead(drafter, [prospect(drafter, stopping)]) == []
+
+
+def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
+    drafter = new_drafter(folder, num_blocks=400, max_tokens_per_round=1024)
+    for length in range(506, 514):
+        sequence = new_sequence(drafter, f"s{length}", length)
+        (draft,) = drafter.draft([sequence], K)
+        prepared = look_ahead(drafter, [Prospect(sequence, (*draft, 1, 2, 3)[:K], K)])
+        assert all(length + len(each.after) + len(each.draft.token_ids) <= 513 for each in prepared)
+        drafter.proposer.close(f"s{length}")
+
+
+# ---- mutants: each of these mistakes is seen ----------------------------------------------------------------------
+
+
+def differs(afterwards: Afterwards, drafter: Drafter, sampling: SamplingParams, verify: VerifyMode) -> bool:
+    sequence = new_sequence(drafter, "a", 10, sampling, verify)
+    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    return not all(afterwards.agrees(sequence, each) for each in prepared)
+
+
+def test_a_branch_without_the_start_of_its_block_is_noticed(
+    afterwards: Afterwards, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "copy_blocks", lambda self, source_ids, block_ids: None)
+    assert differs(afterwards, drafter, GREEDY, VerifyMode.COUPLED)
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_noise_of_the_pass_before_is_noticed(
+    afterwards: Afterwards, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, verify: VerifyMode
+) -> None:
+    monkeypatch.setattr(Branch, "chain", chain_in_the_running_pass)
+    assert differs(afterwards, drafter, replace(SAMPLED, temperature=1.0, top_p=1.0), verify)
+
+
+def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
+    """Takes the outcome for drafts of the pass that is being verified, and uses that pass's noise a second time."""
+    sequence, num_outcome = branch.mirror.sequence, len(branch.after)
+    table = [*sequence.block_table[: branch.start // branch.block_size], *block_ids]
+    chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome)
+    chain.token_ids += branch.after
+    chain.draft = lambda: Draft(tuple(chain.token_ids[num_outcome:]), tuple(chain.laws))  # type: ignore[method-assign]
+    return chain

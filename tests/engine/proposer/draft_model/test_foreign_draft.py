@@ -1,0 +1,259 @@
+"""A draft with another tokenizer changes no output, is right where both can say the same, and loses no state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.speculation.ahead_proposer import AheadProposer
+from engine.config import (
+    CacheConfig,
+    DraftVocabulary,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TreeConfig,
+)
+from engine.draft import Draft
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.draft_model.loader import load_drafter
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.draft_model.text_proposer import TextProposer
+from engine.sampling.noise import gumbel
+from engine.sampling.sampler import Purpose, row_keys
+from engine.sequence.sequence import Sequence
+from protos.errors import ConfigError
+from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from tests.engine.fixtures.checkpoints import Folders
+from tests.engine.fixtures.drafters import share
+from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
+from tests.engine.fixtures.tabular import chi_square_tail
+from tests.serve.plain_law import law_of_first_tokens
+
+K = 3
+MAX_TOKENS = 24
+ALPHA = 1e-4
+LAWS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.5),
+    SamplingParams(temperature=1.2, top_k=8, logit_bias=((5, 2.0),)),
+)
+CACHE = CacheConfig(num_blocks=512, block_size=4, memory_bytes=None)
+
+Texts = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_foreign_pair(tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_small_pair(tmp_path_factory.mktemp("small"))
+
+
+def new_proposer(folders: Folders, vocabulary: DraftVocabulary, tree: TreeConfig | None = None) -> Proposer:
+    model = ModelConfig(str(folders.draft), dtype="float32", num_threads=1)
+    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), vocabulary, tree).proposer
+
+
+def intersection(folders: Folders) -> Proposer:
+    return new_proposer(folders, DraftVocabulary.INTERSECTION)
+
+
+def ahead(folders: Folders) -> Proposer:
+    proposer = intersection(folders)
+    assert isinstance(proposer, ModelProposer)
+    return AheadProposer(proposer, fan_out=3)
+
+
+def trees(folders: Folders) -> Proposer:
+    return new_proposer(folders, DraftVocabulary.INTERSECTION, TreeConfig(max_batch=64))
+
+
+def text(folders: Folders) -> Proposer:
+    return new_proposer(folders, DraftVocabulary.TEXT)
+
+
+def new_engine(
+    folders: Folders, proposer: Proposer | None, verify: VerifyMode = VerifyMode.COUPLED, tree: TreeConfig | None = None
+) -> EngineCore:
+    model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
+    speculation = SpeculationConfig(K if proposer else 0, verify, tree=tree)
+    limits = SchedulerConfig(max_num_sequences=256, max_model_len=128)
+    return EngineCore.from_config(EngineConfig(model, replace(CACHE, num_blocks=2048), limits, speculation), proposer)
+
+
+def generate(engine: EngineCore, requests: Seq[GenerateRequest]) -> Texts:
+    texts: Texts = {request.request_id: () for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            texts[chunk.request_id] += chunk.token_ids
+    return texts
+
+
+def requests(laws: Seq[SamplingParams] = LAWS) -> list[GenerateRequest]:
+    dice = random.Random(0)
+    return [
+        GenerateRequest(
+            str(index),
+            tuple(dice.choices(range(1, 40), k=5 + index)),
+            replace(law, seed=index, max_tokens=MAX_TOKENS),
+        )
+        for index, law in enumerate(laws * 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(folders: Folders) -> Texts:
+    return generate(new_engine(folders, None), requests())
+
+
+@pytest.mark.parametrize(("drafting", "least"), [(intersection, 1.4), (ahead, 1.4), (trees, 1.6), (text, 1.02)])
+def test_the_output_is_the_one_without_a_draft(
+    folders: Folders, reference: Texts, drafting: Callable[[Folders], Proposer], least: float
+) -> None:
+    proposer = drafting(folders)
+    engine = new_engine(folders, proposer, tree=TreeConfig(max_batch=64) if drafting is trees else None)
+    assert generate(engine, requests()) == reference
+    assert engine.stats().drafts.acceptance_length > least
+    if isinstance(proposer, AheadProposer):
+        assert proposer.num_hits > 0.3 * proposer.num_lookups
+
+
+def test_shared_noise_goes_by_the_targets_ids(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = requests([SamplingParams(temperature=1.0)] * 4)
+    plain, engine = generate(new_engine(folders, None), warm), new_engine(folders, intersection(folders))
+    assert generate(engine, warm) == plain
+    coupled = engine.stats().drafts.acceptance_length
+
+    mutant = intersection(folders)
+    assert isinstance(mutant, ModelProposer)
+    monkeypatch.setattr(mutant._model.sampler._sampler, "pick", pick_by_other_ids)
+    engine = new_engine(folders, mutant)
+    assert generate(engine, warm) == plain
+    assert engine.stats().drafts.acceptance_length < coupled - 0.3
+
+
+def pick_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
+    noise = gumbel(row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), scores.shape[1])
+    return (scores + noise.roll(1, dims=1)).argmax(dim=1)
+
+
+@pytest.mark.parametrize("vocabulary", [DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT])
+def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, vocabulary: DraftVocabulary) -> None:
+    """Rounds of every verdict; each draft is that of a model which meets the sequence for the first time."""
+    proposer, fresh = new_proposer(folders, vocabulary), new_proposer(folders, vocabulary)
+    dice = random.Random(3)
+    sequence = Sequence(requests()[1], num_draft_tokens=5, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    proposer.open(sequence)
+    num_accepted = 0
+    for round_index in range(25):
+        (draft,) = proposer.propose([share(sequence, 5)])
+        other = Sequence(sequence.request, num_draft_tokens=5, verify=VerifyMode.COUPLED, arrival_s=0.0)
+        other.token_ids = list(sequence.token_ids)
+        fresh.open(other)
+        assert fresh.propose([share(other, 5)]) == [draft], round_index
+        fresh.close(other.request_id)
+        num_accepted = dice.randint(0, len(draft.token_ids))
+        sequence.token_ids += [*draft.token_ids[:num_accepted], dice.randint(1, 40)]
+        proposer.commit([sequence])
+        check_integrity(proposer)
+    proposer.close(sequence.request_id)
+    check_integrity(proposer)
+
+
+def check_integrity(proposer: Proposer) -> None:
+    if isinstance(proposer, TextProposer):
+        proposer.check_integrity()
+    if isinstance(proposer, ModelProposer):
+        proposer.mirrors.check_integrity()
+
+
+def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders) -> None:
+    proposer = text(folders)
+    assert isinstance(proposer, TextProposer)
+    pair = proposer._pair
+    model = AutoModelForCausalLM.from_pretrained(folders.draft).eval()
+    for prompt in ("a draft of the next token", "that it counts at t", "go"):
+        ids = pair.target.encode(prompt)
+        sequence = Sequence(
+            GenerateRequest(prompt, tuple(ids)), num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0
+        )
+        proposer.open(sequence)
+        (draft,) = proposer.propose([share(sequence, 4)])
+        own_ids = pair.draft.encode(prompt)
+        for _ in range(12):
+            own_ids.append(int(model(torch.tensor([own_ids])).logits[0, -1].argmax()))
+        said = pair.draft.spell(own_ids)[len(prompt) :]
+        drafted = pair.target.spell(draft.token_ids)
+        assert drafted
+        assert said.startswith(drafted)
+
+
+def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> None:
+    model = ModelConfig(str(folders.draft), dtype="float32")
+    with pytest.raises(ConfigError, match=r"gives chains in mode 'sync' alone, and speculation.tree is set"):
+        new_proposer(folders, DraftVocabulary.TEXT, TreeConfig())
+    with pytest.raises(ConfigError, match=r"and speculation.mode is 'async'"):
+        load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, None, 3)
+
+
+# ---- verification by ratios: samples against the exact law ----------------------------------------------------------
+
+NUM_SAMPLES = 2000  # a law in which two tokens of 12 change places has TV > 0.1: found with certainty (chi-square)
+PROMPT = (1, 5, 3)
+
+
+def p_value(folders: Folders, proposer: Proposer, verify: VerifyMode) -> float:
+    """Of the first two tokens of NUM_SAMPLES requests."""
+    law = law_of_first_tokens(AutoModelForCausalLM.from_pretrained(folders.target), list(PROMPT), SamplingParams(), 2)
+    sampled = [
+        GenerateRequest(str(seed), PROMPT, SamplingParams(seed=seed, max_tokens=4)) for seed in range(NUM_SAMPLES)
+    ]
+    texts = generate(new_engine(folders, proposer, verify), sampled)
+    pairs = torch.tensor([token_ids[:2] for token_ids in texts.values()])
+    return chi_square_tail(pairs, law.view(12, 12))
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_drafts_of_shared_tokens_leave_the_law_as_it_is(small: Folders, verify: VerifyMode) -> None:
+    assert p_value(small, intersection(small), verify) > ALPHA
+
+
+def test_drafts_through_text_leave_the_law_as_it_is(small: Folders) -> None:
+    assert p_value(small, text(small), VerifyMode.REJECTION) > ALPHA
+
+
+def test_a_law_that_is_mapped_otherwise_than_its_draw_is_found_out(small: Folders) -> None:
+    """The adversary maps what it drew by one table and the law that goes along by another."""
+    proposer = intersection(small)
+
+    class Mutant:
+        open, commit, close = proposer.open, proposer.commit, proposer.close
+
+        def propose(self, shares):
+            return [self._remap(draft) for draft in proposer.propose(shares)]
+
+        def _remap(self, draft: Draft) -> Draft:
+            laws = [
+                replace(
+                    law, token_ids=(*law.token_ids[1:], law.token_ids[0]) if len(law.token_ids) > 1 else law.token_ids
+                )
+                for law in draft.laws
+            ]
+            return Draft(draft.token_ids, tuple(laws))
+
+    assert p_value(small, Mutant(), VerifyMode.REJECTION) < ALPHA

@@ -1,0 +1,387 @@
+"""Blocks from elsewhere change no token, however they come or fail to come; and every block is accounted for."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine_core import EngineCore
+from engine.kv_cache.block_manager import BlockManager
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer import Proposer
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.text_match.ngram import NgramProposer
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.remote_prefill import RemotePrefill
+from engine.sampling.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler
+from engine.stats.rates import RateMeter
+from engine.verifier.verifier import Verifier
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.engine.fixtures.in_process_transport import (
+    Fault,
+    InProcessTransport,
+    cut_off,
+    intact,
+    lost_after,
+    mismatched,
+    shuffled,
+    silent,
+    too_short,
+)
+
+P = 4
+MAX_TOKENS = 12
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Pair:
+    """An engine with a prefill replica beside it."""
+
+    core: EngineCore
+    source: RemotePrefill
+    transport: InProcessTransport
+    remote: EngineCore
+    clock: Clock
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    def step(self) -> None:
+        self.chunks += self.core.step()
+        self.core.scheduler.check_integrity()
+        self.clock.now_s += 0.01
+
+    def run(self) -> dict[str, list[int]]:
+        for _ in range(3000):
+            if not self.core.has_work:
+                return self.texts()
+            self.step()
+            if self.core.is_starved:
+                self.clock.now_s += 0.5
+        raise AssertionError("the engine makes no progress")
+
+    def texts(self) -> dict[str, list[int]]:
+        texts: dict[str, list[int]] = {}
+        for chunk in self.chunks:
+            texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    fault: Fault = intact
+    proposer: Callable[[], Proposer] = NoProposer
+    num_drafts: int = 0
+    num_blocks: int = 256
+    max_tokens_per_step: int = 64
+    num_remote_blocks: int = 256
+    max_remote_tokens_per_step: int = 12
+    is_caching: bool = True
+    min_tokens: int = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, seed=0)
+    return ModelConfig(str(folder), dtype="float32")
+
+
+def cache(num_blocks: int, is_caching: bool = True) -> CacheConfig:
+    return CacheConfig(P, num_blocks, memory_bytes=None, enable_prefix_caching=is_caching)
+
+
+def build(model: ModelConfig, setup: Setup) -> Pair:
+    remote = EngineCore.from_config(
+        EngineConfig(
+            model,
+            cache(setup.num_remote_blocks),
+            SchedulerConfig(max_tokens_per_step=setup.max_remote_tokens_per_step),
+        )
+    )
+    transport = InProcessTransport(remote, setup.fault)
+    clock = Clock()
+    runner = ModelRunner(model, cache(setup.num_blocks, setup.is_caching))
+    blocks = BlockManager(runner.num_blocks, P, runner.model_version, enable_prefix_caching=setup.is_caching)
+    rates = RateMeter()
+    source = RemotePrefill(transport, runner, blocks, rates, setup.min_tokens, clock)
+    scheduler = Scheduler(
+        SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step), blocks, 200, source, clock=clock
+    )
+    core = EngineCore(
+        runner,
+        scheduler,
+        blocks,
+        setup.proposer(),
+        Verifier(Sampler()),
+        SpeculationConfig(setup.num_drafts),
+        source,
+        clock=clock,
+    )
+    return Pair(core, source, transport, remote, clock)
+
+
+def requests(num: int = 10) -> list[GenerateRequest]:
+    """Every third prompt is short; the others have up to 60 tokens, and pairs of them share up to 24."""
+    source = random.Random(1)
+    shared = tuple(source.randrange(VOCAB_SIZE) for _ in range(24))
+    made = []
+    for index in range(num):
+        length = 5 if index % 3 == 2 else 20 + 4 * index
+        own = tuple(source.randrange(VOCAB_SIZE) for _ in range(length))
+        prompt = (*shared, *own) if index % 2 else own
+        sampling = SamplingParams(temperature=[0.0, 1.0][index % 2], seed=index, max_tokens=MAX_TOKENS)
+        made.append(GenerateRequest(str(index), prompt, sampling))
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(model: ModelConfig) -> dict[str, list[int]]:
+    core = EngineCore.from_config(EngineConfig(model, cache(256, is_caching=False)))
+    texts: dict[str, list[int]] = {}
+    for request in requests():
+        core.add(request)
+        while core.has_work:
+            for chunk in core.step():
+                texts.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    return texts
+
+
+SETUPS = {
+    "remote": Setup(),
+    "speculation": Setup(proposer=NgramProposer, num_drafts=4),
+    "chunked here": Setup(max_tokens_per_step=7),
+    "preempted": Setup(num_blocks=30),
+    "preempted, speculation": Setup(num_blocks=30, proposer=NgramProposer, num_drafts=4),
+    "without a prefix cache": Setup(is_caching=False),
+    "a small pool there": Setup(num_remote_blocks=24),
+    "one block a step there": Setup(max_remote_tokens_per_step=P),
+    "everything in one step there": Setup(max_remote_tokens_per_step=1000),
+    "too small a pool there": Setup(num_remote_blocks=6),
+    "killed before": Setup(fault=lost_after(0)),
+    "silent": Setup(fault=silent),
+    "other model": Setup(fault=mismatched),
+    "blocks out of order": Setup(fault=shuffled),
+    "blocks of another size": Setup(fault=too_short),
+    "cut off": Setup(fault=cut_off),
+}
+FAILURES = {
+    "too small a pool there": FetchFailure.REFUSED,
+    "killed before": FetchFailure.LOST,
+    "silent": FetchFailure.TIMEOUT,
+    "other model": FetchFailure.MISMATCH,
+    "blocks out of order": FetchFailure.GARBLED,
+    "blocks of another size": FetchFailure.GARBLED,
+    "cut off": FetchFailure.GARBLED,
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_remote_and_local_prefill_give_the_same_tokens(
+    name: str, model: ModelConfig, reference: dict[str, list[int]]
+) -> None:
+    pair = build(model, SETUPS[name])
+    for request in requests():
+        pair.core.add(request)
+    assert pair.run() == reference
+    stats = pair.core.stats()
+    assert stats.remote.num_fetches > 0
+    assert stats.num_used_blocks == 0
+    assert stats.remote.num_fetching == 0
+    if name in FAILURES:
+        assert set(stats.remote.failures) == {FAILURES[name]}
+    else:
+        assert stats.remote.num_tokens > 100
+        assert not stats.remote.failures
+    if name.startswith("preempted"):
+        assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_chunks", range(1, 12, 2))
+def test_a_replica_may_die_after_any_chunk(
+    num_chunks: int, model: ModelConfig, reference: dict[str, list[int]]
+) -> None:
+    pair = build(model, Setup(lost_after(num_chunks)))
+    for request in requests():
+        pair.core.add(request)
+    assert pair.run() == reference
+    stats = pair.core.stats().remote
+    assert stats.failures[FetchFailure.LOST] > 0
+    assert stats.num_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_may_come_and_go_at_any_time(seed: int, model: ModelConfig, reference: dict[str, list[int]]) -> None:
+    """Random arrivals, aborts and time-outs over a short pool: what is not cut short is whole."""
+    source = random.Random(seed)
+    setup = Setup(num_blocks=source.choice([24, 40, 100]), fault=source.choice([intact, lost_after(5), silent]))
+    pair = build(model, setup)
+    gone: set[str] = set()
+    for request in source.sample(requests(), 10):
+        timeout_s = source.choice([None, None, 0.1])
+        pair.core.add(replace(request, timeout_s=timeout_s))
+        for _ in range(source.randrange(4)):
+            pair.step()
+        if source.random() < 0.3 and pair.core.abort(request.request_id) is not None:
+            gone.add(request.request_id)
+            pair.core.scheduler.check_integrity()
+    texts = pair.run()
+    gone |= {chunk.request_id for chunk in pair.chunks if chunk.finish_reason is FinishReason.TIMEOUT}
+    for name, text in texts.items():
+        assert text == (reference[name][: len(text)] if name in gone else reference[name])
+    assert len(texts.keys() | gone) == 10
+    assert pair.core.stats().num_used_blocks == 0
+
+
+def long_request(name: str, length: int = 60, seed: int = 0, **more: object) -> GenerateRequest:
+    source = random.Random(seed)
+    prompt = tuple(source.randrange(VOCAB_SIZE) for _ in range(length))
+    return GenerateRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=4), **more)  # type: ignore[arg-type]
+
+
+def test_all_but_the_tail_comes_from_elsewhere(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    pair.core.add(long_request("a", 61))
+    pair.run()
+    assert pair.core.stats().remote.num_tokens == 60
+    assert pair.core.rates.prefill_tokens_per_s == 0.0, "nothing that deserves the name was prefilled here"
+
+
+def test_only_what_is_missing_is_asked_for(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    pair.core.add(long_request("a", 60))
+    pair.run()
+    pair.core.add(replace(long_request("b", 60), prompt_token_ids=(*long_request("b").prompt_token_ids, *range(20))))
+    pair.run()
+    first, second = pair.transport.orders
+    assert (first.first_block, len(first.token_ids)) == (0, 56)
+    assert second.first_block == 15, "its prompt, and the token that was computed behind it"
+    assert len(second.token_ids) == 76
+
+
+def test_a_short_prompt_is_read_here(model: ModelConfig) -> None:
+    pair = build(model, Setup(min_tokens=30))
+    pair.core.add(long_request("a", 30))
+    pair.run()
+    assert pair.transport.orders == []
+
+
+def test_samples_of_one_prompt_are_fetched_once(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    for index in range(4):
+        pair.core.add(replace(long_request(f"sample {index}"), sample_index=index))
+    texts = pair.run()
+    assert len(pair.transport.orders) == 1
+    assert len({tuple(text) for text in texts.values()}) == 1
+
+
+def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    pair.core.add(long_request("a"))
+    pair.core.add(long_request("b"))
+    pair.step()
+    pair.step()
+    pair.core.abort("a")
+    assert pair.transport.cancelled == [0]
+    pair.run()
+    assert len(pair.transport.orders) == 2
+    assert pair.transport.orders[1].first_block > 0, "what had come is in the prefix cache"
+
+
+def test_tenants_do_not_follow_each_other(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    pair.core.add(long_request("a", cache_salt="one"))
+    pair.core.add(long_request("b", cache_salt="two"))
+    pair.run()
+    assert [order.cache_salt for order in pair.transport.orders] == ["one", "two"]
+
+
+def test_a_sequence_that_waits_is_in_nobodys_way(model: ModelConfig) -> None:
+    pair = build(model, Setup(fault=silent))
+    pair.core.add(long_request("waits"))
+    pair.core.add(long_request("runs", 5))
+    for _ in range(5):
+        pair.step()
+    assert [chunk.request_id for chunk in pair.chunks if chunk.finish_reason] == ["runs"]
+    assert pair.core.stats().remote.num_fetching == 1
+
+
+def test_an_engine_with_nothing_but_waiting_says_so(model: ModelConfig) -> None:
+    pair = build(model, Setup(fault=silent))
+    pair.core.add(long_request("a"))
+    pair.step()
+    pair.step()
+    assert pair.core.is_starved
+    pair.core.add(long_request("b", 5))
+    pair.step()
+    assert not pair.core.is_starved
+
+
+def test_nothing_is_asked_for_without_room(model: ModelConfig) -> None:
+    pair = build(model, Setup(num_blocks=20, fault=silent))
+    pair.core.add(long_request("a", 50))
+    pair.core.add(long_request("b", 50, seed=1))
+    pair.step()
+    assert [order.request_id for order in pair.transport.orders] == ["a"]
+
+
+def test_a_failure_closes_the_way_for_a_while_and_success_opens_it(model: ModelConfig) -> None:
+    faults = iter([lost_after(0), intact])
+    current = next(faults)
+    pair = build(model, Setup(fault=lambda news: current(news)))
+    pair.core.add(long_request("a", seed=1))
+    pair.run()
+    pair.core.add(long_request("b", seed=2))
+    pair.run()
+    assert len(pair.transport.orders) == 1
+    current = next(faults)
+    pair.clock.now_s += 5.0
+    pair.core.add(long_request("c", seed=3))
+    pair.run()
+    assert len(pair.transport.orders) == 2
+
+
+def test_a_mismatch_is_logged_once(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    pair = build(model, Setup(fault=mismatched))
+    with caplog.at_level(logging.WARNING):
+        for seed in range(3):
+            pair.core.add(long_request(str(seed), seed=seed))
+            pair.run()
+            pair.clock.now_s += 100.0
+    assert len(pair.transport.orders) == 3
+    (record,) = caplog.records
+    assert "dtype is torch.float32 here and torch.bfloat16 there" in record.getMessage()
+
+
+def test_prompts_that_are_scored_are_read_here(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    request = long_request("a")
+    pair.core.add(replace(request, sampling=replace(request.sampling, num_prompt_logprobs=0)))
+    pair.run()
+    assert pair.transport.orders == []
+    assert len(pair.chunks[0].prompt_logprobs) == 59
+
+
+def test_a_follower_leaves_where_the_prompts_part(model: ModelConfig) -> None:
+    pair = build(model, Setup(min_tokens=16, max_remote_tokens_per_step=8))
+    pair.core.add(long_request("long", 100))
+    short = (*long_request("short", 100).prompt_token_ids[:20], 1, 2, 3)
+    pair.core.add(replace(long_request("short"), prompt_token_ids=short))
+    pair.run()
+    (order,) = pair.transport.orders
+    assert order.request_id == "long"
+    ended = [chunk.request_id for chunk in pair.chunks if chunk.finish_reason]
+    assert ended == ["short", "long"]

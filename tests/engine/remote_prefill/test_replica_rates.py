@@ -1,0 +1,84 @@
+"""What the answers of prefill replicas teach, on a clock that stands still."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.remote_prefill.kv_transfer import KVChunk, RemoteLoad
+from engine.remote_prefill.replica_rates import RemoteMeter
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
+    return KVChunk(0, 0, torch.zeros(1, 1, dtype=torch.uint8), transfer_s, load)
+
+
+def test_orders_nobody_has_acknowledged_count_as_queue() -> None:
+    meter = RemoteMeter(Clock())
+    meter.ordered(1, 4000)
+    meter.ordered(2, 1000)
+    assert meter.outlook().num_queued_tokens == 5000
+    meter.ended(2)
+    assert meter.outlook().num_queued_tokens == 4000
+
+
+def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
+    clock = Clock()
+    meter = RemoteMeter(clock)
+    meter.ordered(1, 4000)
+    meter.accepted(1, RemoteLoad("a", 1000, 500.0), after_s=0.02)
+    outlook = meter.outlook()
+    assert (outlook.num_queued_tokens, outlook.tokens_per_s, outlook.call_s) == (5000, 500.0, 0.02)
+    clock.now_s += 4.0
+    assert meter.outlook().num_queued_tokens == 3000
+    clock.now_s += 100.0
+    assert meter.outlook().num_queued_tokens == 0
+
+
+def test_the_shortest_queue_is_what_a_new_order_meets() -> None:
+    meter = RemoteMeter(Clock())
+    meter.arrived(chunk(0.1, RemoteLoad("a", 9000, 500.0)), 100)
+    meter.arrived(chunk(0.1, RemoteLoad("b", 10, 700.0)), 100)
+    outlook = meter.outlook()
+    assert (outlook.num_queued_tokens, outlook.tokens_per_s) == (10, 600.0)
+    assert outlook.transfer_s_per_token == pytest.approx(1e-3)
+
+
+def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
+    clock = Clock()
+    meter = RemoteMeter(clock)
+    meter.arrived(chunk(0.1, RemoteLoad("a", 90000, 500.0)), 100)
+    clock.now_s += 31.0
+    assert meter.outlook().tokens_per_s == 0.0
+
+
+def test_pauses_grow_with_failures_in_a_row_and_not_with_those_of_one_moment() -> None:
+    clock = Clock()
+    meter = RemoteMeter(clock)
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        assert meter.is_open
+        for _ in range(5):
+            meter.failed()
+        clock.now_s += pause_s - 0.01
+        assert not meter.is_open
+        clock.now_s += 0.02
+    meter.succeeded()
+    meter.failed()
+    clock.now_s += 1.01
+    assert meter.is_open
+
+
+def test_a_way_that_was_slow_once_is_tried_again() -> None:
+    clock = Clock()
+    meter = RemoteMeter(clock)
+    load = RemoteLoad("a", 0, 500.0)
+    meter.accepted(1, load, after_s=8.0)
+    clock.now_s += 60.0
+    assert meter.outlook().call_s == pytest.approx(0.125)

@@ -1,0 +1,316 @@
+"""Constrained output of a whole engine: always in the grammar, and the same with speculation and without."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine_core import EngineCore
+from engine.proposer import Proposer
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.text_match.ngram import NgramProposer
+from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
+from protos.errors import RequestError
+from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams, TokenChunk, VerifyMode
+from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.random_schemas import random_schema
+
+MAX_TOKENS = 400
+REGEX = r"(cat|dog){1,4} [0-9]{2,6}"
+CHOICES = ["yes", "no", 'perhaps "so"', "ü\n"]
+LARK = 'start: "<" body ">"\nbody: /[a-f]{1,3}/ | "(" body "," body ")"\n'
+GBNF = 'root ::= "[" item{1,5} "]"\nitem ::= "ab" | "ba" | "c"\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_checkpoint(folder, seed=0, vocab_size=BYTE_VOCAB_SIZE, steepness=0.1)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    write_checkpoint(folder, seed=0, noise=0.1, vocab_size=BYTE_VOCAB_SIZE, steepness=0.1)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def build(
+    folder: Path,
+    proposer: Proposer | None = None,
+    *,
+    num_drafts: int = 4,
+    verify: VerifyMode = VerifyMode.COUPLED,
+    num_blocks: int = 4096,
+    block_size: int = 16,
+) -> EngineCore:
+    config = EngineConfig(
+        ModelConfig(str(folder), dtype="float32"),
+        CacheConfig(block_size, num_blocks, memory_bytes=None),
+        SchedulerConfig(max_num_sequences=256),
+        SpeculationConfig(num_drafts, verify),
+    )
+    return EngineCore.from_config(config, proposer)
+
+
+def draft_model(folder: Path) -> ModelProposer:
+    cache = CacheConfig(num_blocks=512, memory_bytes=None)
+    return ModelProposer.from_config(ModelConfig(str(folder), dtype="float32"), cache, SchedulerConfig())
+
+
+def request(name: str, grammar: Grammar | None, **sampling: object) -> GenerateRequest:
+    law = SamplingParams(
+        **{"seed": len(name), "max_tokens": MAX_TOKENS, "stop_token_ids": (END_ID,), **sampling},  # type: ignore[arg-type]
+        grammar=grammar,
+    )
+    return GenerateRequest(name, (1, 2, 3), law)
+
+
+def schema_request(index: int, **sampling: object) -> GenerateRequest:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(index)), "response_format")
+    return request(f"schema-{index}", grammar, **{"seed": index, **sampling})
+
+
+def every_kind(**sampling: object) -> list[GenerateRequest]:
+    sources = {
+        GrammarKind.REGEX: REGEX,
+        GrammarKind.CHOICE: json.dumps(CHOICES),
+        GrammarKind.GRAMMAR: LARK,
+    }
+    requests = [request(f"{kind}", Grammar(kind, source, kind), **sampling) for kind, source in sources.items()]
+    return [
+        *requests,
+        request("gbnf", Grammar(GrammarKind.GRAMMAR, GBNF, "guided_grammar"), **sampling),
+        *(schema_request(index, **sampling) for index in range(12)),
+    ]
+
+
+def run(engine: EngineCore, requests: Iterable[GenerateRequest]) -> dict[str, TokenChunk]:
+    """Each request's whole output as one chunk."""
+    whole = {}
+    for each in requests:
+        engine.add(each)
+        whole[each.request_id] = TokenChunk(each.request_id, ())
+    while engine.has_work:
+        for chunk in engine.step():
+            before = whole[chunk.request_id]
+            whole[chunk.request_id] = replace(chunk, token_ids=before.token_ids + chunk.token_ids)
+        engine.scheduler.check_integrity()
+    return whole
+
+
+def token_ids(whole: dict[str, TokenChunk]) -> dict[str, Seq[int]]:
+    return {name: chunk.token_ids for name, chunk in whole.items()}
+
+
+def text_of(chunk: TokenChunk, tokenizer: Tokenizer) -> str:
+    assert chunk.finish_reason is FinishReason.STOP
+    assert chunk.token_ids[-1] == END_ID
+    return tokenizer.decode(list(chunk.token_ids[:-1]))
+
+
+def test_200_random_schemas_are_obeyed(folder: Path, tokenizer: Tokenizer) -> None:
+    engine = build(folder, NgramProposer(min_size=1))
+    whole = run(engine, [schema_request(index, temperature=1.0 if index % 2 else 0.0) for index in range(200)])
+    for index in range(200):
+        text = text_of(whole[f"schema-{index}"], tokenizer)
+        jsonschema.validate(json.loads(text), random_schema(index))
+    assert engine.stats().drafts.num_accepted_tokens > 0
+
+
+def test_every_kind_of_grammar_is_obeyed(folder: Path, tokenizer: Tokenizer) -> None:
+    for seed in range(5):
+        whole = run(build(folder), every_kind(seed=seed))
+        texts = {name: text_of(chunk, tokenizer) for name, chunk in whole.items()}
+        assert re.fullmatch(REGEX, texts["regex"])
+        assert texts["choice"] in CHOICES
+        assert re.fullmatch(r"<[a-f(),]+>", texts["grammar"])
+        assert re.fullmatch(r"\[(ab|ba|c){1,5}\]", texts["gbnf"])
+
+
+LAWS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 1.0, "bad_words": ((5,), (90, 91)), "num_logprobs": 2},
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_speculation_changes_no_token(law: dict[str, object], folder: Path, draft_folder: Path) -> None:
+    plain = token_ids(run(build(folder), every_kind(**law)))
+    for proposer in (NoProposer(), NgramProposer(min_size=1), draft_model(draft_folder)):
+        assert token_ids(run(build(folder, proposer), every_kind(**law))) == plain
+
+
+def test_preemption_changes_no_token(folder: Path) -> None:
+    plain = token_ids(run(build(folder), every_kind()))
+    engine = build(folder, NgramProposer(min_size=1), num_blocks=14, block_size=4)
+    assert token_ids(run(engine, every_kind())) == plain
+    assert engine.stats().num_preemptions > 0
+
+
+def test_a_migrated_sequence_goes_on_in_its_grammar(folder: Path) -> None:
+    engine = build(folder)
+    for each in every_kind():
+        whole = run(engine, [each])[each.request_id].token_ids
+        for cut in {1, len(whole) // 2, len(whole) - 1}:
+            moved = replace(each, output_token_ids=tuple(whole[:cut]))
+            assert run(engine, [moved])[each.request_id].token_ids == whole[cut:]
+
+
+def test_an_aborted_sequence_leaves_the_others_alone(folder: Path) -> None:
+    requests = every_kind()
+    plain = token_ids(run(build(folder), requests))
+    engine = build(folder, NoProposer())
+    for each in requests:
+        engine.add(each)
+    engine.step()
+    engine.abort(requests[0].request_id)
+    rest: dict[str, list[int]] = {each.request_id: [] for each in requests[1:]}
+    while engine.has_work:
+        for chunk in engine.step():
+            rest[chunk.request_id] += chunk.token_ids
+    assert all(plain[name][-len(ids) :] == tuple(ids) for name, ids in rest.items())
+
+
+def test_forced_text_costs_no_pass_of_its_own(folder: Path) -> None:
+    """Nothing proposes, yet a text that the grammar knows in advance takes a pass per K + 1 tokens."""
+    fixed = Grammar(GrammarKind.REGEX, "one text and no other one, forty letters!", "guided_regex")
+    engine = build(folder, NoProposer(), num_drafts=7)
+    engine.add(request("fixed", fixed))
+    num_steps = num_tokens = 0
+    while engine.has_work:
+        num_tokens += sum(len(chunk.token_ids) for chunk in engine.step())
+        num_steps += 1
+    assert num_steps < num_tokens / 3
+    assert engine.stats().drafts.num_accepted_tokens > num_tokens / 2
+
+
+def test_without_speculation_nothing_is_drafted(folder: Path) -> None:
+    engine = build(folder, NoProposer(), num_drafts=0)
+    run(engine, every_kind())
+    assert engine.stats().drafts.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_the_grammar_holds_in_every_verify_mode(
+    verify: VerifyMode, folder: Path, draft_folder: Path, tokenizer: Tokenizer
+) -> None:
+    engine = build(folder, draft_model(draft_folder), verify=verify)
+    whole = run(engine, [schema_request(index) for index in range(20)])
+    for index in range(20):
+        jsonschema.validate(json.loads(text_of(whole[f"schema-{index}"], tokenizer)), random_schema(index))
+
+
+@pytest.mark.parametrize("verify", VerifyMode)
+def test_a_drafted_end_is_forgotten_like_any_draft(
+    verify: VerifyMode, folder: Path, draft_folder: Path, tokenizer: Tokenizer
+) -> None:
+    """Where the grammar leaves nothing but the end, drafts hold the end token; what stands may end before it."""
+    digits = Grammar(GrammarKind.REGEX, "[0-9]{3}", "guided_regex")
+    engine = build(folder, draft_model(draft_folder), verify=verify)
+    whole = run(engine, [request(f"r{index}", digits, seed=index) for index in range(40)])
+    assert {re.fullmatch("[0-9]{3}", text_of(chunk, tokenizer)) is None for chunk in whole.values()} == {False}
+
+
+def test_a_draft_model_drafts_within_the_grammar(folder: Path) -> None:
+    """The target's own weights as the draft: only a draft that knows the grammar guesses all of its tokens."""
+    engine = build(folder, draft_model(folder))
+    run(engine, every_kind(temperature=1.0))
+    drafts = engine.stats().drafts
+    assert drafts.num_draft_tokens > 100
+    assert drafts.num_accepted_tokens >= 0.98 * drafts.num_draft_tokens
+
+
+def test_bad_words_yield_to_the_grammar(folder: Path, tokenizer: Tokenizer) -> None:
+    a_ids = [token_id for token_id in range(BYTE_VOCAB_SIZE) if tokenizer.decode([token_id]) == "a"]
+    only_a = Grammar(GrammarKind.REGEX, "a{5}", "guided_regex")
+    whole = run(build(folder), [request("x", only_a, bad_words=tuple((token_id,) for token_id in a_ids))])
+    assert text_of(whole["x"], tokenizer) == "aaaaa"
+
+
+def nested_rules(depth: int) -> str:
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(depth - 1))
+    return f'start: r0\n{rules}r{depth - 1}: "a"\n'
+
+
+def nested_schema(depth: int) -> str:
+    steps = [
+        {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]} for i in range(depth)
+    ]
+    return json.dumps({"$defs": {f"d{i}": step for i, step in enumerate([*steps, {"type": "null"}])}, **steps[0]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        (GrammarKind.REGEX, "(", "unclosed group"),
+        (GrammarKind.REGEX, r"(?=a)b", "look-around"),
+        (GrammarKind.REGEX, r"[^\s\S]", "no text matches"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', "Invalid type: strin"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 2}', "minimum (5)"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no text matches"),
+        (GrammarKind.GRAMMAR, "start: foo", "foo"),
+        (GrammarKind.GRAMMAR, 'root ::= "a" | foo', "foo"),
+        (GrammarKind.REGEX, "a" * (MAX_SOURCE_BYTES + 1), "at most"),
+        (GrammarKind.GRAMMAR, nested_rules(MAX_RULES), "1001 rules or references; at most 1000"),
+        (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES), "1001 rules or references; at most 1000"),
+    ],
+)
+def test_a_bad_grammar_is_refused_with_its_fault(kind: GrammarKind, source: str, words: str, folder: Path) -> None:
+    engine = build(folder)
+    for _ in range(2):  # a failure that is remembered reads the same
+        with pytest.raises(RequestError, match=re.escape(words)) as refused:
+            engine.add(request("x", Grammar(kind, source, "the_param")))
+        assert refused.value.param == "the_param"
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.GRAMMAR, nested_rules(MAX_RULES - 1)),
+        (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES - 1)),
+    ],
+)
+def test_rules_may_be_nested_as_deep_as_there_may_be_rules(kind: GrammarKind, source: str, folder: Path) -> None:
+    """The library recurses over them: on a thread's usual stack the second of these ends the process."""
+    whole = run(build(folder), [request("x", Grammar(kind, source, "the_param"), max_tokens=8)])
+    assert whole["x"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_what_contradicts_a_grammar_is_refused(folder: Path) -> None:
+    engine = build(folder)
+    grammar = Grammar(GrammarKind.REGEX, "a+", "guided_regex")
+    with pytest.raises(RequestError, match="min_tokens is 3"):
+        engine.add(request("x", grammar, min_tokens=3))
+    with pytest.raises(RequestError, match="ignore_eos"):
+        engine.add(request("x", grammar, stop_token_ids=()))
+    with pytest.raises(RequestError, match="forbids the output generated so far"):
+        engine.add(replace(request("x", grammar), output_token_ids=(5,)))
+
+
+def test_a_model_without_tokenizer_says_so() -> None:
+    compiler = GrammarCompiler(None, 16, (END_ID,))
+    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+        compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))

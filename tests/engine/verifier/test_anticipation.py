@@ -1,0 +1,124 @@
+"""Lengths that look at the drafts they cut bias the output; those of the budget do not.
+
+Rejection and block verification are exact for lengths that were fixed before the drafts were drawn. A scheduler that
+drops a drawn draft because of what it is conditions on it: the law of what is left is no longer q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.draft import WEIGHT_SUM, Draft
+from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.sampling.sampler import Sampler
+from engine.sampling.sparse_distribution import probability_of
+from engine.sequence.sequence import Sequence
+from engine.verifier import VerifyTask, rejection_law
+from engine.verifier.verifier import Verifier
+from protos.messages import SamplingParams, VerifyMode
+from tests.engine.fixtures.tabular import (
+    PROMPT,
+    chi_square_tail,
+    draft_by_sampling,
+    joint_law,
+    new_sequence,
+    pair_library,
+)
+
+NUM_TOKENS, V, K, N = 3, 3, 3, 6000
+Cut = Callable[[Draft], Draft]
+
+
+def emitted_law(p: Tensor, q: Tensor, is_kept: Callable[[int], bool]) -> Tensor:
+    """The law of one token when a drawn draft is verified if it is kept and forgotten if not."""
+    law = torch.zeros_like(p)
+    recovered = rejection_law.recovered_law(p[None], q[None])[0]
+    for token_id, chance in enumerate(q.tolist()):
+        if not is_kept(token_id):
+            law += chance * p
+            continue
+        accepted = min(1.0, float(p[token_id]) / chance)
+        law[token_id] += chance * accepted
+        law += chance * (1.0 - accepted) * recovered
+    return law
+
+
+def test_the_look_ahead_scheduler_of_dspark_is_biased_and_a_blind_one_is_not() -> None:
+    p, q = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    look_ahead = emitted_law(p, q, is_kept=lambda token_id: token_id == 0)
+    assert torch.allclose(look_ahead, torch.tensor([0.85, 0.15], dtype=torch.float64))
+    for length in (0, 1):
+        assert torch.allclose(emitted_law(p, q, is_kept=lambda _, length=length: length == 1), p)
+
+
+def keep(draft: Draft) -> Draft:
+    return draft
+
+
+def drop_unlikely(draft: Draft) -> Draft:
+    """The mutant: a draft ends before its first token that the draft itself found unlikely."""
+    length = 0
+    for law, token_id in zip(draft.laws, draft.token_ids, strict=True):
+        if probability_of(law, token_id) < 0.35 and law.weights != (WEIGHT_SUM,):
+            break
+        length += 1
+    return Draft(draft.token_ids[:length], draft.laws[:length])
+
+
+def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
+    """`[N, NUM_TOKENS]` tokens under the budget's lengths, and which lengths it chose after the first pass."""
+    pair = pair_library(V)[0]
+    sequences = [new_sequence(SamplingParams(seed=seed), verify) for seed in range(N)]
+    budget = DraftBudget(K, K)
+    lengths: set[int] = set()
+    budget.plan(sequences)
+    while active := [sequence for sequence in sequences if sequence.num_output_tokens < NUM_TOKENS]:
+        drafts = [
+            cut(Draft(draft.token_ids[:length], draft.laws[:length]))
+            for draft, length in zip(
+                draft_by_sampling(pair.draft, active, K), [each.draft_allowance for each in active], strict=True
+            )
+        ]
+        passes = one_pass(pair.target.logits, active, drafts)
+        num_rows = len(active) + sum(len(draft.token_ids) for draft in drafts)
+        budget.observe(passes, PassTime(0.0, 1e-3 * N + 2e-3 * num_rows))
+        budget.plan(active)
+        lengths |= {each.draft_allowance for each in active}
+    end = len(PROMPT) + NUM_TOKENS
+    return torch.tensor([sequence.token_ids[len(PROMPT) : end] for sequence in sequences]), lengths
+
+
+def one_pass(
+    logits_of: Callable[[Seq[Seq[int]]], Tensor], sequences: Seq[Sequence], drafts: Seq[Draft]
+) -> list[DraftedPass]:
+    tasks, prefixes = [], []
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        tasks.append(VerifyTask(sequence, draft, len(prefixes)))
+        prefixes += [[*sequence.token_ids, *draft.token_ids[:i]] for i in range(len(draft.token_ids) + 1)]
+    verified = Verifier(Sampler()).verify(logits_of(prefixes).float(), tasks)
+    passes = []
+    for sequence, draft, outcome in zip(sequences, drafts, verified, strict=True):
+        sequence.token_ids += outcome.token_ids
+        num_drafts = len(draft.token_ids)
+        passes.append(DraftedPass(sequence, sequence.draft_allowance, num_drafts, outcome.num_accepted))
+    return passes
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_lengths_that_follow_what_was_accepted_leave_the_law_as_it_is(verify: VerifyMode) -> None:
+    tokens, lengths = generate(verify, keep)
+    assert len(lengths) > 1, "the budget tells the sequences apart, or this proves nothing"
+    law = joint_law(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
+    assert chi_square_tail(tokens, law) > 1e-4
+
+
+@pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
+def test_a_budget_that_drops_drawn_drafts_is_caught(verify: VerifyMode) -> None:
+    tokens, _ = generate(verify, drop_unlikely)
+    law = joint_law(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
+    assert chi_square_tail(tokens, law) < 1e-6

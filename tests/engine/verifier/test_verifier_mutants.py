@@ -1,0 +1,333 @@
+"""The mistakes that speculative engines have made, each patched into ours and shown to fail what the real code passes.
+
+The list is of mistakes seen in other engines, and of the errors of bookkeeping that are ours to make. Pairs are those
+of `tabular.pair_library`, because random near-uniform pairs are blind to several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.draft import Draft, SparseLaw
+from engine.sampling import masks, penalties, sampler
+from engine.sampling.grammar import TokenMask
+from engine.sampling.logits_row import Row
+from engine.sampling.noise import Purpose
+from engine.sampling.sampler import Sampler, SparseSample
+from engine.sampling.sparse_distribution import one_hot
+from engine.sampling.truncation import keep_top_p
+from engine.verifier import coupled, placed, rejection, trial
+from engine.verifier import rejection_law as law
+from engine.verifier.trial import Outcome
+from protos.messages import SamplingParams, VerifyMode
+from tests.engine.fixtures.exactness_checks import (
+    check_coupled_equality,
+    check_enumeration,
+    check_samples,
+    check_zero_coins,
+    draft_by_coupling,
+    similar_model,
+)
+from tests.engine.fixtures.tabular import Experiment, TabularModel, draft_by_sampling, no_draft, pair_library
+
+PEAKED, FLAT, ZEROS, EQUAL, CERTAIN = pair_library(4)
+PENALIZED = SamplingParams(presence_penalty=2.0)
+NUCLEUS = SamplingParams(top_p=0.8)
+
+
+def check_samples_of_two_pairs() -> None:
+    """A peaked draft shows whether q is reported as it is; a flat one is accepted often, which shows a wrong bonus."""
+    check_samples(Experiment(PEAKED, num_drafts=2, num_tokens=3, num_sequences=2_500))
+    check_samples(Experiment(FLAT, num_drafts=2, num_tokens=3, num_sequences=2_500))
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "enumeration": lambda: check_enumeration(4, 2),
+    "enumeration, penalties": lambda: check_enumeration(4, 2, PENALIZED),
+    "enumeration, top-p": lambda: check_enumeration(4, 2, NUCLEUS),
+    "samples": check_samples_of_two_pairs,
+    "samples, penalties": lambda: check_samples(Experiment(PEAKED, 2, 3, 2_500, PENALIZED)),
+    "plain samples": lambda: check_samples(Experiment(PEAKED, 0, 3, 6_000, verify=VerifyMode.COUPLED), no_draft),
+    "zero coins": lambda: check_zero_coins(CERTAIN),
+    "equality": lambda: check_coupled_equality(draft_by_coupling, similar_model(), 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted(SparseLaw):
+    """A law that remembers its token."""
+
+    drafted_id: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A mistake, where it is patched in, and the checks that must see it."""
+
+    name: str
+    patch: Callable[[pytest.MonkeyPatch], None]
+    checks: tuple[str, ...]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(*checks: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+    def register(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
+        MUTANTS.append(Mutant(patch.__name__, patch, checks))
+
+    return register
+
+
+# ---- the residual -------------------------------------------------------------------------------------------------
+
+
+@mutant("enumeration", "samples")
+def residual_is_p(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(law, "recovered_law", lambda p, q: p)
+
+
+@mutant("enumeration", "samples")
+def residual_is_absolute(patch: pytest.MonkeyPatch) -> None:
+    def absolute(p: Tensor, q: Tensor) -> Tensor:
+        excess = (p - q).abs()
+        return excess / excess.sum(dim=1, keepdim=True).clamp(min=1e-30)
+
+    patch.setattr(law, "recovered_law", absolute)
+
+
+@mutant("enumeration", "samples")
+def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
+    real = law.proposals_of
+
+    def remember(draft: Draft) -> tuple[_Drafted, ...]:
+        pairs = zip(real(draft), draft.token_ids, strict=True)
+        return tuple(_Drafted(q.token_ids, q.weights, token_id) for q, token_id in pairs)
+
+    def drafted_alone(proposals: Seq[_Drafted], num_accepted: int) -> SparseLaw:
+        return one_hot(proposals[num_accepted].drafted_id) if num_accepted < len(proposals) else law.NO_PROPOSAL
+
+    patch.setattr(law, "proposals_of", remember)
+    patch.setattr(law, "final_proposal", drafted_alone)
+
+
+# ---- the bonus ----------------------------------------------------------------------------------------------------
+
+
+@mutant("enumeration", "samples")
+def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
+    real = law.recovered_law
+
+    def marked(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+        if num_accepted < len(proposals):
+            return proposals[num_accepted]
+        last = proposals[-1] if proposals else law.NO_PROPOSAL
+        return SparseLaw(last.token_ids, tuple(-weight for weight in last.weights))
+
+    def from_draft(p: Tensor, q: Tensor) -> Tensor:
+        return torch.where(q.sum(dim=1, keepdim=True) < 0, -q, real(p, q))
+
+    patch.setattr(law, "final_proposal", marked)
+    patch.setattr(law, "recovered_law", from_draft)
+
+
+@mutant("enumeration", "samples")
+def bonus_comes_from_the_residual(patch: pytest.MonkeyPatch) -> None:
+    def last(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+        return proposals[min(num_accepted, len(proposals) - 1)] if proposals else law.NO_PROPOSAL
+
+    patch.setattr(law, "final_proposal", last)
+
+
+@mutant("enumeration", "samples")
+def token_comes_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(law, "final_row", lambda first_row, num_accepted: first_row + max(0, num_accepted - 1))
+
+
+# ---- the test -----------------------------------------------------------------------------------------------------
+
+
+@mutant("enumeration", "samples")
+def accepts_iff_argmax(patch: pytest.MonkeyPatch) -> None:
+    def is_argmax(laws: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
+        return (laws[list(row_ids)].argmax(dim=1) == torch.tensor(token_ids)).double()
+
+    patch.setattr(law, "target_probs_of", is_argmax)
+
+
+@mutant("enumeration", "samples")
+def accepts_leniently(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(law, "is_accepted", lambda coins, p, q: coins * q < 1.25 * p)
+
+
+@mutant("zero coins")
+def accepts_at_equality(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(law, "is_accepted", lambda coins, p, q: coins * q <= p)
+
+
+@mutant("enumeration", "samples")
+def accepts_drafts_after_a_rejected_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(law, "count_accepted", sum)
+
+
+# ---- the draft's law ----------------------------------------------------------------------------------------------
+
+
+def _draw_from(patch: pytest.MonkeyPatch, distort: Callable[[Tensor, Seq[Row]], Tensor]) -> None:
+    """Draw from a distorted law and report the undistorted one."""
+    real = Sampler.sample_sparse
+
+    def dishonest(self: Sampler, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
+        return SparseSample(real(self, distort(scores, rows), rows, k).token_ids, real(self, scores, rows, k).laws)
+
+    patch.setattr(Sampler, "sample_sparse", dishonest)
+
+
+@mutant("samples")
+def draft_is_drawn_at_another_temperature(patch: pytest.MonkeyPatch) -> None:
+    _draw_from(patch, lambda scores, rows: scores / 0.6)
+
+
+@mutant("samples")
+def draft_is_drawn_truncated_and_reported_whole(patch: pytest.MonkeyPatch) -> None:
+    _draw_from(patch, lambda scores, rows: keep_top_p(scores, [replace(row, sampling=NUCLEUS) for row in rows]))
+
+
+@mutant("samples")
+def draft_is_the_argmax_and_reported_as_drawn(patch: pytest.MonkeyPatch) -> None:
+    _draw_from(patch, lambda scores, rows: scores * 1e6)
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------------
+
+
+def _without_drafts(rows: Seq[Row]) -> list[Row]:
+    return [replace(row, draft_ids=()) for row in rows]
+
+
+@mutant("enumeration, penalties", "samples, penalties", "equality")
+def penalties_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
+    for name in ("_count_generated", "_is_seen"):
+        real = getattr(penalties, name)
+        patch.setattr(penalties, name, lambda rows, like, real=real: real(_without_drafts(rows), like))
+
+
+@mutant("equality")
+def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
+    real = masks._banned_tokens
+    patch.setattr(masks, "_banned_tokens", lambda row: real(replace(row, draft_ids=())))
+
+
+@mutant("enumeration, top-p")
+def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
+    real = trial._row
+
+    def untruncated(task: trial.VerifyTask, num_drafts: int, mask: TokenMask | None) -> Row:
+        row = real(task, num_drafts, mask)
+        return replace(row, sampling=replace(row.sampling, top_p=1.0))
+
+    patch.setattr(trial, "_row", untruncated)
+
+
+# ---- the noise ----------------------------------------------------------------------------------------------------
+
+
+@mutant("samples", "equality")
+def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
+    real = sampler.row_keys
+
+    def by_step(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+        return real(_without_drafts(rows), purpose, device)
+
+    patch.setattr(sampler, "row_keys", by_step)
+    patch.setattr(rejection, "row_keys", by_step)
+    patch.setattr(placed, "row_keys", by_step)
+
+
+@mutant("plain samples")
+def noise_is_the_same_at_every_position(patch: pytest.MonkeyPatch) -> None:
+    real = sampler.noise_keys
+
+    def unplaced(seeds, sample_indices, positions, purpose, device) -> Tensor:
+        return real(seeds, sample_indices, [0 for _ in positions], purpose, device)
+
+    patch.setattr(sampler, "noise_keys", unplaced)
+
+
+@mutant("samples")
+def draft_knows_the_noise_that_verifies_it(patch: pytest.MonkeyPatch) -> None:
+    real = sampler.noise_keys
+
+    def purposeless(seeds, sample_indices, positions, purpose, device) -> Tensor:
+        return real(seeds, sample_indices, positions, Purpose.DRAFT, device)
+
+    patch.setattr(sampler, "noise_keys", purposeless)
+
+
+# ---- coupled ------------------------------------------------------------------------------------------------------
+
+
+@mutant("equality")
+def coupled_emits_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    real = coupled.match
+
+    def last_row(sampled_ids: Seq[int], draft_ids: Seq[int]) -> Outcome:
+        outcome = real(sampled_ids, draft_ids)
+        return Outcome((*outcome.token_ids[:-1], sampled_ids[-1]), outcome.num_accepted)
+
+    patch.setattr(coupled, "match", last_row)
+
+
+@mutant("equality")
+def coupled_goes_on_after_a_difference(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coupled, "match", lambda sampled_ids, draft_ids: Outcome(tuple(sampled_ids), len(draft_ids)))
+
+
+@mutant("equality")
+def coupled_trusts_the_first_draft(patch: pytest.MonkeyPatch) -> None:
+    real = coupled.match
+
+    def trusting(sampled_ids: Seq[int], draft_ids: Seq[int]) -> Outcome:
+        return real([*draft_ids[:1], *sampled_ids[len(draft_ids[:1]) :]], draft_ids)
+
+    patch.setattr(coupled, "match", trusting)
+
+
+# ---- the tests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_real_code_passes(check: str) -> None:
+    CHECKS[check]()
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [pytest.param(each, check, id=f"{each.name}-{check}") for each in MUTANTS for check in each.checks],
+)
+def test_the_mutant_fails(change: Mutant, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change.patch(monkeypatch)
+    with pytest.raises(AssertionError):
+        CHECKS[check]()
+
+
+def test_dropping_unlikely_drafts_after_drawing_them_is_seen() -> None:
+    """Whether a draft is verified must not depend on the draft itself."""
+
+    def drop_unlikely(model: TabularModel, sequences: Seq, num_drafts: int) -> list[Draft]:
+        return [_up_to_unlikely(draft) for draft in draft_by_sampling(model, sequences, num_drafts)]
+
+    with pytest.raises(AssertionError):
+        check_samples(Experiment(PEAKED, num_drafts=2, num_tokens=3, num_sequences=2_500), drop_unlikely)
+
+
+def _up_to_unlikely(draft: Draft) -> Draft:
+    probs = law.draft_probs_of(draft.laws, draft.token_ids).tolist()
+    count = next((i for i, prob in enumerate(probs) if prob < 0.35), len(probs))
+    return Draft(draft.token_ids[:count], draft.laws[:count])

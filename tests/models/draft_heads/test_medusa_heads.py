@@ -1,0 +1,89 @@
+"""The heads that are trained are the heads that are served, and their rounds are counted as the engine makes them."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.config import HeadConfig, HeadKind
+from engine.model.draft_heads.loader import load_head
+from engine.model.draft_heads.medusa import MedusaHeads as ServedHeads
+from models.draft_heads.medusa_heads import (
+    MedusaHeads,
+    MedusaLesson,
+    agreement,
+    count_rounds,
+    load_heads,
+    measure_heads,
+    save_heads,
+)
+
+
+def tiny_target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def random_heads() -> MedusaHeads:
+    heads = MedusaHeads(16, num_heads=3, num_blocks=2)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return heads
+
+
+@torch.no_grad()
+def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
+    target, heads = tiny_target(), random_heads()
+    save_heads(heads, target, tmp_path)
+    saved = load_heads(tmp_path, target)
+    served = load_head(HeadConfig(HeadKind.MEDUSA, str(tmp_path)), target)
+    assert isinstance(served, ServedHeads)
+    served.lm_head = target.lm_head
+    hidden = torch.randn(5, 16)
+    expected = torch.stack([target.lm_head(states) for states in saved(hidden)], dim=1)
+    torch.testing.assert_close(served.logits(hidden, 3), expected)
+
+
+def test_a_lesson_is_learned() -> None:
+    target, heads = tiny_target(), MedusaHeads(16, num_heads=2, num_blocks=1)
+    lesson, ids = MedusaLesson(heads, target), torch.randint(0, 48, (2, 12))
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-2)
+    losses = []
+    for _ in range(60):
+        loss = lesson(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10]), "each is of other rows"
+
+
+def test_a_round_ends_at_the_first_draft_that_is_not_the_targets() -> None:
+    first = [True, True, False, True, True, True, True]
+    second = [True, False, True, True, True, False, True]
+    assert count_rounds([first, second]) == [2, 1]
+    second[2] = False
+    assert count_rounds([first, second]) == [1, 2]
+
+
+@torch.no_grad()
+def test_a_head_agrees_where_it_says_the_token_two_places_on() -> None:
+    target, heads = tiny_target(), random_heads()
+    ids = torch.randint(0, 48, (2, 10))
+    hidden = target.model(ids).last_hidden_state
+    agrees = agreement(target, heads, ids, 4, 0.0, 0)
+    assert agrees.shape == (3, 2, 6)
+    for head, states in enumerate(heads(hidden)):
+        chosen = target.lm_head(states).argmax(-1)
+        for place in range(max(4, head + 2), 10):
+            assert torch.equal(agrees[head, :, place - 4], chosen[:, place - head - 2] == ids[:, place])
+    assert 1.0 <= measure_heads(target, heads, ids, 1.0, num_tokens=12).tokens_per_pass <= 4.0

@@ -1,0 +1,139 @@
+"""A stream outlives its pair, within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from protos.errors import DeadlineExceededError, EngineError, OverloadedError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from router.backend.migration import MigratingBackend
+from router.config import IngressLimits
+from tests.router.fake_backend import FakeBackend
+
+REQUEST = GenerateRequest("r", (10,), SamplingParams(seed=7, max_tokens=8, stop_token_ids=(0,)))
+LIMITS = IngressLimits(migration_deadline_s=1.0, inter_token_timeout_s=0.1, first_token_timeout_s=0.2)
+
+
+async def tokens_of(backend: FakeBackend, request: GenerateRequest = REQUEST, limits: IngressLimits = LIMITS) -> list:
+    chunks = [chunk async for batch in MigratingBackend(backend, limits).generate(request) for chunk in batch]
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+@pytest.mark.parametrize("fail_after", [0, 2, 4, 6])
+async def test_the_stream_goes_on_from_the_committed_tokens(fail_after: int) -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone")], fail_after=fail_after)
+    assert await tokens_of(backend) == list(range(11, 19))
+    assert backend.requests[1].output_token_ids == tuple(range(11, 11 + fail_after))
+    assert backend.requests[1].sampling == REQUEST.sampling
+    assert backend.num_running == 0
+
+
+async def test_many_losses_are_survived_while_there_is_progress() -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
+    limits = IngressLimits(max_migrations=1)
+    assert await tokens_of(backend, limits=limits) == list(range(11, 19))
+
+
+async def test_every_attempt_after_the_first_is_told() -> None:
+    moves: list[int] = []
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
+    migrating = MigratingBackend(backend, LIMITS, lambda: moves.append(len(backend.requests)))
+    assert [batch async for batch in migrating.generate(REQUEST)]
+    assert moves == [1, 2, 3]
+
+
+async def test_losses_without_progress_end_it() -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 9)
+    with pytest.raises(UnavailableError):
+        await tokens_of(backend, limits=IngressLimits(max_migrations=2))
+    assert len(backend.requests) == 3
+
+
+async def test_the_deadline_of_a_migration_ends_it() -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 99)
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(tokens_of(backend, limits=IngressLimits(migration_deadline_s=0.1)), 5)
+
+
+async def test_a_full_pair_refuses_a_new_request_but_not_one_that_moves() -> None:
+    with pytest.raises(OverloadedError):
+        await tokens_of(FakeBackend(failures=[OverloadedError("full")]))
+    moving = FakeBackend(failures=[UnavailableError("gone"), OverloadedError("full")], fail_after=0)
+    moving.fail_after = 2
+
+    async def fail_at_once_on_the_second(request: GenerateRequest, generate=moving.generate):  # type: ignore[no-untyped-def]
+        if len(moving.requests) == 1:
+            moving.fail_after = 0
+        async for batch in generate(request):
+            yield batch
+
+    moving.generate = fail_at_once_on_the_second  # type: ignore[method-assign]
+    assert await tokens_of(moving) == list(range(11, 19))
+
+
+async def test_other_errors_are_not_retried() -> None:
+    backend = FakeBackend(failures=[EngineError("broke")], fail_after=2)
+    with pytest.raises(EngineError):
+        await tokens_of(backend)
+    assert len(backend.requests) == 1
+
+
+async def test_a_silent_pair_is_given_up() -> None:
+    backend = FakeBackend()
+    generate = backend.generate
+
+    async def silent_once(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        async for batch in generate(request):
+            yield batch
+            if len(backend.requests) == 1:
+                await asyncio.sleep(60)
+
+    backend.generate = silent_once  # type: ignore[method-assign]
+    assert await asyncio.wait_for(tokens_of(backend), 5) == list(range(11, 19))
+    assert backend.requests[1].output_token_ids == (11, 12)
+
+
+async def test_a_pair_that_gives_the_sequence_up_is_a_lost_pair() -> None:
+    backend = FakeBackend()
+    generate = backend.generate
+
+    async def abort_once(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        async for batch in generate(request):
+            yield batch
+            if len(backend.requests) == 1:
+                yield [TokenChunk(request.request_id, (99,), finish_reason=FinishReason.ABORT)]
+
+    backend.generate = abort_once  # type: ignore[method-assign]
+    assert await tokens_of(backend) == list(range(11, 19))
+
+
+async def test_the_time_out_spans_all_pairs() -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone")] * 50, fail_after=2, step_s=0.05)
+    request = GenerateRequest("r", (10,), SamplingParams(max_tokens=200), timeout_s=0.3)
+    with pytest.raises(DeadlineExceededError):
+        await asyncio.wait_for(tokens_of(backend, request), 5)
+    assert all(later.timeout_s < 0.3 for later in backend.requests[1:])
+
+
+async def test_a_time_out_in_the_engine_is_the_clients_to_know() -> None:
+    backend = FakeBackend()
+
+    async def time_out(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        yield [TokenChunk(request.request_id, (), finish_reason=FinishReason.TIMEOUT)]
+
+    backend.generate = time_out  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceededError):
+        await tokens_of(backend)
+
+
+async def test_closing_the_stream_closes_the_pairs() -> None:
+    backend = FakeBackend()
+    async with aclosing(MigratingBackend(backend, LIMITS).generate(REQUEST)) as stream:
+        await anext(stream)
+        assert backend.num_running == 1
+    assert backend.num_running == 0

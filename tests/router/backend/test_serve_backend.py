@@ -1,0 +1,144 @@
+"""What comes through a Serve handle, in our own words (Serve's local testing mode, no cluster)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from router.backend import serve_backend
+from router.backend.serve_backend import ServeBackend
+from router.routing.request_routing import RequestRouting
+from router.routing.routed_call import RoutedCall
+from router.routing.router_metrics import RouterMetrics
+from tests.router.fake_backend import CARD
+
+ERRORS: dict[int, BaseException] = {
+    1: RequestError("wrong", param="prompt"),
+    2: BackPressureError(5, 5, 429, 7.0),
+    3: ActorDiedError(),
+    4: RuntimeError("a bug"),
+    5: UnavailableError("restarting", retry_after_s=1.0),
+}
+
+
+SAYS_NOTHING, COMES_LATE = 6, 7
+
+
+async def yes() -> bool:
+    return True
+
+
+async def no() -> bool:
+    return False
+
+
+@serve.deployment(name="Pair")
+class ScriptedPair:
+    """The first prompt token says what happens."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk] | TokenChunk, None]:
+        if request.prompt_token_ids[0] == SAYS_NOTHING:
+            return
+        if request.prompt_token_ids[0] == COMES_LATE:
+            await asyncio.sleep(0.2)
+        yield TokenChunk(request.request_id, (7,))
+        if request.prompt_token_ids[0] in ERRORS:
+            raise ERRORS[request.prompt_token_ids[0]]
+        yield [TokenChunk(request.request_id, (8,)), TokenChunk(request.request_id, (9,), (), FinishReason.LENGTH)]
+
+    async def describe(self) -> ModelCard:
+        return CARD
+
+    async def metrics_text(self) -> str:
+        return "outrider_x 1\n"
+
+
+class AbsentDeployment:
+    def broadcast(self, method_name: str) -> None:
+        raise UnavailableError("no replica")
+
+
+class Taken(RequestRouting):
+    """As if a pair had taken every call: there is no router of ours here."""
+
+    def open(self, request: GenerateRequest) -> RoutedCall:
+        call = super().open(request)
+        call.is_taken = True
+        return call
+
+
+def open_backend(
+    is_deleted: Callable[[], Awaitable[bool]] = no,
+    prefill: AbsentDeployment | None = None,
+    routing: type[RequestRouting] = RequestRouting,
+) -> ServeBackend:
+    handle = serve.run(ScriptedPair.bind(), _local_testing_mode=True)
+    return ServeBackend(handle, routing(RouterMetrics(CollectorRegistry())), is_deleted, prefill or handle)
+
+
+@pytest.fixture
+def backend() -> ServeBackend:
+    return open_backend()
+
+
+async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
+    batches = [batch async for batch in backend.generate(GenerateRequest("r", (0,)))]
+    assert [[chunk.token_ids for chunk in batch] for batch in batches] == [[(7,)], [(8,), (9,)]]
+
+
+async def test_a_stream_may_be_left(backend: ServeBackend) -> None:
+    async with aclosing(backend.generate(GenerateRequest("r", (0,)))) as stream:
+        await anext(stream)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "retry_after_s"),
+    [
+        (1, RequestError, None),
+        (2, OverloadedError, 7.0),
+        (3, UnavailableError, 2.0),
+        (4, EngineError, None),
+        (5, UnavailableError, 1.0),
+        (SAYS_NOTHING, UnavailableError, 2.0),
+    ],
+)
+async def test_errors_are_ours(
+    backend: ServeBackend, script: int, kind: type[ServingError], retry_after_s: float | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        async for _ in backend.generate(GenerateRequest("r", (script,))):
+            pass
+    assert type(caught.value) is kind
+    assert caught.value.retry_after_s == retry_after_s
+
+
+async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    late = GenerateRequest("r", (COMES_LATE,))
+    assert len([batch async for batch in open_backend(no).generate(late)]) == 2
+    with pytest.raises(ShuttingDownError):
+        await anext(open_backend(yes).generate(late))
+
+
+async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    late = GenerateRequest("r", (COMES_LATE,))
+    assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 2
+
+
+async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
+    assert await backend.describe() == CARD
+
+
+async def test_prefill_replicas_show_their_metrics_and_may_be_absent(backend: ServeBackend) -> None:
+    assert await backend.metrics_texts() == ["outrider_x 1\n"] * 2
+    assert await open_backend(prefill=AbsentDeployment()).metrics_texts() == ["outrider_x 1\n"]

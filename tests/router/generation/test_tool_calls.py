@@ -1,0 +1,216 @@
+"""Content and tool calls are told apart alike however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sampling.grammar_compiler import GrammarCompiler
+from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
+from router.generation.delta import Delta, join_deltas
+from router.generation.tool_calls import ToolCallParser
+from router.requests.tool_format import HERMES, LLAMA, ToolFormat, find_format
+from router.requests.tools import Tool, tool_use
+from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
+
+NAMES = ("f", "get.weather")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a client has at the end."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    reason: FinishReason | None
+
+
+def read(format_: ToolFormat, pieces: list[str], reason: FinishReason = FinishReason.STOP) -> Read:
+    parser = ToolCallParser(format_, NAMES)
+    deltas = [parser.read(Delta(0, piece)) for piece in pieces]
+    whole = join_deltas([*deltas, parser.read(Delta(0, "", finish_reason=reason))])
+    heads = [call for call in whole.tool_calls if call.id is not None]
+    calls = tuple(
+        (head.name or "", "".join(call.arguments for call in whole.tool_calls if call.index == head.index))
+        for head in heads
+    )
+    return Read(whole.text, calls, whole.finish_reason)
+
+
+def call(name: str, arguments: str = '{"x": "}</tool_call>\\\\"{"}') -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def bare(name: str, arguments: str = '{"x": [{}, "}\\""]}') -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+ARGUMENTS = '{"a": {"b": "}"}}'
+DONE, STOP = FinishReason.TOOL_CALLS, FinishReason.STOP
+
+HERMES_TEXTS: dict[str, Read] = {
+    "just text, < and <tool and {}": Read("just text, < and <tool and {}", (), STOP),
+    "ends in <tool_ca": Read("ends in <tool_ca", (), STOP),
+    "trailing space \n": Read("trailing space \n", (), STOP),
+    call("f", ARGUMENTS): Read("", (("f", ARGUMENTS),), DONE),
+    f"  thinking \n{call('f', ARGUMENTS)}\n": Read("  thinking", (("f", ARGUMENTS),), DONE),
+    f"{call('f', ARGUMENTS)}\n{call('unknown', '{}')}": Read("", (("f", ARGUMENTS), ("unknown", "{}")), DONE),
+    f"{call('f', '{}')}\n and so": Read("and so", (("f", "{}"),), DONE),
+    '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': Read("", (("f", '{"a": 1}'),), DONE),
+    "<tool_call>nonsense</tool_call>": Read("<tool_call>nonsense</tool_call>", (), STOP),
+    '<tool_call>{"name": 5}</tool_call>': Read('<tool_call>{"name": 5}</tool_call>', (), STOP),
+    **{  # no JSON, half a character, and deeper than Python reads
+        f"<tool_call>{body}</tool_call>": Read(f"<tool_call>{body}</tool_call>", (), STOP)
+        for body in (
+            r'{"name": "\q", "arguments": {}}',
+            r'{"name": "\ud800", "arguments": {}}',
+            r'{"arguments": {"a": "\ud800"}, "name": "f"}',
+            '{"arguments": ' + "[" * 5000,
+        )
+    },
+    '<tool_call>\n{"name": "f", ': Read('<tool_call>\n{"name": "f", ', (), STOP),
+}
+LLAMA_TEXTS: dict[str, Read] = {
+    "just text {": Read("just text {", (), STOP),
+    bare("f", ARGUMENTS): Read("", (("f", ARGUMENTS),), DONE),
+    f"\n{bare('f', ARGUMENTS)}; {bare('get.weather', '{}')}\n": Read(
+        "", (("f", ARGUMENTS), ("get.weather", "{}")), DONE
+    ),
+    '{"parameters": {"a": 1}, "name": "f"}': Read("", (("f", '{"a": 1}'),), DONE),
+    bare("unknown", "{}"): Read(bare("unknown", "{}"), (), STOP),
+    '{"answer": {"name": "f"}} so': Read('{"answer": {"name": "f"}} so', (), STOP),
+    '{"name": "f"': Read('{"name": "f"', (), STOP),
+}
+TEXTS = [(HERMES, text, wanted) for text, wanted in HERMES_TEXTS.items()] + [
+    (LLAMA, text, wanted) for text, wanted in LLAMA_TEXTS.items()
+]
+
+
+@pytest.mark.parametrize(("format_", "text", "wanted"), TEXTS, ids=lambda value: str(value)[:40])
+def test_a_text_is_read_the_same_in_any_pieces(format_: ToolFormat, text: str, wanted: Read) -> None:
+    assert read(format_, [text]) == wanted
+    assert read(format_, list(text)) == wanted
+    for cut in range(len(text)):
+        assert read(format_, [text[:cut], text[cut:]]) == wanted
+
+
+@given(st.data())
+def test_arguments_are_passed_on_to_the_letter(data: st.DataObject) -> None:
+    values = st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=2), max_leaves=4
+    )
+    arguments = json.dumps(data.draw(st.dictionaries(st.text(), values, max_size=3)), ensure_ascii=False)
+    text = call("f", arguments)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(HERMES, pieces).calls == (("f", arguments),)
+
+
+def test_arguments_stream_before_the_call_is_complete() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    delta = parser.read(Delta(0, '<tool_call>{"name": "f", "arguments": {"a": '))
+    assert [call.name for call in delta.tool_calls] == ["f", None]
+    assert delta.tool_calls[1].arguments == '{"a": '
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_a_call_that_was_cut_short_ends_for_what_cut_it(reason: FinishReason) -> None:
+    """A client that is told of tool calls reads their arguments as JSON; a stop string may have cut them too."""
+    cut = read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": '], reason)
+    assert cut == Read("", (("f", '{"a": '),), reason)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted", "name"),
+    [
+        ("{{ tools }} <tool_call>", "auto", "hermes"),
+        ('{{ tools }} {"name": x, "parameters": y}', "auto", "llama"),
+        ("{{ tools }}", "auto", None),
+        ("{{ tools }}", "llama", "llama"),
+        ("{{ messages }}", "hermes", None),
+    ],
+)
+def test_the_format_is_told_from_the_template(template: str, wanted: str, name: str | None) -> None:
+    found = find_format(template, wanted)
+    assert (found.name if found else None) == name
+
+
+# ---- grammars -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+
+
+def is_allowed(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    """Whether the whole text, and its end, are in the grammar."""
+    tokenizer = compiler._load_tokenizer()
+    whole_ids = (*tokenizer.tokenize_str(text), END_ID)
+    request = GenerateRequest("x", (1,), SamplingParams(grammar=grammar, stop_token_ids=(END_ID,)))
+    matcher = compiler.matcher(request)
+    assert matcher is not None
+    return matcher.num_allowed(whole_ids) == len(whole_ids)
+
+
+def offered(*, strict: bool = False) -> list[Tool]:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    return [
+        Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}),
+        Tool.model_validate({"type": "function", "function": {"name": "g"}}),
+    ]
+
+
+GOOD, EMPTY, WRONG = call("f", '{"a": 1}'), call("g", "{}"), call("f", '{"a": "x"}')
+GOOD_BARE, WRONG_BARE = bare("f", '{"a": 1}'), bare("f", '{"a": "x"}')
+
+
+@pytest.mark.parametrize(
+    ("format_", "choice", "is_parallel", "is_strict", "allowed", "forbidden"),
+    [
+        (HERMES, "required", None, False, [GOOD, EMPTY, f"{GOOD}\n{EMPTY}"], ["", "text", WRONG, f"text {GOOD}"]),
+        (HERMES, "required", False, False, [GOOD], [f"{GOOD}\n{EMPTY}"]),
+        (HERMES, "auto", None, True, ["", "text", f"so\n{GOOD}\n", f"{GOOD}\n{EMPTY}"], [WRONG, f"text {WRONG}"]),
+        (HERMES, "auto", False, False, ["text", GOOD, WRONG, f"so\n{GOOD}"], [f"{GOOD}\n{EMPTY}"]),
+        (LLAMA, "required", None, False, [GOOD_BARE, f"{GOOD_BARE}; {bare('g', '{}')}"], ["text", WRONG_BARE]),
+        (LLAMA, "auto", None, True, ["text {", GOOD_BARE], [WRONG_BARE, '{"x": 1}']),
+        (LLAMA, "auto", False, False, [GOOD_BARE, WRONG_BARE], [f"{GOOD_BARE}; {GOOD_BARE}"]),
+    ],
+)
+def test_the_grammar_allows_what_the_choice_does(
+    format_: ToolFormat,
+    choice: str,
+    is_parallel: bool | None,
+    is_strict: bool,
+    allowed: list[str],
+    forbidden: list[str],
+    compiler: GrammarCompiler,
+) -> None:
+    use = tool_use(offered(strict=is_strict), choice, is_parallel)
+    assert use is not None
+    grammar = format_.grammar(use, None)
+    assert grammar is not None
+    assert [text for text in allowed if not is_allowed(compiler, grammar, text)] == []
+    assert [text for text in forbidden if is_allowed(compiler, grammar, text)] == []
+
+
+def test_a_free_choice_is_not_constrained() -> None:
+    use = tool_use(offered(), None, None)
+    assert use is not None
+    assert HERMES.grammar(use, None) is None
+
+
+def test_an_answer_may_stand_beside_calls(compiler: GrammarCompiler) -> None:
+    use = tool_use(offered(), "auto", None)
+    assert use is not None
+    grammar = HERMES.grammar(use, Grammar(GrammarKind.JSON_SCHEMA, '{"const": 5}', "response_format"))
+    assert grammar is not None
+    assert is_allowed(compiler, grammar, "5")
+    assert is_allowed(compiler, grammar, GOOD)
+    assert not is_allowed(compiler, grammar, "6")

@@ -1,0 +1,276 @@
+"""The completions endpoint as the real OpenAI client sees it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import openai
+import pytest
+from openai.types import Completion
+
+from protos.errors import EngineError, OverloadedError, UnavailableError
+from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
+from router.tokenizer.tokenizer import Tokenizer
+from tests.router.fake_backend import FakeBackend, say
+
+
+def ids(text: str) -> list[int]:
+    return [byte + 1 for byte in text.encode()]
+
+
+async def test_a_text_prompt_is_continued(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="abc", max_tokens=5)
+    assert answer.choices[0].text == "defgh"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "text_completion"
+    assert answer.system_fingerprint == "v1"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 5, 8)
+
+
+async def test_the_default_is_sixteen_tokens(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="a")
+    assert answer.usage.completion_tokens == 16
+
+
+async def test_token_ids_are_taken_and_given_back(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model="fake", prompt=ids("abc"), max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].text == "de"
+    assert answer.choices[0].token_ids == ids("de")
+
+
+@pytest.mark.parametrize("prompts", [["abc", "x"], [ids("abc"), ids("x")]])
+async def test_each_prompt_has_n_choices_in_order(client: openai.AsyncOpenAI, prompts: list) -> None:
+    answer = await client.completions.create(model="fake", prompt=prompts, max_tokens=2, n=2)
+    assert [choice.text for choice in answer.choices] == ["de", "ef", "yz", "z{"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_usage_and_metrics_tell_what_speculation_did(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="abc", max_tokens=6)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 3)
+    assert answer.metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": {"1": 3},
+        "num_accepted_draft_tokens": 3,
+        "num_draft_tokens": 6,
+        "num_spec_steps": 3,
+    }
+
+
+async def test_echo_puts_the_prompt_before_the_answer(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="abc", max_tokens=2, echo=True)
+    assert answer.choices[0].text == "abcde"
+
+
+async def test_echo_with_logprobs_scores_the_prompt(lenient_client: openai.AsyncOpenAI) -> None:
+    answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=2, echo=True, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["a", "b", "c", "d", "e"]
+    assert logprobs.token_logprobs == [None, -0.25, -0.25, -0.5, -0.5]
+    assert logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert logprobs.top_logprobs == [None, {"b": -0.25}, {"c": -0.25}, {"d": -0.5}, {"e": -0.5}]
+
+
+async def test_max_tokens_0_with_echo_scores_the_prompt_alone(lenient_client: openai.AsyncOpenAI) -> None:
+    answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == "abc"
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.25, -0.25]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 0
+
+
+async def test_logprobs_are_parallel_lists(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="a", max_tokens=3, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["b", "c", "d"]
+    assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.top_logprobs[0] == {"b": -0.5, "c": -1.5}
+
+
+async def test_a_stop_string_ends_the_text_before_it(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    answer = await client.completions.create(
+        model="fake", prompt="a", max_tokens=20, stop=["xyz", "fg"], extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].text == "bcde"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].token_ids == ids("bcdefg")
+    assert answer.usage.completion_tokens == 6
+    assert backend.num_running == 0
+
+
+async def test_an_end_token_is_counted_but_not_shown(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    backend.next_token = say(*ids("hi"), 0)
+    answer = await client.completions.create(model="fake", prompt="a")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hi", "stop")
+    assert answer.usage.completion_tokens == 3
+
+
+async def test_a_stream_is_the_whole_answer_in_pieces(lenient_client: openai.AsyncOpenAI) -> None:
+    stream = await lenient_client.completions.create(
+        model="fake", prompt="abc", max_tokens=5, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert [chunk.choices[0].text for chunk in chunks] == ["de", "fg", "h"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, "length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 5
+    assert last.metrics["speculative_decoding"]["num_spec_steps"] == 3
+    Completion.model_validate(chunks[-1].model_dump(), strict=True)
+
+
+async def test_a_stream_may_tell_the_usage_so_far(lenient_client: openai.AsyncOpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await lenient_client.completions.create(
+        model="fake", prompt="abc", max_tokens=5, stream=True, stream_options=options
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 4, 5]
+    assert [chunk.usage.total_tokens for chunk in chunks] == [5, 7, 8]
+    assert last.usage == chunks[-1].usage
+
+
+async def test_a_stream_without_usage_ends_with_the_metrics(lenient_client: openai.AsyncOpenAI) -> None:
+    stream = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=5, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].metrics["speculative_decoding"]["num_draft_tokens"] == 5
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_several_choices_stream_together(lenient_client: openai.AsyncOpenAI) -> None:
+    stream = await lenient_client.completions.create(model="fake", prompt=["abc", "x"], max_tokens=5, n=2, stream=True)
+    texts = ["", "", "", ""]
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["defgh", "efghi", "yz{|}", "z{|}~"]
+
+
+async def test_text_never_leaks_past_a_stop_string(lenient_client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    backend.tokens_per_step = 1
+    stream = await lenient_client.completions.create(model="fake", prompt="a", max_tokens=20, stop="efg", stream=True)
+    pieces = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(pieces) == "bcd"
+    assert all(set(piece) <= set("bcd") for piece in pieces)
+    assert backend.num_running == 0
+
+
+async def test_an_error_before_the_first_token_has_its_own_status(
+    lenient_client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.failures = [OverloadedError("full", retry_after_s=2.2)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        await lenient_client.completions.create(model="fake", prompt="a", stream=True)
+    assert caught.value.response.headers["retry-after"] == "3"
+    assert caught.value.type == "rate_limit_error"
+
+
+async def test_an_error_in_the_stream_is_its_last_event(
+    lenient_client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.failures, backend.fail_after = [EngineError("the engine broke")], 2
+    stream = await lenient_client.completions.create(model="fake", prompt="a", stream=True)
+    assert (await anext(stream)).choices[0].text == "bc"
+    with pytest.raises(openai.APIError, match="the engine broke"):
+        await anext(stream)
+
+
+async def test_a_lost_pair_is_not_seen_by_the_client(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    backend.failures, backend.fail_after = [UnavailableError("gone"), UnavailableError("gone")], 2
+    answer = await client.completions.create(model="fake", prompt="abc", max_tokens=8, seed=3)
+    assert answer.choices[0].text == "defghijk"
+    assert [request.output_token_ids for request in backend.requests] == [(), tuple(ids("de")), tuple(ids("defg"))]
+    assert {(request.sampling.seed, request.is_seeded) for request in backend.requests} == {(3, True)}
+
+
+async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    await client.completions.create(
+        model="fake",
+        prompt="abc",
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias={"7": 3, "5": -100},
+        seed=-4,
+        logprobs=2,
+        user="me",
+        extra_body={
+            "top_k": 4,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "stop_token_ids": [9],
+            "bad_words": ["no"],
+            "cache_salt": "tenant",
+            "prompt_cache_key": "conversation 7",
+            "priority": -3,
+            "timeout_s": 30.0,
+            "speculation": {"enabled": True, "num_tokens": 2, "verify": "rejection", "method": "ngram"},
+        },
+    )
+    [request] = backend.requests
+    sampling = request.sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        -4,
+        0.5,
+        4,
+        0.9,
+        0.05,
+    )
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.1, 0.2)
+    assert sampling.logit_bias == ((5, -100.0), (7, 3.0))
+    assert sampling.bad_words == (tuple(ids("no")), tuple(ids(" no")))
+    assert sampling.stop_token_ids == (0, 9)
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 2)
+    assert (request.speculation.num_tokens, request.speculation.verify) == (2, VerifyMode.REJECTION)
+    assert request.speculation.method is SpeculationMethod.NGRAM
+    assert (request.cache_salt, request.priority) == ("tenant", -3)
+    assert request.session_id == "conversation 7"
+    assert 29 < request.timeout_s <= 30
+
+
+async def test_bad_words_are_read_once_for_all_prompts(
+    client: openai.AsyncOpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be a thousand, and the prompts a hundred: read for each, they took a minute of everybody's time."""
+    texts, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: texts.append(text) or encode(self, text, **how))
+    await client.completions.create(model="fake", prompt=["a", "b", "c"], extra_body={"bad_words": ["no"]})
+    assert texts == ["a", "b", "c", "no", " no"]
+    assert {request.sampling.bad_words for request in backend.requests} == {(tuple(ids("no")), tuple(ids(" no")))}
+
+
+async def test_what_a_request_leaves_out_is_as_the_checkpoint_advises(
+    client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.card = replace(backend.card, sampling_defaults=SamplingDefaults(0.6, 20, 0.9, 0.1, 1.2))
+    await client.completions.create(model="fake", prompt="a")
+    await client.completions.create(model="fake", prompt="a", temperature=0, extra_body={"top_k": 0, "min_p": 0})
+    sampled = [request.sampling for request in backend.requests]
+    assert [(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty) for s in sampled] == [
+        (0.6, 20, 0.9, 0.1, 1.2),
+        (0.0, 0, 0.9, 0.0, 1.2),
+    ]
+
+
+async def test_end_tokens_can_be_ignored(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    await client.completions.create(model="fake", prompt="a", extra_body={"ignore_eos": True, "top_k": -1})
+    assert backend.requests[0].sampling.stop_token_ids == ()
+    assert backend.requests[0].sampling.top_k == 0
+
+
+async def test_an_absent_seed_is_drawn_anew(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    for _ in range(2):
+        await client.completions.create(model="fake", prompt="a", n=2)
+    first, second, third, _ = [request.sampling.seed for request in backend.requests]
+    assert not any(request.is_seeded for request in backend.requests)
+    assert first == second != third

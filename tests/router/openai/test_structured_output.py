@@ -1,0 +1,349 @@
+"""Constrained answers and tool calls from HTTP and gRPC down to a real engine, as the OpenAI client sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from engine.engine_core import EngineCore
+from protos import outrider_pb2 as pb2
+from protos import outrider_pb2_grpc
+from router.api_keys import ApiKeys
+from router.config import IngressConfig, IngressLimits
+from router.generation.generation_service import GenerationService
+from router.grpc_api import GrpcApi
+from router.metrics.ingress_metrics import IngressMetrics
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
+from tests.router.engine_backend import EngineBackend, load_engine, write_model
+from tests.router.test_grpc_api import Servicer
+
+TEMPLATES = {
+    "hermes": "{% for tool in tools or [] %}{{ tool.function.name }}: <tool_call>{% endfor %}",
+    "llama": '{% for tool in tools or [] %}{{ tool.function.name }}: "parameters"{% endfor %}',
+    "none": "",
+}
+MESSAGES = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{{ message.tool_calls | tojson if message.tool_calls }}{% endfor %}"
+)
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+class Answer(BaseModel):
+    color: Literal["red", "green"]
+    counts: list[Literal[1, 20]]
+
+
+def tool(name: str, strict: bool | None = None, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+TOOLS = [tool("weather", city={"enum": ["Oslo", "Rome"]}), tool("add", a={"enum": [1, 2]}, b={"enum": [3]})]
+STRICT_TOOLS = [tool("weather", True, city={"enum": ["Oslo", "Rome"]})]
+SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def core(folder: Path) -> EngineCore:
+    return load_engine(folder)
+
+
+@pytest.fixture
+def backend(core: EngineCore) -> EngineBackend:
+    return EngineBackend(core)
+
+
+@pytest.fixture
+def format_name() -> str:
+    return "hermes"
+
+
+@pytest.fixture
+def service(backend: EngineBackend, folder: Path, format_name: str, limits: IngressLimits) -> GenerationService:
+    files = load_tokenizer_files(str(folder))
+    files = TokenizerFiles(files.tokenizer, ChatTemplate(TEMPLATES[format_name] + MESSAGES, {}))
+    return GenerationService(backend, files, IngressConfig("fake", "nowhere", limits=limits), IngressMetrics())
+
+
+def prompt_of(backend: EngineBackend, service: GenerationService) -> str:
+    return service.files.tokenizer.decode(backend.requests[-1].prompt_token_ids)
+
+
+# ---- constrained text ---------------------------------------------------------------------------------------------
+
+
+async def test_parse_gives_the_model_that_was_asked_for(client: openai.AsyncOpenAI) -> None:
+    for seed in range(5):
+        answer = await client.chat.completions.parse(model="fake", messages=USER, response_format=Answer, seed=seed)
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+async def test_a_streamed_answer_follows_the_schema(client: openai.AsyncOpenAI) -> None:
+    async with client.chat.completions.stream(model="fake", messages=USER, response_format=Answer) as stream:
+        answer = await stream.get_final_completion()
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+async def test_json_object_is_an_object(client: openai.AsyncOpenAI) -> None:
+    for seed in range(20):
+        answer = await client.chat.completions.create(
+            model="fake", messages=USER, response_format={"type": "json_object"}, seed=seed, max_tokens=200
+        )
+        if answer.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+            return
+    raise AssertionError("no answer came to its end")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"guided_regex": "(ab|c){2,3}"}, "(ab|c){2,3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_json": {"enum": [12, "x"]}}, '12|"x"'),
+        ({"guided_json": '{"const": 5}'}, "5"),
+        ({"guided_grammar": 'start: "<" /[ab]/ ">"'}, "<[ab]>"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"choice": ["u", "v"]}}, "u|v"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" | "yz"'}}, "x|yz"),
+    ],
+)
+async def test_every_constraint_holds_in_both_endpoints(
+    client: openai.AsyncOpenAI, constraint: dict[str, Any], pattern: str
+) -> None:
+    chat = await client.chat.completions.create(model="fake", messages=USER, n=3, extra_body=constraint)
+    text = await client.completions.create(model="fake", prompt="hi", n=3, max_tokens=30, extra_body=constraint)
+    assert all(re.fullmatch(pattern, choice.message.content or "") for choice in chat.choices)
+    assert all(re.fullmatch(pattern, choice.text) for choice in text.choices)
+    assert {choice.finish_reason for choice in text.choices} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "param", "words"),
+    [
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "in"}}}},
+            "response_format",
+            "Invalid type: in",
+        ),
+        ({"guided_grammar": "start: foo"}, "guided_grammar", "foo"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens is 2"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "end tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_compiled_is_a_bad_request(
+    client: openai.AsyncOpenAI, constraint: dict[str, Any], param: str, words: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", messages=USER, stream=stream, extra_body=constraint)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+# ---- gRPC ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stub(service: GenerationService) -> AsyncIterator[outrider_pb2_grpc.GenerationStub]:
+    server = grpc.aio.server()
+    outrider_pb2_grpc.add_GenerationServicer_to_server(Servicer(GrpcApi(service, ApiKeys())), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield outrider_pb2_grpc.GenerationStub(channel)
+    await server.stop(None)
+
+
+SCHEMA_FORMAT = pb2.ResponseFormat(
+    type="json_schema", json_schema=pb2.JsonSchemaFormat(name="x", schema='{"const": "ok"}')
+)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"guided_regex": "(ab|c){2,3}"}, "(ab|c){2,3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_json": '{"const": 5}'}, "5"),
+        ({"guided_grammar": 'start: "<" /[ab]/ ">"'}, "<[ab]>"),
+        ({"response_format": SCHEMA_FORMAT}, '"ok"'),
+    ],
+)
+async def test_grpc_takes_every_constraint(
+    stub: outrider_pb2_grpc.GenerationStub, constraint: dict[str, Any], pattern: str
+) -> None:
+    answer = await stub.Generate(pb2.GenerateRequest(model="fake", prompt="hi", max_tokens=30, **constraint))
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+async def test_grpc_names_a_bad_grammar(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb2.GenerateRequest(model="fake", prompt="hi", guided_regex="("))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "unclosed group" in (caught.value.details() or "")
+
+
+# ---- tools --------------------------------------------------------------------------------------------------------
+
+
+def check_calls(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    assert len({call.id for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_a_required_call_is_valid(client: openai.AsyncOpenAI) -> None:
+    for seed in range(5):
+        answer = await client.chat.completions.create(
+            model="fake", messages=USER, tools=TOOLS, tool_choice="required", seed=seed, parallel_tool_calls=False
+        )
+        choice = answer.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert len(choice.message.tool_calls or ()) == 1
+        check_calls(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_a_named_function_is_called(client: openai.AsyncOpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    answer = await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice=named)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "add"
+    check_calls([call])
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_calls_in_parallel_are_told_apart(client: openai.AsyncOpenAI) -> None:
+    answers = [
+        await client.chat.completions.create(
+            model="fake", messages=USER, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=300
+        )
+        for seed in range(4)
+    ]
+    calls = [a.choices[0].message.tool_calls or [] for a in answers if a.choices[0].finish_reason == "tool_calls"]
+    for each in calls:
+        check_calls(each)
+    assert max(map(len, calls)) > 1
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "llama"])
+async def test_a_stream_of_calls_adds_up(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="fake", messages=USER, tools=TOOLS, tool_choice="required", stream=True, parallel_tool_calls=False
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert deltas[0].id
+    assert deltas[0].function
+    assert deltas[0].function.name in SCHEMAS
+    arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
+    jsonschema.validate(json.loads(arguments), SCHEMAS[deltas[0].function.name])
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_answer_in_json_may_take_the_place_of_a_call(client: openai.AsyncOpenAI) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
+    seen = set()
+    for seed in range(12):
+        answer = await client.chat.completions.create(
+            model="fake", messages=USER, tools=STRICT_TOOLS, response_format=schema, seed=seed
+        )
+        message = answer.choices[0].message
+        seen.add(bool(message.tool_calls))
+        if message.tool_calls:
+            check_calls(message.tool_calls)
+        else:
+            assert json.loads(message.content or "") in ("a", "b")
+    assert seen == {True, False}
+
+
+async def test_the_template_sees_tools_and_their_answers(
+    client: openai.AsyncOpenAI, backend: EngineBackend, service: GenerationService
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[Any] = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=1)
+    prompt = prompt_of(backend, service)
+    assert prompt.startswith("weather: <tool_call>add: <tool_call>[user]hi[assistant]")
+    assert '"arguments": {"a": 1}' in prompt
+    assert prompt.endswith("[tool]7")
+    await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice="none", max_tokens=1)
+    assert prompt_of(backend, service) == "[user]hi"
+
+
+@pytest.mark.parametrize("parse", [False, True])
+async def test_an_answer_may_be_sent_back_as_it_came(
+    client: openai.AsyncOpenAI, backend: EngineBackend, service: GenerationService, parse: bool
+) -> None:
+    ask = client.chat.completions.parse if parse else client.chat.completions.create
+    answer = await ask(model="fake", messages=USER, tools=STRICT_TOOLS, tool_choice="required", seed=1)
+    message = answer.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls]
+    for form in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+        await client.chat.completions.create(
+            model="fake", messages=[*USER, form, *results], tools=STRICT_TOOLS, max_tokens=1
+        )
+        prompt = prompt_of(backend, service)
+        assert prompt.endswith("[tool]7")
+        assert "null" not in prompt
+
+
+NAMED_OTHER = {"type": "function", "function": {"name": "nothing"}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "requires a call"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
+        ({"tools": TOOLS, "tool_choice": NAMED_OTHER}, "tool_choice.function.name", "weather, add"),
+        ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice", "'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+        ({"tools": [tool("f", x={"type": "nonsense"})], "tool_choice": "required"}, "tools", "nonsense"),
+    ],
+)
+async def test_tools_that_contradict_are_refused(
+    client: openai.AsyncOpenAI, parameters: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", messages=USER, extra_body=parameters)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("format_name", ["none"])
+async def test_a_template_without_tools_says_so(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS)

@@ -1,0 +1,173 @@
+"""The line to the index: deadlines, pauses after failures, and a new actor after a death."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from protos.errors import UnavailableError
+from router.config import RouterConfig
+from router.routing.index.index_client import IndexClient, IndexTimeoutError
+from router.routing.index.index_messages import RouteAnswer, RouteAsk
+
+ASK = RouteAsk("r", 16, b"", "", ("a",))
+
+
+class Remote:
+    """An actor method: what it answers, after how long."""
+
+    def __init__(self) -> None:
+        self.answer: Any = "answer"
+        self.delay_s = 0.0
+        self.num_calls = 0
+
+    def remote(self, *_: object) -> Awaitable[Any]:
+        self.num_calls += 1
+        return self._answer()
+
+    async def _answer(self) -> Any:
+        await asyncio.sleep(self.delay_s)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Withdrawals:
+    def __init__(self) -> None:
+        self.given: list[tuple[str, str]] = []
+
+    def remote(self, worker_id: str, request_id: str) -> None:
+        self.given.append((worker_id, request_id))
+
+
+class FakeActor:
+    def __init__(self) -> None:
+        self.select = Remote()
+        self.report = Remote()
+        self.withdraw = Withdrawals()
+
+
+class Cluster:
+    """Hands out actors and a clock."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.now_s = 0.0
+        self.actors: list[FakeActor] = []
+        self.client = IndexClient(
+            "app", RouterConfig(16, index_timeout_s=timeout_s), lambda name, config: self.start(), lambda: self.now_s
+        )
+
+    async def impatient(self, timeout_s: float) -> None:
+        """Connect, and then wait for answers no longer than `timeout_s`."""
+        await self.client.select(ASK)
+        self.client._config = RouterConfig(16, index_timeout_s=timeout_s)
+
+    def start(self) -> FakeActor:
+        self.actors.append(FakeActor())
+        return self.actors[-1]
+
+
+async def test_an_answer_in_time_is_given():
+    cluster = Cluster()
+    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(ASK) == "answer"
+    assert len(cluster.actors) == 1
+
+
+async def test_silence_ends_at_the_deadline_and_nobody_asks_again_for_a_moment():
+    cluster = Cluster()
+    await cluster.impatient(0.3)
+    select = cluster.actors[0].select
+    select.delay_s = 60.0
+    async with asyncio.timeout(20.0):
+        with pytest.raises(IndexTimeoutError):
+            await cluster.client.select(ASK)
+        with pytest.raises(UnavailableError):
+            await cluster.client.select(ASK)
+    assert select.num_calls == 2  # the third was not even sent
+    select.delay_s = 0.0
+    cluster.now_s += 0.11
+    assert await cluster.client.select(ASK) == "answer"
+
+
+async def test_a_late_answer_ends_the_pause_and_its_reservation():
+    cluster = Cluster()
+    await cluster.impatient(0.3)
+    actor = cluster.actors[0]
+    actor.select.delay_s = 0.5
+    actor.select.answer = RouteAnswer(("b", "a"), 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
+    with pytest.raises(IndexTimeoutError):
+        await cluster.client.select(ASK)
+    actor.select.delay_s = 0.0
+    await asyncio.sleep(0.5)
+    assert actor.withdraw.given == [("b", "r")]
+    await cluster.client.select(ASK)  # though no time has passed on its clock
+
+
+async def test_questions_that_fail_together_make_one_pause():
+    cluster = Cluster()
+    await cluster.client.select(ASK)
+    cluster.actors[0].select.answer = ValueError("broken")
+    await asyncio.gather(*(cluster.client.select(ASK) for _ in range(10)), return_exceptions=True)
+    cluster.actors[0].select.answer = "answer"
+    cluster.now_s += 0.11
+    assert await cluster.client.select(ASK) == "answer"
+
+
+async def test_the_pause_doubles_with_each_failure_up_to_two_seconds():
+    cluster = Cluster()
+    await cluster.client.select(ASK)
+    cluster.actors[0].select.answer = ValueError("broken")
+    pauses = []
+    for _ in range(7):
+        with pytest.raises(UnavailableError):
+            await cluster.client.select(ASK)
+        start_s, num_calls = cluster.now_s, cluster.actors[0].select.num_calls
+        while cluster.actors[0].select.num_calls == num_calls:
+            cluster.now_s += 0.01
+            with pytest.raises(UnavailableError):
+                await cluster.client.select(ASK)
+        pauses.append(cluster.now_s - start_s)
+    assert pauses[0] < pauses[1] < pauses[2] < 2.1
+    assert pauses[-1] == pytest.approx(2.0, abs=0.1)
+
+
+async def test_a_dead_actor_is_looked_up_anew():
+    cluster = Cluster()
+    await cluster.client.select(ASK)
+    cluster.actors[0].select.answer = ActorDiedError()
+    with pytest.raises(UnavailableError):
+        await cluster.client.select(ASK)
+    cluster.now_s += 1.0
+    assert await cluster.client.select(ASK) == "answer"
+    assert len(cluster.actors) == 2
+
+
+async def test_a_slow_start_is_waited_for_no_longer_than_an_answer_and_is_not_begun_twice():
+    cluster = Cluster(0.3)
+    release = asyncio.Event()
+
+    async def slow() -> FakeActor:
+        await release.wait()
+        return cluster.start()
+
+    cluster.client._find = slow  # type: ignore[method-assign]
+    with pytest.raises(IndexTimeoutError):
+        await cluster.client.select(ASK)
+    release.set()
+    await asyncio.sleep(0)
+    cluster.now_s += 1.0
+    assert await cluster.client.select(ASK) == "answer"
+    assert len(cluster.actors) == 1
+
+
+def test_another_configuration_is_another_index():
+    names = {IndexClient("app", RouterConfig(16, policy))._name for policy in ("prefix", "load", "prefix")}
+    assert len(names) == 2
+
+
+async def test_without_an_index_nothing_is_told_and_nothing_fails():
+    Cluster().client.withdraw("a", "r")
+    Cluster().client.forget("a")

@@ -1,0 +1,43 @@
+from dataclasses import replace
+
+from router.routing.audit import RouteAudit, RouteOutcome
+
+OUTCOME = RouteOutcome(
+    predicted_blocks=8,
+    achievable_blocks=10,
+    achieved_blocks=8,
+    cost_s=1.0,
+    runner_up_cost_s=1.5,
+    block_prefill_s=0.1,
+)
+
+
+def audit_of(*outcomes: RouteOutcome) -> RouteAudit:
+    audit = RouteAudit()
+    for outcome in outcomes:
+        audit.observe(outcome)
+    return audit
+
+
+def test_efficiency_is_achieved_over_achievable():
+    assert audit_of(OUTCOME, replace(OUTCOME, achieved_blocks=2)).efficiency == 0.5
+    assert audit_of().efficiency == 1.0
+
+
+def test_a_broken_promise_is_a_stale_answer():
+    broken = replace(OUTCOME, achieved_blocks=6)
+    assert broken.is_stale
+    assert not OUTCOME.is_stale
+    assert not broken.is_misroute
+
+
+def test_a_misroute_is_a_stale_answer_that_changed_the_choice():
+    assert replace(OUTCOME, achieved_blocks=2).is_misroute
+    assert not replace(OUTCOME, achieved_blocks=2, runner_up_cost_s=float("inf")).is_misroute
+
+
+def test_hits_on_blocks_thought_cold_raise_the_alarm():
+    unforeseen = replace(OUTCOME, predicted_blocks=0, achieved_blocks=5)
+    assert not audit_of(*[unforeseen] * 19).is_blind
+    assert audit_of(*[unforeseen] * 20).is_blind
+    assert not audit_of(OUTCOME, *[unforeseen] * 20).is_blind

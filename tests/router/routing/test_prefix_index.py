@@ -1,0 +1,229 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.block_keys import BlockKey
+from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, KvSnapshot
+from router.routing.prefix_index import Applied, PrefixIndex
+
+
+def key(number: int) -> BlockKey:
+    return number.to_bytes(16, "little")
+
+
+def keys(*numbers: int) -> tuple[BlockKey, ...]:
+    return tuple(key(number) for number in numbers)
+
+
+def stored(*numbers: int) -> BlocksStored:
+    return BlocksStored(keys(*numbers))
+
+
+def batch(worker_id: str, sequence: int, *events: KvEvent, epoch: int = 0) -> KvEventBatch:
+    return KvEventBatch(worker_id, epoch, sequence, events)
+
+
+def test_matches_counts_leading_blocks_of_every_worker():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1)))
+    index.apply(batch("b", 0, stored(1, 2, 3)))
+    index.apply(batch("c", 0, stored(1, 2)))
+    index.apply(batch("d", 0, stored(2, 3)))
+    assert index.matches(keys(1, 2, 3, 4)) == {"a": 1, "b": 3, "c": 2}
+    assert index.matches(keys(9, 1)) == {}
+    assert index.matches(()) == {}
+
+
+def test_a_thousand_workers_are_told_apart():
+    index = PrefixIndex()
+    for number in range(1000):
+        index.apply(batch(f"w{number}", 0, stored(1, *([2] if number % 2 else []))))
+    assert index.matches(keys(1, 2)) == {f"w{number}": 1 + number % 2 for number in range(1000)}
+
+
+def test_removed_and_cleared_blocks_no_longer_match():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1, 2, 3), BlocksRemoved(keys(2))))
+    assert index.matches(keys(1, 2, 3)) == {"a": 1}
+    index.apply(batch("a", 1, CacheCleared()))
+    assert index.matches(keys(1)) == {}
+    assert len(index) == 0
+
+
+def test_a_restarted_worker_loses_its_old_blocks_at_once():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1, 2)))
+    index.reserve("a", keys(3), now_s=0.0, hold_s=10.0)
+    assert index.apply(batch("a", 0, epoch=1)) is Applied.APPLIED
+    assert index.matches(keys(1)) == {}
+    assert index.matches(keys(3)) == {}
+    assert index.apply(batch("a", 1, stored(1), epoch=0)) is Applied.IGNORED
+    assert index.matches(keys(1)) == {}
+    index.expire(100.0)
+    index.check_integrity()
+
+
+def test_a_gap_asks_for_a_snapshot_and_the_snapshot_replaces_everything():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1, 2)))
+    assert index.apply(batch("a", 2, stored(5))) is Applied.GAP
+    assert index.is_in_doubt("a")
+    assert index.needs_snapshot() == ["a"]
+    assert index.resync(KvSnapshot("a", 0, 2, keys(5, 6))) is Applied.APPLIED
+    assert not index.is_in_doubt("a")
+    assert index.matches(keys(1)) == {}
+    assert index.matches(keys(5, 6)) == {"a": 2}
+    assert index.apply(batch("a", 3, stored(7))) is Applied.APPLIED
+    index.check_integrity()
+
+
+def test_a_snapshot_older_than_events_already_seen_changes_nothing():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1)))
+    index.apply(batch("a", 5, stored(2)))
+    assert index.resync(KvSnapshot("a", 0, 3, keys(9))) is Applied.IGNORED
+    assert index.is_in_doubt("a")
+    assert index.matches(keys(2)) == {"a": 1}
+
+
+def test_a_worker_met_in_mid_sequence_needs_a_snapshot():
+    index = PrefixIndex()
+    assert index.apply(batch("a", 57, stored(1))) is Applied.GAP
+
+
+def test_a_repeated_batch_changes_nothing():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1)))
+    index.apply(batch("a", 1, BlocksRemoved(keys(1))))
+    assert index.apply(batch("a", 0, stored(1))) is Applied.IGNORED
+    assert index.matches(keys(1)) == {}
+
+
+def test_pending_blocks_count_until_their_time_is_over():
+    index = PrefixIndex()
+    index.reserve("a", keys(1, 2), now_s=0.0, hold_s=2.0)
+    assert index.matches(keys(1, 2)) == {"a": 2}
+    index.expire(1.9)
+    assert index.matches(keys(1, 2)) == {"a": 2}
+    index.expire(2.0)
+    assert index.matches(keys(1, 2)) == {}
+    assert len(index) == 0
+
+
+def test_a_confirmed_block_outlives_its_prediction():
+    index = PrefixIndex()
+    index.reserve("a", keys(1, 2), now_s=0.0, hold_s=2.0)
+    index.apply(batch("a", 0, stored(1)))
+    index.expire(10.0)
+    assert index.matches(keys(1, 2)) == {"a": 1}
+    index.check_integrity()
+
+
+def test_the_longer_of_two_predictions_holds():
+    index = PrefixIndex()
+    index.reserve("a", keys(1), now_s=0.0, hold_s=9.0)
+    index.reserve("a", keys(2), now_s=0.0, hold_s=1.0)
+    index.reserve("a", keys(2), now_s=0.5, hold_s=4.0)
+    index.expire(2.0)
+    assert index.matches(keys(2)) == {"a": 1}
+    index.expire(4.5)
+    assert index.matches(keys(2)) == {}
+    assert index.matches(keys(1)) == {"a": 1}
+
+
+def test_a_forgotten_worker_leaves_nothing_and_its_place_is_used_again():
+    index = PrefixIndex()
+    index.apply(batch("a", 0, stored(1)))
+    index.apply(batch("b", 0, stored(1)))
+    index.forget("a")
+    index.apply(batch("c", 0, stored(2)))
+    assert index.matches(keys(1)) == {"b": 1}
+    assert index.matches(keys(2)) == {"c": 1}
+    index.check_integrity()
+
+
+def test_memory_is_bounded_and_recently_routed_prefixes_stay():
+    index = PrefixIndex(max_blocks_per_worker=64)
+    index.apply(batch("a", 0, stored(1, 2)))
+    for sequence in range(1, 300):
+        index.apply(batch("a", sequence, stored(1000 + sequence)))
+        index.reserve("a", keys(1, 2), now_s=float(sequence), hold_s=1.0)
+        assert index.num_blocks("a") <= 64
+    assert index.matches(keys(1, 2)) == {"a": 2}
+    assert index.matches(keys(1001)) == {}
+    index.check_integrity()
+
+
+class SlowIndex:
+    """The same answers from one set per worker and no cleverness."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[BlockKey]] = {}
+        self.pending: dict[str, dict[BlockKey, float]] = {}
+
+    def matches(self, prompt: tuple[BlockKey, ...], now_s: float) -> dict[str, int]:
+        depths = {}
+        for worker_id in {*self.held, *self.pending}:
+            pending = self.pending.get(worker_id, {})
+            known = self.held.get(worker_id, set()) | {k for k, lapses_s in pending.items() if lapses_s > now_s}
+            depth = next((place for place, k in enumerate(prompt) if k not in known), len(prompt))
+            if depth:
+                depths[worker_id] = depth
+        return depths
+
+
+NUMBERS = st.lists(st.integers(0, 7), max_size=5, unique=True)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "remove", "clear", "restart", "reserve", "resync", "forget"]),
+        st.sampled_from("abc"),
+        NUMBERS,
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.lists(st.integers(0, 7), max_size=5, unique=True))
+def test_any_history_gives_the_answers_of_a_slow_index(steps: list[tuple[str, str, list[int]]], asked: list[int]):
+    index, slow = PrefixIndex(), SlowIndex()
+    sequences = dict.fromkeys("abc", 0)
+    epochs = dict.fromkeys("abc", 0)
+    heard: set[str] = set()  # a worker's first words end no life before, so what was reserved on it stays
+    for now, (action, worker_id, numbers) in enumerate(steps):
+        held = slow.held.setdefault(worker_id, set())
+        pending = slow.pending.setdefault(worker_id, {})
+        chosen = keys(*numbers)
+        match action:
+            case "store" | "remove" | "clear":
+                event = {"store": stored(*numbers), "remove": BlocksRemoved(chosen), "clear": CacheCleared()}[action]
+                index.apply(batch(worker_id, sequences[worker_id], event, epoch=epochs[worker_id]))
+                sequences[worker_id] += 1
+                if action == "store":
+                    held.update(chosen)
+                    for k in chosen:
+                        pending.pop(k, None)
+                elif action == "remove":
+                    held.difference_update(chosen)
+                else:
+                    held.clear()
+            case "restart" | "forget":
+                epochs[worker_id] += 1
+                sequences[worker_id] = 1
+                index.forget(worker_id) if action == "forget" else None
+                index.apply(batch(worker_id, 0, epoch=epochs[worker_id]))
+                held.clear()
+                if action == "forget" or worker_id in heard:
+                    pending.clear()
+            case "resync":
+                index.resync(KvSnapshot(worker_id, epochs[worker_id], sequences[worker_id] - 1, chosen))
+                held.clear()
+                held.update(chosen)
+                for k in chosen:
+                    pending.pop(k, None)
+            case "reserve":
+                index.reserve(worker_id, chosen, now_s=float(now), hold_s=3.0)
+                pending.update({k: now + 3.0 for k in chosen if k not in held})
+        if action != "reserve":
+            heard.add(worker_id)
+        index.expire(float(now))
+        index.check_integrity()
+        assert index.matches(keys(*asked)) == slow.matches(keys(*asked), float(now))

@@ -1,0 +1,62 @@
+from collections import Counter
+from functools import partial
+
+from protos.kv_events import BlocksStored, KvEventBatch
+from protos.worker_load import WorkerLoad
+from router.routing.load import LoadTable
+from router.routing.policy import CostConfig, Policy, rank
+from router.routing.prefix_index import PrefixIndex
+from router.routing.selector import RouteRequest, Selector
+
+WORKERS = ("a", "b", "c", "d")
+
+
+def make_selector() -> Selector:
+    loads = LoadTable()
+    for worker_id in WORKERS:
+        loads.update(WorkerLoad(worker_id, 0, 0.0, 0, 0, 0, 0, prefill_tokens_per_s=1000.0))
+    return Selector(partial(rank, Policy.PREFIX, config=CostConfig()), 100, PrefixIndex(), loads)
+
+
+def request(number: int, *keys: int, session_id: str = "") -> RouteRequest:
+    return RouteRequest(str(number), 1000, tuple(k.to_bytes(16, "little") for k in keys), number, session_id)
+
+
+def test_a_burst_of_strangers_spreads_over_all_workers():
+    selector = make_selector()
+    chosen = Counter(selector.select(request(n, 1000 + n), WORKERS, now_s=1.0).worker_id for n in range(40))
+    assert set(chosen.values()) == {10}
+
+
+def test_siblings_follow_the_first_before_any_event_says_so():
+    selector = make_selector()
+    prefix = tuple(range(1, 9))
+    first = selector.select(request(0, *prefix), WORKERS, now_s=1.0).worker_id
+    assert selector.select(request(1, *prefix), WORKERS, now_s=1.1).worker_id == first
+
+
+def test_a_prediction_that_is_never_confirmed_fades():
+    selector = make_selector()
+    selector.select(request(0, 1, 2, 3), WORKERS, now_s=1.0)
+    decision = selector.select(request(1, 1, 2, 3), WORKERS, now_s=100.0)
+    assert decision.query.prefix_blocks == {}
+
+
+def test_events_lead_requests_to_their_prefix():
+    selector = make_selector()
+    keys = tuple(k.to_bytes(16, "little") for k in range(8))
+    selector.index.apply(KvEventBatch("c", 0, 0, (BlocksStored(keys),)))
+    assert selector.select(request(5, *range(8)), WORKERS, now_s=1.0).worker_id == "c"
+
+
+def test_a_session_returns_to_its_worker_among_equals():
+    selector = make_selector()
+    first = selector.select(request(0, session_id="s"), WORKERS, now_s=0.0).worker_id
+    later = [selector.select(request(n, session_id="s"), WORKERS, now_s=100.0 * n).worker_id for n in range(1, 10)]
+    assert set(later) == {first}
+
+
+def test_only_candidates_are_chosen():
+    selector = make_selector()
+    selector.select(request(0, 1, 2, 3, 4, 5, 6), WORKERS, now_s=1.0)
+    assert all(selector.select(request(n, 1, 2, 3), ("d",), now_s=1.0).worker_id == "d" for n in range(1, 5))
