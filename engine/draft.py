@@ -9,7 +9,7 @@ WEIGHT_SUM = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class SparseLaw:
+class SparseDistribution:
     """The exact law q one draft token was drawn from: integer weights over a few tokens, summing to `WEIGHT_SUM`.
 
     The draft samples with these integers, so both sides hold the same numbers.
@@ -32,7 +32,7 @@ class Draft:
     """
 
     token_ids: tuple[int, ...] = ()
-    laws: tuple[SparseLaw, ...] = ()
+    laws: tuple[SparseDistribution, ...] = ()
     parents: tuple[int, ...] = ()
 
     def head(self, num_tokens: int) -> Draft:

@@ -53,8 +53,8 @@ from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.sampler import Sampler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import NoOverlap, OneStepBehind, Overlap
-from engine.scheduler.in_flight_batch import IssuedPass
+from engine.scheduler.async_scheduling import AsyncScheduling, Overlap, SyncScheduling
+from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.prompt_logprobs import score_prompts
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -63,7 +63,7 @@ from engine.span import Span
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes
-from engine.verifier import Verified
+from engine.verifier import VerifyResult
 from engine.verifier.verifier import Verifier
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
@@ -125,7 +125,7 @@ class EngineCore:
         self._steps = steps
         self._proposer: Proposer = steps or proposer
         self._head = head
-        self._overlap: Overlap = overlap or NoOverlap(steps or verifier)
+        self._overlap: Overlap = overlap or SyncScheduling(steps or verifier)
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
@@ -195,7 +195,7 @@ class EngineCore:
             grammars,
             head=head,
             steps=steps,
-            overlap=OneStepBehind(runner, scheduler, verifier) if can_overlap else None,
+            overlap=AsyncScheduling(runner, scheduler, verifier) if can_overlap else None,
         )
 
     @property
@@ -312,7 +312,7 @@ class EngineCore:
         self.rates.observe(StepWork.of(batch.shares, self.last_times.total_s))
         return chunks
 
-    def _issue(self, timer: StepTimer) -> IssuedPass:
+    def _issue(self, timer: StepTimer) -> InFlightBatch:
         """Hand the next pass to the device, whatever there is to compute."""
         has_received = self._source.receive(self.scheduler.prefill_load)
         timer.lap("receive_s")
@@ -325,7 +325,7 @@ class EngineCore:
         logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.shares else None
         timer.lap("forward_s")
         self._is_starved = not (has_received or batch.shares or is_writing)
-        return IssuedPass(batch, drafts, logits)
+        return InFlightBatch(batch, drafts, logits)
 
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
         """One draft per sampled share; the proposer is asked only for those that have room for one."""
@@ -342,7 +342,7 @@ class EngineCore:
             checked.append(draft if matcher is None else constrain(draft, share.max_draft_tokens, matcher))
         return checked
 
-    def _verify(self, issued: IssuedPass) -> list[Verified]:
+    def _verify(self, issued: InFlightBatch) -> list[VerifyResult]:
         tasks = issued.tasks()  # before the scores are there: their rows are found by what is still wanted
         if issued.logits is not None:
             score_prompts(issued.logits, issued.batch, issued.num_drafts)
@@ -356,7 +356,7 @@ class EngineCore:
         self,
         sampled: Seq[ScheduledSequence],
         drafts: Seq[CheckedDraft],
-        verified: Seq[Verified],
+        verified: Seq[VerifyResult],
         num_prompt_rows: int,
         times: StepTimes,
         is_planned: bool,

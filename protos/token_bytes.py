@@ -19,7 +19,7 @@ _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def find_spelling(core: TokenizerCore) -> Spelling | None:
+def find_token_bytes(core: TokenizerCore) -> Spelling | None:
     """The function from a token's name to its bytes, told from the tokenizer's decoder; None for an unusual decoder."""
     kinds = {}
     for decoder in _decoders(core):

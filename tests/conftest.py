@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
 
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the run, and a sampling experiment makes objects by the million: walking all
-    of them again and again took a fifth of the time."""
+    of them again and again took a fifth of the time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -8,7 +8,7 @@ _TIMES_USUAL = 4.0
 _WEIGHT_OF_NEWEST = 0.1
 
 
-class Patience:
+class AdaptiveTimeout:
     """Allows a multiple of the usual answer time, and nothing at all after a miss until the draft is heard again.
 
     So a draft that hangs costs one wait, and one that is merely slow once is forgiven.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from actors.channel.adaptive_timeout import Patience
+from actors.channel.adaptive_timeout import AdaptiveTimeout
 from actors.channel.draft_link import DraftLink
 from actors.channel.draft_messages import Offers, Round
 from actors.channel.followed_sequence import FollowedSequence
@@ -36,7 +36,7 @@ class ChannelProposer:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = DraftLink(path, clock)
         self._clock = clock
-        self._patience = Patience()
+        self._patience = AdaptiveTimeout()
         self._followed: dict[str, FollowedSequence] = {}
         self._closes: list[str] = []
         self._opens: list[FollowedSequence] = []
@@ -174,7 +174,7 @@ class ChannelProposer:
         """A new draft process has greeted, and knows nothing."""
         self._closes = []
         self._opens = []
-        self._patience = Patience()
+        self._patience = AdaptiveTimeout()
         self._replay(list(self._followed.values()))
 
     def _replay(self, forgotten: list[FollowedSequence]) -> None:

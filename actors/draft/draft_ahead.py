@@ -7,7 +7,7 @@ from collections.abc import Callable
 from actors.channel.draft_messages import Offer
 from actors.channel.offer_table import OfferTable
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import Lookahead, Prepared, Prospect
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
 from engine.sequence.sequence import Sequence
 
 
@@ -18,10 +18,10 @@ class DraftAhead:
     drafts of a pass are there already.
     """
 
-    def __init__(self, lookahead: Lookahead) -> None:
+    def __init__(self, lookahead: AheadDrafter) -> None:
         self._lookahead = lookahead
         self._tables: dict[str, OfferTable] = {}
-        self._due: dict[str, Prospect] = {}
+        self._due: dict[str, PendingPass] = {}
 
     @property
     def has_work(self) -> bool:
@@ -47,18 +47,18 @@ class DraftAhead:
 
     def expect(self, mirror: Sequence, draft: Draft, num_drafts: int) -> None:
         """The target's next pass over the sequence verifies `draft`; the one after it may have `num_drafts`."""
-        self._due[mirror.request_id] = Prospect(mirror, draft.token_ids, num_drafts)
+        self._due[mirror.request_id] = PendingPass(mirror, draft.token_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
         """Prepare for all expected passes and send what is done; ends at once when `is_stopped`."""
 
-        def emit(prepared: tuple[Prepared, ...]) -> None:
+        def emit(prepared: tuple[PreparedDraft, ...]) -> None:
             if offers := self._keep(prepared):
                 send(offers)
 
         if self._lookahead.run(tuple(self._due.values()), emit, is_stopped):
             self._due.clear()
 
-    def _keep(self, prepared: tuple[Prepared, ...]) -> tuple[Offer, ...]:
+    def _keep(self, prepared: tuple[PreparedDraft, ...]) -> tuple[Offer, ...]:
         offers = tuple(Offer(each.request_id, each.base_len, each.draft, each.after) for each in prepared)
         return tuple(offer for offer in offers if self._tables[offer.request_id].add(offer))

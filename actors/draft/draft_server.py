@@ -15,7 +15,7 @@ from actors.process.frames import ConnectionLostError, FrameConnection, FrameLis
 from engine.config import TreeConfig
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
-from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
@@ -50,7 +50,7 @@ class DraftServer:
         listener: FrameListener,
         proposer: Proposer,
         draft_version: str,
-        lookahead: Lookahead | None = None,
+        lookahead: AheadDrafter | None = None,
         tree: TreeConfig | None = None,
         counts: Callable[[], TranslationCounts] = TranslationCounts,
     ) -> None:

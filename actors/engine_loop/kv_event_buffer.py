@@ -7,7 +7,7 @@ from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from protos.worker_report import CacheDelta
 
 
-class CacheJournal:
+class KVEventBuffer:
     """The engine's event sink in the target process; belongs to the engine's thread."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import EngineStats
 from protos.block_keys import BlockKey, join_keys
@@ -22,7 +22,7 @@ class StatusReporter:
     def __init__(
         self,
         emit: Callable[[Status | Snapshot], None],
-        journal: CacheJournal,
+        journal: KVEventBuffer,
         cached_keys: Callable[[], Iterable[BlockKey]],
         clock: Callable[[], float] = time.time,
     ) -> None:

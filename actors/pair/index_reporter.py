@@ -90,7 +90,8 @@ class IndexReporter:
 
     async def run(self, line: TargetLine) -> None:
         """Report until cancelled: at once when there is news, 50 ms after the last report at the earliest, and once a
-        second without."""
+        second without.
+        """
         while True:
             if self._wants_snapshot:
                 self._wants_snapshot = False

@@ -28,7 +28,7 @@ from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, Refused, StepOutput
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.tensor_parallel_runner import LeadingRunner
+from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import KVLayout, RemoteLoad
@@ -152,7 +152,7 @@ class PrefillEngine:
         core = EngineCore.from_config(self._settings.engine)
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"
-        if isinstance(runner, LeadingRunner):
+        if isinstance(runner, TensorParallelRunner):
             runner.watch(lambda reason: os._exit(1))  # Serve starts another replica
         self._layout: KVLayout = runner.kv_layout
         max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.engine_loop.engine_loop import EngineLoop
-from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.kv_transport import PrefillTransport
@@ -23,7 +23,7 @@ from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.tensor_parallel_runner import LeadingRunner
+from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.proposer.dispatch.methods import proposer_of
 from engine.sequence.sequence import Sequence
 from protos.block_keys import PROBE_SALT, probe_token_ids
@@ -44,10 +44,10 @@ def serve_target(
     """
     channel = _channel(settings, folder)
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
-    journal = CacheJournal()
+    journal = KVEventBuffer()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
     core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)
-    if isinstance(core.runner, LeadingRunner):
+    if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
     reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)

@@ -28,7 +28,7 @@ import torch
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
 from bench.gpu.table import NOT_MEASURED, Missing, Results
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -60,7 +60,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny pair and few steps: proves that it runs")
     parser.add_argument("--out", type=Path, default=Path(".cache/bench-gpu"), help="folder of the results")
     parser.add_argument("--work", type=Path, help="folder of the built models (20 GB); that of the results if absent")
-    parser.add_argument("--kv-dtype", type=KVKind, choices=(KVKind.AUTO, KVKind.FP8), default=KVKind.AUTO)
+    parser.add_argument("--kv-dtype", type=KVDtype, choices=(KVDtype.AUTO, KVDtype.FP8), default=KVDtype.AUTO)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
@@ -68,7 +68,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cpu" and not args.smoke:
         parser.error("--device cpu is for --smoke: an 8 B model takes hours there")
-    if args.device == "cpu" and args.kv_dtype is KVKind.FP8:
+    if args.device == "cpu" and args.kv_dtype is KVDtype.FP8:
         parser.error("--kv-dtype fp8 is for GPUs: the processor's attention reads no float8")
     return args
 

@@ -38,7 +38,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad
 from engine.sampling.sampler import Sampler
-from engine.scheduler.async_scheduling import OneStepBehind
+from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
 from engine.span import Span
@@ -167,7 +167,7 @@ class Bench:
         speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
         verifier = Verifier(Sampler())
         overlaps = mode.overlaps and self.runner.can_overlap
-        overlap = OneStepBehind(self.runner, scheduler, verifier) if overlaps else None
+        overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
         return EngineCore(self.runner, scheduler, blocks, proposer, verifier, speculation, source, overlap=overlap)
 
 

@@ -19,7 +19,7 @@ from engine.attention.torch_attention import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
 from engine.attention.triton_tiling import Heads
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.graph import CudaGraph, Passed
+from engine.model.cuda_graphs.graph import CudaGraph, ForwardOutput
 from engine.span import Span
 from models.fixtures.wide_fixture import WideShape
 
@@ -89,11 +89,11 @@ def measure_attention(
     query = torch.randn(batch * rows, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
     options = LayerOptions(shape.head_dim**-0.5)
 
-    def compute() -> Passed:
+    def compute() -> ForwardOutput:
         out: Tensor = query
         for keys, values in pools:
             out = paged_attention(query, keys, values, launch, options, scales)
-        return Passed(out)
+        return ForwardOutput(out)
 
     seconds = _median_s(CudaGraph(compute, None).replay) / num_pools
     num_bytes = batch * (context + rows) * layer.num_elements * kv_dtype.itemsize

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.floor import ModelCost
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from models.fixtures.wide_fixture import WideShape
 
 
@@ -17,7 +17,7 @@ class Plan:
 
     device: torch.device
     dtype: torch.dtype
-    kv_kind: KVKind  # of the target's pool
+    kv_kind: KVDtype  # of the target's pool
     target: WideShape
     draft: WideShape
     batches: tuple[int, ...]

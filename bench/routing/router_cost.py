@@ -43,7 +43,7 @@ from cluster.ports import free_port
 from protos.messages import GenerateRequest
 from router.config import IngressConfig
 from router.ingress import Ingress
-from router.routing.prompt_keys import PromptNames
+from router.routing.prompt_keys import PromptKeys
 from router.routing.routed_call import RoutedCall
 from router.routing.serve_router import PrefixAwareRouter
 
@@ -58,7 +58,8 @@ ROUTERS: dict[str, type[RequestRouter]] = {"power_of_two": PowerOfTwoChoicesRequ
 @dataclass(frozen=True, slots=True)
 class Figures:
     """How long one operation takes, how many are done in a second while `NUM_AT_ONCE` run at a time, and the processor
-    time of one in the ingress's process, which other load on the machine does not change."""
+    time of one in the ingress's process, which other load on the machine does not change.
+    """
 
     p50_s: float
     p99_s: float
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def _naming_s() -> float:
-    names = PromptNames()
+    names = PromptKeys()
     names.learn(CARD)
     requests = [GenerateRequest(str(number), prompt(number)) for number in range(NUM_PROMPTS)]
     started_s = time.process_time()
@@ -121,7 +122,7 @@ async def _print_choices(num_workers: int, num_choices: int, reports_per_s: floa
 
 
 def _calls() -> Iterator[RoutedCall]:
-    names = PromptNames()
+    names = PromptKeys()
     names.learn(CARD)
     requests = [GenerateRequest("", prompt(number)) for number in range(NUM_PROMPTS)]
     keys = [names.keys_of(request) for request in requests]

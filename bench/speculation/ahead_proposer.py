@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import Prepared, Prospect
+from engine.proposer.draft_model.ahead_drafter import PendingPass, PreparedDraft
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
@@ -58,11 +58,11 @@ class AheadProposer:
         texts = {share.sequence.request_id: tuple(share.sequence.token_ids) for share in shares}
         self._prepared |= {request_id: {} for request_id in texts}
         prospects = [
-            Prospect(share.sequence, draft.token_ids, share.sequence.num_draft_tokens)
+            PendingPass(share.sequence, draft.token_ids, share.sequence.num_draft_tokens)
             for share, draft in zip(shares, drafts, strict=True)
         ]
 
-        def keep(wave: tuple[Prepared, ...]) -> None:
+        def keep(wave: tuple[PreparedDraft, ...]) -> None:
             for each in wave:
                 self._prepared[each.request_id][(*texts[each.request_id], *each.after)] = each.draft
 

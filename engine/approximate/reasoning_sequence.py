@@ -24,7 +24,7 @@ class Phase(Enum):
     ACCEPTED = auto()
 
 
-class Thought:
+class ReasoningSequence:
     """`sequence` is the target's. `shadow` is what the draft knows: the committed tokens, and a step that it writes.
 
     A draft cannot take words back: after a step that was not accepted it gets a new shadow, under a new id. `base_len`

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.approximate.judge import StepJudge, judge_of
-from engine.approximate.reasoning_sequence import Phase, Thought
+from engine.approximate.reasoning_sequence import Phase, ReasoningSequence
 from engine.approximate.step_text import StepCut, StepText
 from engine.config import StepConfig
 from engine.draft import NO_DRAFT, Draft
@@ -32,7 +32,7 @@ from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.stats.engine_stats import ReasoningStats
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.verifier import Verifier
 from protos.errors import ConfigError
 from protos.messages import VerifyMode
@@ -66,14 +66,14 @@ class StepSpeculation:
         self._writer = writer
         self._verifier = verifier
         self._vocabulary = vocabulary
-        self._thoughts: dict[str, Thought] = {}
+        self._thoughts: dict[str, ReasoningSequence] = {}
 
     def open(self, sequence: Sequence) -> None:
         self._proposer.open(sequence)
         wish = sequence.request.speculation
         if wish.is_approximate:
             threshold = self._config.threshold if wish.threshold is None else wish.threshold
-            thought = self._thoughts[sequence.request_id] = Thought(sequence, threshold)
+            thought = self._thoughts[sequence.request_id] = ReasoningSequence(sequence, threshold)
             thought.is_thinking = self._text.is_thinking(sequence.token_ids, len(sequence.token_ids), False)
             self._writer.open(thought.shadow)
 
@@ -116,13 +116,13 @@ class StepSpeculation:
             for share, is_judged in zip(shares, judged, strict=True)
         ]
 
-    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """Judge the steps, and verify everything else as ever.
 
         Of a rejected step what the target would have sampled itself stands in coupled verification: there any draft is
         as good as none.
         """
-        accepted: dict[int, Verified] = {}
+        accepted: dict[int, VerifyResult] = {}
         rejected: set[int] = set()
         exact: list[VerifyTask] = []
         for index, task in enumerate(tasks):
@@ -130,7 +130,7 @@ class StepSpeculation:
             if thought is None:
                 exact.append(task)
             elif self._is_accepted(thought, logits[task.first_row :]):
-                accepted[index] = Verified(tuple(thought.step_ids), len(thought.step_ids), is_exact=False)
+                accepted[index] = VerifyResult(tuple(thought.step_ids), len(thought.step_ids), is_exact=False)
             else:
                 rejected.add(index)
                 is_coupled = task.sequence.verify is VerifyMode.COUPLED
@@ -144,7 +144,7 @@ class StepSpeculation:
         thought = self._thoughts.get(sequence.request_id)
         return Phase.TARGET if thought is None else thought.phase
 
-    def _advance(self, thought: Thought) -> None:
+    def _advance(self, thought: ReasoningSequence) -> None:
         """Take in what has been committed, and begin a step where it is the draft's turn."""
         if thought.is_stale:  # preempted, or without room for the step: the target has gone on by itself
             self._abandon(thought)
@@ -159,7 +159,7 @@ class StepSpeculation:
                 thought.hold()
                 self._writer.commit((thought.shadow,))
 
-    def _look(self, thought: Thought) -> None:
+    def _look(self, thought: ReasoningSequence) -> None:
         """See whether the target's text is reasoning, and whether a step of it has ended."""
         token_ids = thought.sequence.token_ids
         num_read, num_new = max(0, thought.num_seen - thought.base_len), len(token_ids) - thought.num_seen
@@ -173,17 +173,17 @@ class StepSpeculation:
             is_long = len(token_ids) - thought.base_len >= self._config.max_step_tokens
             thought.is_at_boundary = is_long or self._text.cut(token_ids[thought.base_len :], num_read) is not None
 
-    def _num_possible(self, thought: Thought) -> int:
+    def _num_possible(self, thought: ReasoningSequence) -> int:
         """Tokens that the draft's next step may have: it leaves the target at least one to write."""
         if thought.stats.num_judged >= self._config.max_steps:
             return 0
         num_remaining = thought.sequence.num_remaining_tokens - 1 - len(self._judge.suffix_ids)
         return min(self._config.max_step_tokens, num_remaining)
 
-    def _num_wanted(self, thought: Thought) -> int:
+    def _num_wanted(self, thought: ReasoningSequence) -> int:
         return min(thought.sequence.num_draft_tokens, self._num_possible(thought) - len(thought.step_ids))
 
-    def _extend(self, thought: Thought, token_ids: Seq[int]) -> None:
+    def _extend(self, thought: ReasoningSequence, token_ids: Seq[int]) -> None:
         """The draft has written these, or nothing: then the target does not wait for it."""
         if not token_ids:
             self._abandon(thought)
@@ -211,7 +211,7 @@ class StepSpeculation:
     def _judged_draft(self, sequence: Sequence) -> Draft:
         return Draft((*self._thoughts[sequence.request_id].step_ids, *self._judge.suffix_ids))
 
-    def _proposed(self, sequence: Sequence) -> Thought | None:
+    def _proposed(self, sequence: Sequence) -> ReasoningSequence | None:
         """The thought whose step was proposed in this pass, once."""
         thought = self._thoughts.get(sequence.request_id)
         if thought is None or not thought.is_proposed:
@@ -219,7 +219,7 @@ class StepSpeculation:
         thought.is_proposed = False
         return thought
 
-    def _is_accepted(self, thought: Thought, logits: Tensor) -> bool:
+    def _is_accepted(self, thought: ReasoningSequence, logits: Tensor) -> bool:
         """The verdict, counted; `logits [S + suffix + 1, V]` and more rows follow the committed tokens."""
         step_ids = thought.step_ids
         score = self._judge.score(logits, step_ids)
@@ -234,12 +234,12 @@ class StepSpeculation:
         )
         return is_accepted
 
-    def _abandon(self, thought: Thought) -> None:
+    def _abandon(self, thought: ReasoningSequence) -> None:
         """The step will not be judged."""
         self.stats += ReasoningStats(num_abandoned=1)
         self._leave_to_target(thought)
 
-    def _leave_to_target(self, thought: Thought) -> None:
+    def _leave_to_target(self, thought: ReasoningSequence) -> None:
         """The target writes the next step; the draft starts over from what is committed now."""
         self._writer.close(thought.shadow.request_id)
         thought.release()

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.batch_invariant import ExactAttention
+from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention, native_or_exact, native_or_torch
 from engine.attention.torch_attention import AttentionPass, TorchAttention
 from engine.indexing import Index
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache
 from engine.native.library import native_library
 from engine.span import Span
@@ -61,7 +61,7 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
     if kind is AttentionKind.NATIVE or (kind is AttentionKind.AUTO and _obstacle_to_native(device) is None):
         return _choose_native(kind, device, is_deterministic=is_deterministic)
     if is_deterministic:
-        return ExactAttention
+        return BatchInvariantAttention
     obstacle = _obstacle_to_triton(device)
     if kind is AttentionKind.TRITON and obstacle:
         raise ConfigError(f"attention is 'triton', but {obstacle}; set it to auto or torch")
@@ -77,10 +77,10 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
 
 def is_triton(plan_attention: PlanAttention) -> bool:
     """Whether that is our kernel on GPUs."""
-    return plan_attention not in (TorchAttention, ExactAttention, *_NATIVE)
+    return plan_attention not in (TorchAttention, BatchInvariantAttention, *_NATIVE)
 
 
-def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.device) -> None:
+def check_kv_kind(kind: KVDtype, plan_attention: PlanAttention, device: torch.device) -> None:
     """Whether `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
 
     Raises:
@@ -89,17 +89,17 @@ def check_kv_kind(kind: KVKind, plan_attention: PlanAttention, device: torch.dev
     on_gpu = is_triton(plan_attention)
     name = "Triton" if on_gpu else "native" if plan_attention in _NATIVE else "torch"
     here = f"the model runs on {device} with {name} attention"
-    if kind is KVKind.INT8 and (on_gpu or device.type != "cpu"):
+    if kind is KVDtype.INT8 and (on_gpu or device.type != "cpu"):
         raise ConfigError(
             f"cache.dtype is 'int8', which the attention on processors reads, and {here}; set it to auto, or to "
             "fp8 where the Triton kernel runs on a GPU of compute capability 8.9 or later"
         )
-    if kind is KVKind.FP8 and not on_gpu:
+    if kind is KVDtype.FP8 and not on_gpu:
         remedy = "int8" if device.type == "cpu" else "auto, or target.attention to auto"
         raise ConfigError(
             f"cache.dtype is 'fp8', which the Triton kernel on GPUs reads, and {here}; set it to {remedy}"
         )
-    if kind is KVKind.FP8 and device.type == "cuda":
+    if kind is KVDtype.FP8 and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _MIN_FLOAT8_CAPABILITY:
             raise ConfigError(

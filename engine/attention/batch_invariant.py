@@ -54,21 +54,21 @@ class _Layout:
     tiles: list[_Tile]
 
 
-class ExactAttention:
+class BatchInvariantAttention:
     """The `engine.attention.backend.AttentionPlan` of deterministic models."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._spans = spans
         self._cache = cache
 
-    def whole(self, slots: Index) -> ExactPass:
-        return ExactPass(self._cache, slots, self._spans)
+    def whole(self, slots: Index) -> BatchInvariantPass:
+        return BatchInvariantPass(self._cache, slots, self._spans)
 
-    def step(self, step: int, slots: Index) -> ExactPass:
-        return ExactPass(self._cache, slots, [span.at_step(step) for span in self._spans])
+    def step(self, step: int, slots: Index) -> BatchInvariantPass:
+        return BatchInvariantPass(self._cache, slots, [span.at_step(step) for span in self._spans])
 
 
-class ExactPass:
+class BatchInvariantPass:
     """The `engine.attention.torch_attention.AttentionPass` of some spans, laid out once per distinct window."""
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
@@ -130,7 +130,7 @@ class ExactPass:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: LayerOptions) -> Tensor:
-    """query [1, H, G * _ROWS, D], keys and values [S, H, D] -> [1, H, G * _ROWS, D]."""
+    """Query [1, H, G * _ROWS, D], keys and values [S, H, D] -> [1, H, G * _ROWS, D]."""
     keys, values = keys[None].transpose(1, 2), values[None].transpose(1, 2)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
 

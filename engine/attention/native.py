@@ -15,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.attention.batch_invariant import ExactAttention
+from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.torch_attention import LayerOptions, TorchAttention
 from engine.draft import path_to
 from engine.indexing import Index, upload
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache
 from engine.native.library import native_library
 from engine.span import Span
@@ -78,7 +78,7 @@ class NativePass:
         self._layout = [upload(numbers, dtype, _CPU) for numbers, dtype in layout.lists()]
         call = _Call(num_rows=len(self._slots), num_spans=len(layout.spans))
         call.slots, call.block_size = self._slots.data_ptr(), cache.block_size
-        call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVKind.INT8
+        call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVDtype.INT8
         for name, tensor in zip(_LAYOUT, self._layout, strict=True):
             setattr(call, name, tensor.data_ptr())
         self._call = call
@@ -143,14 +143,14 @@ def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | Torch
     return NativeAttention(spans, cache) if fits(cache) else TorchAttention(spans, cache)
 
 
-def native_or_exact(spans: Seq[Span], cache: KVCache) -> NativeAttention | ExactAttention:
+def native_or_exact(spans: Seq[Span], cache: KVCache) -> NativeAttention | BatchInvariantAttention:
     """`native_or_torch` of deterministic models."""
-    return NativeAttention(spans, cache) if fits(cache) else ExactAttention(spans, cache)
+    return NativeAttention(spans, cache) if fits(cache) else BatchInvariantAttention(spans, cache)
 
 
 def fits(cache: KVCache) -> bool:
     """Whether this process has the kernel, and it reads such a pool."""
-    if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVKind.FP8:
+    if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVDtype.FP8:
         return False
     return cache.max_head_dim <= _MAX_DIM and native_library() is not None
 

@@ -41,7 +41,7 @@ class AttentionPass(Protocol):
     """The attention of all layers in one forward pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-        """query [1, H * G, T, D], key and value [1, H, T, D], after rotary -> [1, T, H * G, D] (D of the values)."""
+        """Query [1, H * G, T, D], key and value [1, H, T, D], after rotary -> [1, T, H * G, D] (D of the values)."""
 
 
 class UnsupportedAttention(Exception):

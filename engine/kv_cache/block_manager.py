@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
-from engine.kv_cache.block_pool import BlockName, BlockPool
+from engine.kv_cache.block_pool import BlockContent, BlockPool
 from engine.sequence.sequence import Sequence
 from protos.block_keys import BlockKey, child_key, root_key
 from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
@@ -234,7 +234,7 @@ class BlockManager:
         self.num_hit_tokens += num_tokens
         return num_tokens
 
-    def _share(self, sequence: Sequence, index: int, name: BlockName) -> bool:
+    def _share(self, sequence: Sequence, index: int, name: BlockContent) -> bool:
         """Change the table over to the block that has the name; False where keys collide or the copy is unwritten."""
         shared_id = self._pool.find(name)
         if shared_id is None or (index + 1) * self.block_size > sequence.num_computed_tokens:
@@ -244,13 +244,13 @@ class BlockManager:
         sequence.block_table[index] = shared_id
         return True
 
-    def _name(self, sequence: Sequence, index: int) -> BlockName:
+    def _name(self, sequence: Sequence, index: int) -> BlockContent:
         """Name of full block `index`; blocks are asked for in order, and each key is computed once per sequence."""
         token_ids = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
         parent = self._parent_key(sequence, index)
         if index == len(sequence.block_keys):
             sequence.block_keys.append(child_key(parent, token_ids))
-        return BlockName(sequence.block_keys[index], parent, token_ids)
+        return BlockContent(sequence.block_keys[index], parent, token_ids)
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:
         while len(sequence.block_keys) <= index:

@@ -9,7 +9,7 @@ from protos.block_keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
-class BlockName:
+class BlockContent:
     """What a full block contains: `token_ids` after the prefix that `parent` names. Equal names mean equal KV."""
 
     key: BlockKey
@@ -39,7 +39,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        self._names: list[BlockName | None] = [None] * num_blocks
+        self._names: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -56,12 +56,12 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
-    def find(self, name: BlockName) -> int | None:
+    def find(self, name: BlockContent) -> int | None:
         """The block that contains exactly `name`: its tokens are compared, so an equal key alone is not a hit."""
         block_id = self._by_key.get(name.key)
         return block_id if block_id is not None and self._names[block_id] == name else None
 
-    def name(self, block_id: int, name: BlockName) -> bool:
+    def name(self, block_id: int, name: BlockContent) -> bool:
         """Let `find` return this block in use; False, and nothing changes, where another block has the key."""
         if self._by_key.setdefault(name.key, block_id) != block_id:
             return False

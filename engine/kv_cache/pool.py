@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import CacheConfig
 from engine.indexing import Index, index_of, index_tensor
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -56,7 +56,7 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kind: KVKind = KVKind.AUTO,
+        kind: KVDtype = KVDtype.AUTO,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -133,7 +133,7 @@ class KVCache:
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
-def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVKind = KVKind.AUTO) -> int:
+def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
     """Bytes one block takes in all layers together, where the model computes in `dtype`."""
     heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
     return sum(num_heads * kind.head_bytes(dim, dtype) for num_heads, dim in heads) * block_size

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
-class HeadParts:
+class ShardedKVLayout:
     """How blocks of a model with these layers (all heads of them) are divided among `num_ranks`, each with
     `rank_shapes`.
     """
@@ -29,7 +29,7 @@ class HeadParts:
     block_size: int
     dtype: torch.dtype  # that the model computes in
     num_ranks: int
-    kind: KVKind
+    kind: KVDtype
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
         """Whole blocks `[n, bytes]` uint8 of every rank's."""

@@ -17,7 +17,7 @@ from engine.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPass:
+class ForwardBatch:
     """What one forward takes; valid for one forward, and only while the blocks of its spans stay theirs."""
 
     input_ids: Tensor  # [T] int64
@@ -27,7 +27,7 @@ class FlatPass:
     attention: AttentionPass
 
     @classmethod
-    def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> FlatPass:
+    def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> ForwardBatch:
         """Lay out `spans` (at least one) in order."""
         slots = list(chain.from_iterable(slots_of(span, cache.block_size) for span in spans))
         return cls(
@@ -39,7 +39,7 @@ class FlatPass:
         )
 
 
-def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[FlatPass]:
+def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[ForwardBatch]:
     """One pass per token of `spans`, all of one length: pass i computes the i-th token of each, at its own position.
 
     The passes share `input_ids`, which the caller fills in place before each of them.
@@ -51,7 +51,7 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
     passes = []
     for step, slots in enumerate(zip(*(slots_of(span, cache.block_size) for span in spans), strict=True)):
         attention = plan.step(step, index_of(slots, cache.device))
-        passes.append(FlatPass(input_ids, starts + step, num_positions, None, attention))
+        passes.append(ForwardBatch(input_ids, starts + step, num_positions, None, attention))
     return passes
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Tap:
+class HiddenStateTaps:
     """Hidden states of every row of a pass, their widths side by side: features [T, F].
 
     `layers` are decoder layers whose input is wanted: n is the output of layer n - 1, and the number of layers that of
@@ -24,7 +24,7 @@ class Tap:
         return self.is_final or bool(self.layers)
 
 
-NO_TAP = Tap()
+NO_TAP = HiddenStateTaps()
 UNKNOWN = -1e4  # the logit of a token that a head has no word for: no chance, but a law where a grammar leaves no other
 
 

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 from engine.attention.backend import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.attention_probe import record_attention, refusal
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.determinism import first_difference, obstacle
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import NO_TAP, Tap
-from engine.model.linear.batch_invariant_linear import exact_factory
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps
+from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import Quantization
 from engine.model.shard import divide
@@ -54,7 +54,7 @@ class PagedModel:
         model: PreTrainedModel,
         quantization: Quantization = Quantization.NONE,
         plan_attention: PlanAttention = TorchAttention,
-        tap: Tap = NO_TAP,
+        tap: HiddenStateTaps = NO_TAP,
         rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
@@ -88,7 +88,7 @@ class PagedModel:
             if rank.size > 1:
                 self.rank_shapes = divide(model, rank)
             make_linear = quantization.make_linear
-            pack_linears(model, exact_factory(make_linear) if is_deterministic else make_linear)
+            pack_linears(model, batch_invariant_factory(make_linear) if is_deterministic else make_linear)
             self._decoder = StockDecoder(model, tap)
         error = self._relative_error(stock_logits, plan_attention)
         if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
@@ -113,14 +113,14 @@ class PagedModel:
         return isinstance(self._decoder, LlamaDecoder)
 
     def new_cache(
-        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVKind = KVKind.AUTO
+        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
     ) -> KVCache:
         """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
         shapes = [*self.rank_shapes, *more_layers]
         return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
 
     @torch.inference_mode()
-    def forward(self, flat_pass: FlatPass, out: Tensor | None = None) -> Tensor:
+    def forward(self, flat_pass: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
         logits = self._decoder.logits(flat_pass)
         return logits.float() if out is None else out.copy_(logits)
@@ -132,11 +132,11 @@ class PagedModel:
         """
         cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
         first, second = _probe_token_ids(self.vocab_size)
-        self.forward(FlatPass.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
+        self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
         spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
-        logits = self.forward(FlatPass.of(spans, cache, plan_attention))
+        logits = self.forward(ForwardBatch.of(spans, cache, plan_attention))
         expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) / spread).median())
@@ -147,7 +147,9 @@ class PagedModel:
 
     def _first_difference(self, plan_attention: PlanAttention) -> str | None:
         cache = self.new_cache(num_blocks=3, block_size=32)
-        return first_difference(lambda spans: self.forward(FlatPass.of(spans, cache, plan_attention)), self.vocab_size)
+        return first_difference(
+            lambda spans: self.forward(ForwardBatch.of(spans, cache, plan_attention)), self.vocab_size
+        )
 
 
 def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:

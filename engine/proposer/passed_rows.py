@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
-from engine.verifier import Verified
+from engine.verifier import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PassedRows:
         return self.start + len(self.rows) + 1
 
 
-def passed_rows(batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[PassedRows]:
+def passed_rows(batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[PassedRows]:
     """Of every share of a pass that computed `num_drafts` drafts per sampled share, before it is committed."""
     passed = []
     first_row = 0

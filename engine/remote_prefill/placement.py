@@ -34,7 +34,7 @@ class RemoteOutlook:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChoice:
+class PrefillPlacement:
     """The decision and its two sides."""
 
     is_remote: bool
@@ -47,7 +47,7 @@ class PrefillChoice:
         return f"{where} prefill of {self.num_tokens} tokens: here {self.local_s:.3f} s, there {self.remote_s:.3f} s"
 
 
-def choose_prefill(num_tokens: int, min_tokens: int, local: LocalOutlook, remote: RemoteOutlook) -> PrefillChoice:
+def place_prefill(num_tokens: int, min_tokens: int, local: LocalOutlook, remote: RemoteOutlook) -> PrefillPlacement:
     """Decide for a prompt with `num_tokens` uncached tokens; below `min_tokens` it is always read here.
 
     Before this engine has measured its own rate, a prompt of at least `min_tokens` goes to the replicas: they learn
@@ -56,7 +56,7 @@ def choose_prefill(num_tokens: int, min_tokens: int, local: LocalOutlook, remote
     local_s = _local_s(num_tokens, local)
     remote_s = _remote_s(num_tokens, local.tokens_per_s, remote)
     is_remote = num_tokens >= min_tokens and local_s > remote_s
-    return PrefillChoice(is_remote, num_tokens, local_s, remote_s)
+    return PrefillPlacement(is_remote, num_tokens, local_s, remote_s)
 
 
 def _local_s(num_tokens: int, local: LocalOutlook) -> float:

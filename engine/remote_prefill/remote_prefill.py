@@ -28,9 +28,9 @@ from engine.remote_prefill.kv_transfer import (
     KVPool,
     KVTransport,
 )
-from engine.remote_prefill.placement import LocalOutlook, PrefillChoice, choose_prefill
+from engine.remote_prefill.placement import LocalOutlook, PrefillPlacement, place_prefill
 from engine.remote_prefill.prefill_source import PrefillLoad
-from engine.remote_prefill.replica_rates import RemoteMeter
+from engine.remote_prefill.replica_rates import ReplicaRates
 from engine.sequence.sequence import Sequence
 from engine.stats.engine_stats import RemotePrefillStats
 from engine.stats.rates import RateMeter
@@ -69,7 +69,7 @@ class RemotePrefill:
         self._rates = rates
         self._min_tokens = min_tokens
         self._clock = clock
-        self._meter = RemoteMeter(clock)
+        self._meter = ReplicaRates(clock)
         self._fetch_ids = count()
         self._fetches = FetchTable(blocks)
         self._num_tokens = 0
@@ -126,16 +126,16 @@ class RemotePrefill:
             self._order(sequence, num_blocks, choice)
         return choice.is_remote
 
-    def _choose(self, num_tokens: int, load: PrefillLoad) -> PrefillChoice:
+    def _choose(self, num_tokens: int, load: PrefillLoad) -> PrefillPlacement:
         local = LocalOutlook(
             tokens_per_s=self._rates.prefill_tokens_per_s,
             slowdown=self._rates.decode_slowdown * load.num_decode_tokens,
             num_queued_tokens=load.num_queued_tokens,
             num_decoding=load.num_decoding,
         )
-        return choose_prefill(num_tokens, self._min_tokens, local, self._meter.outlook())
+        return place_prefill(num_tokens, self._min_tokens, local, self._meter.outlook())
 
-    def _order(self, sequence: Sequence, num_blocks: int, choice: PrefillChoice) -> None:
+    def _order(self, sequence: Sequence, num_blocks: int, choice: PrefillPlacement) -> None:
         now_s = self._clock()
         first_block = sequence.num_computed_tokens // self._blocks.block_size
         end_block = first_block + num_blocks
@@ -150,7 +150,7 @@ class RemotePrefill:
             FetchOrder(fetch.fetch_id, request.request_id, token_ids, first_block, request.cache_salt, patience_s)
         )
 
-    def _patience_s(self, choice: PrefillChoice) -> float:
+    def _patience_s(self, choice: PrefillPlacement) -> float:
         rate = self._meter.outlook().tokens_per_s or self._rates.prefill_tokens_per_s
         if rate == 0:
             return _PATIENCE_BEFORE_RATES_S

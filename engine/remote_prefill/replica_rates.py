@@ -40,7 +40,7 @@ class _Fading:
         self._at_s = self._clock()
 
 
-class RemoteMeter:
+class ReplicaRates:
     """Queue and rate per replica, the cost of a call and of moving a token, and whether to try at all.
 
     A failure closes the way for a second, the next one for twice as long, up to half a minute; a success reopens it.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.draft import SparseLaw
+from engine.draft import SparseDistribution
 from engine.indexing import index_tensor
 from engine.sampling.logits_row import Row
 from engine.sampling.masks import (
@@ -26,7 +26,7 @@ from engine.sampling.masks import (
 )
 from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
 from engine.sampling.penalties import has_penalties, penalize
-from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_laws
+from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 from engine.sampling.truncation import (
     divide_by_temperature,
     has_min_p,
@@ -64,7 +64,7 @@ class SparseSample:
     """Drawn drafts and the laws they were drawn from, one of each per row."""
 
     token_ids: tuple[int, ...]
-    laws: tuple[SparseLaw, ...]
+    laws: tuple[SparseDistribution, ...]
 
 
 class Sampler:
@@ -143,7 +143,7 @@ class Sampler:
         keys = pass_keys(rows, Purpose.DRAFT, scores.device)
         bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
-        return SparseSample(tuple(drawn.tolist()), tuple(sparse_laws(token_ids, weights)))
+        return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
 
 def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:

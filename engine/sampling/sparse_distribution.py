@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, SparseLaw
+from engine.draft import WEIGHT_SUM, SparseDistribution
 
 WEIGHT_BITS = WEIGHT_SUM.bit_length() - 1
 
@@ -35,17 +35,17 @@ def choose(weights: Tensor, bits: Tensor) -> Tensor:
     return (weights.cumsum(dim=1) <= bits[:, None]).sum(dim=1)
 
 
-def sparse_laws(token_ids: Tensor, weights: Tensor) -> list[SparseLaw]:
+def sparse_distributions(token_ids: Tensor, weights: Tensor) -> list[SparseDistribution]:
     """The laws as plain data, without tokens of weight 0."""
     return [_sparse_law(ids, row) for ids, row in zip(token_ids.tolist(), weights.tolist(), strict=True)]
 
 
-def _sparse_law(token_ids: Seq[int], weights: Seq[int]) -> SparseLaw:
+def _sparse_law(token_ids: Seq[int], weights: Seq[int]) -> SparseDistribution:
     live = [(token_id, weight) for token_id, weight in zip(token_ids, weights, strict=True) if weight > 0]
-    return SparseLaw(tuple(token_id for token_id, _ in live), tuple(weight for _, weight in live))
+    return SparseDistribution(tuple(token_id for token_id, _ in live), tuple(weight for _, weight in live))
 
 
-def is_consistent(law: SparseLaw, token_id: int) -> bool:
+def is_consistent(law: SparseDistribution, token_id: int) -> bool:
     """Whether the law is one, and the token can be a draw from it; what another process sends may be neither."""
     return (
         len(law.token_ids) == len(law.weights)
@@ -56,10 +56,10 @@ def is_consistent(law: SparseLaw, token_id: int) -> bool:
     )
 
 
-def one_hot(token_id: int) -> SparseLaw:
+def one_hot(token_id: int) -> SparseDistribution:
     """The law of a draft that is a function of the prefix and of public noise."""
-    return SparseLaw((token_id,), (WEIGHT_SUM,))
+    return SparseDistribution((token_id,), (WEIGHT_SUM,))
 
 
-def probability_of(law: SparseLaw, token_id: int) -> float:
+def probability_of(law: SparseDistribution, token_id: int) -> float:
     return law.weights[law.token_ids.index(token_id)] / WEIGHT_SUM if token_id in law.token_ids else 0.0

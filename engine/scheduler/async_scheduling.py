@@ -27,12 +27,12 @@ from torch import Tensor
 
 from engine.indexing import index_tensor
 from engine.proposer.checked_draft import NOTHING
-from engine.scheduler.in_flight_batch import IssuedPass
+from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import SequenceStatus
 from engine.span import Span
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.verifier import Verifier
 
 
@@ -56,21 +56,21 @@ class Overlap(Protocol):
     def has_pass(self) -> bool:
         """Whether a pass is on its way whose outcome has not been asked for."""
 
-    def take(self) -> IssuedPass | None:
+    def take(self) -> InFlightBatch | None:
         """The pass that is on its way, with the shares of those sequences that still run; None: schedule one."""
 
-    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """Verify the tasks of a pass, which is then to be committed; the next pass may be on its way afterwards."""
 
 
 class AnyVerifier(Protocol):
     """A verifier, or what stands before one."""
 
-    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """As `engine.verifier.verifier.Verifier`."""
 
 
-class NoOverlap:
+class SyncScheduling:
     """Every pass is scheduled when the one before is committed."""
 
     num_passes = 0
@@ -79,32 +79,32 @@ class NoOverlap:
     def __init__(self, verifier: AnyVerifier) -> None:
         self._verifier = verifier
 
-    def take(self) -> IssuedPass | None:
+    def take(self) -> InFlightBatch | None:
         return None
 
-    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         return self._verifier.verify(issued.logits, tasks) if issued.logits is not None and tasks else []
 
 
-class OneStepBehind:
-    """Issues the next pass first wherever it can, and waits like `NoOverlap` elsewhere."""
+class AsyncScheduling:
+    """Issues the next pass first wherever it can, and waits like `SyncScheduling` elsewhere."""
 
     def __init__(self, runner: FedRunner, scheduler: Scheduler, verifier: Verifier) -> None:
         self.num_passes = 0
         self._runner = runner
         self._scheduler = scheduler
         self._verifier = verifier
-        self._ahead: IssuedPass | None = None
+        self._ahead: InFlightBatch | None = None
 
     @property
     def has_pass(self) -> bool:
         return self._ahead is not None
 
-    def take(self) -> IssuedPass | None:
+    def take(self) -> InFlightBatch | None:
         issued, self._ahead = self._ahead, None
         return None if issued is None else _of_running(issued)
 
-    def verify(self, issued: IssuedPass, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         if issued.logits is None or not tasks:
             return []
         following = self._scheduler.follow(issued.batch) if all(map(_is_plain, tasks)) else None
@@ -113,7 +113,7 @@ class OneStepBehind:
         token_ids = self._verifier.draw(issued.logits, tasks)
         read = _Read(token_ids)
         self._issue(following, token_ids, tasks)
-        return [Verified((token_id,), 0) for token_id in read.wait()]
+        return [VerifyResult((token_id,), 0) for token_id in read.wait()]
 
     def _issue(self, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         """Compute `batch`, whose sequences are among those of `tasks`, from the tokens drawn for them."""
@@ -123,7 +123,7 @@ class OneStepBehind:
             token_ids = token_ids.index_select(0, index_tensor(chosen, token_ids.device))
         spans = [Span([0], share.start, share.sequence.block_table, 1) for share in batch.shares]
         logits = self._runner.forward(spans, token_ids)
-        self._ahead = IssuedPass(batch, [NOTHING] * len(batch.shares), logits, is_ahead=True)
+        self._ahead = InFlightBatch(batch, [NOTHING] * len(batch.shares), logits, is_ahead=True)
         self.num_passes += 1
 
 
@@ -151,7 +151,7 @@ def _is_plain(task: VerifyTask) -> bool:
     return sequence.is_matched and not task.draft.token_ids and sequence.sampling.num_logprobs is None
 
 
-def _of_running(issued: IssuedPass) -> IssuedPass | None:
+def _of_running(issued: InFlightBatch) -> InFlightBatch | None:
     """Without the rows of sequences that have ended since it was issued."""
     shares = issued.batch.shares
     rows = [row for row, share in enumerate(shares) if share.sequence.status is SequenceStatus.RUNNING]

@@ -10,11 +10,11 @@ from torch import Tensor
 from engine.kv_cache.compaction import KVMove, compaction
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sequence.batch import Batch
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedPass:
+class InFlightBatch:
     """What is needed to verify and commit a pass.
 
     `drafts` has one for each sampled share. `logits` [R, V] float32 are those of the batch's rows, and None where it is
@@ -40,7 +40,7 @@ class IssuedPass:
             first_row += share.num_logits(draft.num_valid)
         return tasks
 
-    def compactions(self, verified: Seq[Verified]) -> list[KVMove]:
+    def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:
         """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
         pairs = zip(self.batch.sampled, verified, strict=True)
         moves = [compaction(share.sequence.block_table, share.draft_start, outcome.path) for share, outcome in pairs]

@@ -26,7 +26,7 @@ from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier import Verified
+from engine.verifier import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
@@ -98,7 +98,8 @@ class Scheduler:
     @property
     def num_queued_prefill_tokens(self) -> int:
         """Tokens accepted and not yet computed, those of running prefills included. Neither those that were cached when
-        their sequence joined the queue are, nor those that are being fetched."""
+        their sequence joined the queue are, nor those that are being fetched.
+        """
         num_waiting_tokens = sum(len(each.token_ids) - each.num_expected_tokens for each in self._waiting)
         return num_waiting_tokens + sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
 
@@ -175,7 +176,7 @@ class Scheduler:
             return None
         return Batch(tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on))
 
-    def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[Verified]) -> list[TokenChunk]:
+    def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[TokenChunk]:
         """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
 
         Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave
@@ -280,7 +281,8 @@ class Scheduler:
 
     def _behind(self) -> Iterator[Sequence]:
         """Sequences with tokens to catch up. A new one is admitted only when it is asked for, and so can adopt what the
-        shares before it have just published."""
+        shares before it have just published.
+        """
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
         while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
@@ -326,7 +328,7 @@ class Scheduler:
         self._queue(sequence)
         self.num_preemptions += 1
 
-    def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: Verified) -> TokenChunk:
+    def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: VerifyResult) -> TokenChunk:
         cut = cut_output(sequence, outcome.token_ids)
         num_accepted = min(outcome.num_accepted, len(cut.token_ids))
         if outcome.is_exact:

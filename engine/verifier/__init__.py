@@ -28,7 +28,7 @@ class VerifyTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
 
     `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.

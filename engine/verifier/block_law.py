@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, SparseLaw
+from engine.draft import WEIGHT_SUM, SparseDistribution
 from engine.verifier.rejection_law import target_probs_of
 
 
@@ -26,7 +26,7 @@ def running_ratios(target_probs: Seq[float], draft_probs: Seq[float]) -> list[fl
     return ratios
 
 
-def excess_mass(laws: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseLaw]) -> Tensor:
+def excess_mass(laws: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseDistribution]) -> Tensor:
     """S = sum over t of max(0, rho p(t) - q(t)) in each chosen row of `laws [R, V]`: `[n] float64`.
 
     It is rho minus what the two laws share, and that takes only the few tokens of q.
@@ -47,7 +47,7 @@ def excess_mass(laws: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[
 
 
 def success_probs(ratios: Tensor, excess: Tensor) -> Tensor:
-    """h = S / (S + 1 - rho), `[n] float64`; 1 where that is 0/0, which is where p and q agree.
+    """H = S / (S + 1 - rho), `[n] float64`; 1 where that is 0/0, which is where p and q agree.
 
     After the last draft no q competes: S is rho, and h is rho too.
     """
@@ -56,7 +56,7 @@ def success_probs(ratios: Tensor, excess: Tensor) -> Tensor:
 
 
 def is_success(coins: Tensor, probs: Tensor) -> Tensor:
-    """u < h, `[n] float64`, u in [0, 1). Strict: a coin of zero must not accept what is impossible."""
+    """U < h, `[n] float64`, u in [0, 1). Strict: a coin of zero must not accept what is impossible."""
     return coins < probs
 
 

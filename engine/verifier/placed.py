@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.draft import SparseLaw
+from engine.draft import SparseDistribution
 from engine.sampling.logits_row import Row
 from engine.sampling.noise import Purpose, gumbel
 from engine.sampling.sampler import row_keys
@@ -21,7 +21,7 @@ class Placed:
 
     trial: Trial
     first_row: int
-    proposals: tuple[SparseLaw, ...]
+    proposals: tuple[SparseDistribution, ...]
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -48,7 +48,7 @@ def place(trials: Seq[Trial]) -> list[Placed]:
 
 
 def drafted_probs(target_laws: Tensor, placed: Seq[Placed]) -> DraftedProbs:
-    """p and q of every drafted token; `target_laws` are [R, V]."""
+    """P and q of every drafted token; `target_laws` are [R, V]."""
     row_ids = [each.first_row + i for each in placed for i in range(len(each.proposals))]
     draft_ids = [draft_id for each in placed for draft_id in each.trial.draft_ids]
     proposals = [proposal for each in placed for proposal in each.proposals]

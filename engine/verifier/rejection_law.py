@@ -11,13 +11,13 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, Draft, SparseLaw
+from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.sparse_distribution import is_consistent, one_hot, probability_of
 
-NO_PROPOSAL = SparseLaw((), ())
+NO_PROPOSAL = SparseDistribution((), ())
 
 
-def proposals_of(draft: Draft) -> tuple[SparseLaw, ...]:
+def proposals_of(draft: Draft) -> tuple[SparseDistribution, ...]:
     """The law q of each drafted token, one-hot where none came with it.
 
     A law that its token cannot have come from is not believed: one-hot is exact for any token that was chosen without
@@ -30,15 +30,15 @@ def proposals_of(draft: Draft) -> tuple[SparseLaw, ...]:
 
 
 def target_probs_of(laws: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
-    """p of one token in each chosen row of `laws [R, V]`: `[n] float64`; 0 outside the vocabulary."""
+    """P of one token in each chosen row of `laws [R, V]`: `[n] float64`; 0 outside the vocabulary."""
     rows = torch.tensor(row_ids, dtype=torch.int64, device=laws.device)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=laws.device)
     is_known = (ids >= 0) & (ids < laws.shape[1])
     return torch.where(is_known, laws[rows, ids.clamp(0, laws.shape[1] - 1)].double(), 0.0)
 
 
-def draft_probs_of(laws: Seq[SparseLaw], token_ids: Seq[int]) -> Tensor:
-    """q of one token in each law: `[n] float64`."""
+def draft_probs_of(laws: Seq[SparseDistribution], token_ids: Seq[int]) -> Tensor:
+    """Q of one token in each law: `[n] float64`."""
     pairs = zip(laws, token_ids, strict=True)
     return torch.tensor([probability_of(law, token_id) for law, token_id in pairs], dtype=torch.float64)
 
@@ -58,12 +58,12 @@ def final_row(first_row: int, num_accepted: int) -> int:
     return first_row + num_accepted
 
 
-def final_proposal(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+def final_proposal(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
     """The law of the draft that fell. A bonus competes with no draft: its q is zero everywhere, its residual is p."""
     return proposals[num_accepted] if num_accepted < len(proposals) else NO_PROPOSAL
 
 
-def dense_laws(laws: Seq[SparseLaw], like: Tensor) -> Tensor:
+def dense_laws(laws: Seq[SparseDistribution], like: Tensor) -> Tensor:
     """The laws as probabilities `[n, V]`, dtype and V of `like [*, V]`; mass outside the vocabulary is left out."""
     entries = [
         (index, token_id, weight / WEIGHT_SUM)

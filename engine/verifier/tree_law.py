@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, Draft, SparseLaw
+from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.sparse_distribution import is_consistent, one_hot
 from engine.verifier import rejection_law
 
@@ -24,7 +24,7 @@ class Sibling:
 
     node: int
     token_id: int
-    law: SparseLaw
+    law: SparseDistribution
 
     @property
     def draft_prob(self) -> float:
@@ -50,7 +50,7 @@ def siblings_of(draft: Draft, parent: int) -> list[Sibling]:
     return siblings
 
 
-def _shared_law(draft: Draft, siblings: Seq[int]) -> SparseLaw:
+def _shared_law(draft: Draft, siblings: Seq[int]) -> SparseDistribution:
     """The law that siblings were drawn from, that of the first; `NO_PROPOSAL` where it cannot be."""
     if not siblings or len(draft.laws) != len(draft.token_ids):
         return rejection_law.NO_PROPOSAL
@@ -59,10 +59,10 @@ def _shared_law(draft: Draft, siblings: Seq[int]) -> SparseLaw:
     return draft.laws[eldest] if is_drawn else rejection_law.NO_PROPOSAL
 
 
-def without(law: SparseLaw, token_id: int) -> SparseLaw:
+def without(law: SparseDistribution, token_id: int) -> SparseDistribution:
     """What is left of a law to draw from once a token is drawn; its weights are the same."""
     pairs = [pair for pair in zip(law.token_ids, law.weights, strict=True) if pair[0] != token_id]
-    return SparseLaw(tuple(token for token, _ in pairs), tuple(weight for _, weight in pairs))
+    return SparseDistribution(tuple(token for token, _ in pairs), tuple(weight for _, weight in pairs))
 
 
 def residual(target_probs: Tensor, sibling: Sibling) -> Tensor:

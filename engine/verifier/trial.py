@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The committed tokens: `num_accepted` drafts, then the recovered or bonus token; `path` as in `Verified`."""
+    """The committed tokens: `num_accepted` drafts, then the recovered or bonus token; `path` as in `VerifyResult`."""
 
     token_ids: tuple[int, ...]
     num_accepted: int

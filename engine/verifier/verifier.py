@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection
@@ -38,7 +38,7 @@ class Verifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """Verify every task against its rows of `logits [R, V] float32`; outcomes in the order of the tasks.
 
         A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
@@ -83,12 +83,12 @@ def _select(logits: Tensor, trials: Seq[Trial]) -> Tensor:
     return logits if row_ids == list(range(len(logits))) else logits[row_ids]
 
 
-def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], outcomes: Seq[Outcome]) -> list[Verified]:
+def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], outcomes: Seq[Outcome]) -> list[VerifyResult]:
     """The outcomes, with the logprobs of every emitted token where its request wants them."""
     wanted = [_queries(task, outcome) for task, outcome in zip(tasks, outcomes, strict=True)]
     answers = iter(token_logprobs(logits, [query for queries in wanted for query in queries]))
     return [
-        Verified(outcome.token_ids, outcome.num_accepted, tuple(next(answers) for _ in queries), outcome.path)
+        VerifyResult(outcome.token_ids, outcome.num_accepted, tuple(next(answers) for _ in queries), outcome.path)
         for outcome, queries in zip(outcomes, wanted, strict=True)
     ]
 

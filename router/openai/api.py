@@ -21,7 +21,7 @@ from router.openai.disconnect import unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import read_body
-from router.openai.response_writer import AnswerFormat, ChatFormat, CompletionFormat, event_texts
+from router.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter, event_texts
 from router.requests.generate_params import check_token_ids
 from router.requests.openai_requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -54,15 +54,15 @@ class OpenAIApi:
         """Continue each prompt."""
         body = await read_body(request, CompletionRequest, self._max_body_bytes)
         generation = await self._service.complete(body)
-        return await self._answer(request, generation, CompletionFormat(generation, self._tokenizer))
+        return await self._answer(request, generation, CompletionWriter(generation, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
         body = await read_body(request, ChatCompletionRequest, self._max_body_bytes)
         generation = await self._service.chat(body)
-        return await self._answer(request, generation, ChatFormat(generation, self._tokenizer))
+        return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
 
-    async def _answer(self, request: Request, generation: Generation, answer: AnswerFormat) -> Response:
+    async def _answer(self, request: Request, generation: Generation, answer: ResponseWriter) -> Response:
         logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
         if generation.fields.stream:
             return await unless_disconnected(request, start_stream(event_texts(generation, answer)))

@@ -33,7 +33,7 @@ from router.tokenizer.tokenizer import Tokenizer
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class AnswerFormat(Protocol):
+class ResponseWriter(Protocol):
     """One endpoint's way to write a generation."""
 
     def whole(self, choices: Sequence[Delta]) -> BaseModel:
@@ -49,7 +49,7 @@ class AnswerFormat(Protocol):
         ...
 
 
-async def event_texts(generation: Generation, answer: AnswerFormat) -> AsyncGenerator[str, None]:
+async def event_texts(generation: Generation, answer: ResponseWriter) -> AsyncGenerator[str, None]:
     """Runs the generation and yields the JSON of each chunk."""
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
@@ -115,7 +115,7 @@ class _Format:
         return bool(delta.text) or bool(delta.tool_calls) or has_tokens or delta.finish_reason is not None
 
 
-class CompletionFormat(_Format):
+class CompletionWriter(_Format):
     """`/v1/completions`; whole answers and chunks have the same shape."""
 
     def whole(self, choices: Sequence[Delta]) -> TextCompletion:
@@ -141,7 +141,7 @@ class CompletionFormat(_Format):
         )
 
 
-class ChatFormat(_Format):
+class ChatWriter(_Format):
     """`/v1/chat/completions`; the first chunk of each choice names the role."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from protos.messages import GenerateRequest, ModelCard
 logger = logging.getLogger(__name__)
 
 
-class PromptNames:
+class PromptKeys:
     """The keys of requests for the model of the last card; none while there is no card, or it fails the proof."""
 
     def __init__(self) -> None:

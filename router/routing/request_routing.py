@@ -5,7 +5,7 @@ from __future__ import annotations
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.routing.audit import RouteOutcome
 from router.routing.index.index_messages import RouteAnswer
-from router.routing.prompt_keys import PromptNames
+from router.routing.prompt_keys import PromptKeys
 from router.routing.routed_call import RoutedCall
 from router.routing.router_metrics import RouterMetrics
 
@@ -15,7 +15,7 @@ class RequestRouting:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._names = PromptNames()
+        self._names = PromptKeys()
         self._block_size = 1
 
     def learn(self, card: ModelCard) -> None:

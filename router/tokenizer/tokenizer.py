@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as TokenizerCore
 
 from protos.errors import RequestError
-from protos.token_bytes import find_spelling
+from protos.token_bytes import find_token_bytes
 
 _LARGE_TEXT_CHARACTERS = 8_192  # a few milliseconds of encoding; beyond, a thread keeps the event loop free
 
@@ -21,7 +21,7 @@ class Tokenizer:
 
     def __init__(self, core: TokenizerCore) -> None:
         self._core = core
-        self._spelling = find_spelling(core)
+        self._spelling = find_token_bytes(core)
         self._special_ids = frozenset(id_ for id_, token in core.get_added_tokens_decoder().items() if token.special)
 
     @property

@@ -106,6 +106,7 @@ async def client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 async def lenient_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """For streamed completions: their finish reason is null until the end, in OpenAI's own streams as well, and the
-    package's type does not allow that."""
+    package's type does not allow that.
+    """
     async with openai_client(base_url) as lenient:
         yield lenient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import depths
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.verifier import Verifier
 
 
@@ -23,7 +23,7 @@ class RecordedVerifier(Verifier):
     answers: Mapping[str, Seq[int]] = {}
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[Verified]:
+    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """As `Verifier.verify`; the rows of a recorded request become certain of the recorded token at their depth."""
         for task in tasks:
             answer = self.answers.get(task.sequence.request_id)

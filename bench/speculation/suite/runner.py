@@ -36,7 +36,8 @@ class Run:
 
     def __init__(self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, law: SamplingParams) -> None:
         """`law` is how all streams are sampled, but for their seeds and lengths: at most `num_tokens`, and all of a
-        recording for None."""
+        recording for None.
+        """
         self._engine = engine
         self._num_tokens = num_tokens
         self._law = law

@@ -43,7 +43,8 @@ class Workload:
 
     def at(self, num_streams: int) -> Workload:
         """The workload of so many streams: a part of this one, but the whole of a recording, whose sessions are dealt
-        out so that all streams have about as much to say."""
+        out so that all streams have about as much to say.
+        """
         if not self.is_recorded:
             return Workload(self.name, self.streams[:num_streams])
         sessions = sorted(enumerate(self.streams), key=lambda each: (-_num_said(each[1]), each[0]))

@@ -18,7 +18,7 @@ from protos.messages import SpeculationMethod
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PassShape:
+class GraphBucket:
     """Passes of up to `num_spans` spans with up to `rows_per_span` rows each, padded to so many rows."""
 
     num_spans: int
@@ -41,9 +41,9 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
     )
 
 
-def pass_shapes(graphs: GraphConfig) -> list[PassShape]:
+def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
     """The shapes to be recorded, smallest first."""
-    shapes = [PassShape(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
+    shapes = [GraphBucket(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
     return sorted((s for s in shapes if s.num_rows <= graphs.max_rows), key=lambda shape: (shape.num_rows, shape))
 
 
@@ -66,14 +66,14 @@ def _longest_of_many(speculation: SpeculationConfig) -> int:
     return speculation.guess_limit if has_guesses else 0
 
 
-def fitting_shape(spans: Seq[Span], shapes: Seq[PassShape]) -> PassShape | None:
+def fitting_bucket(spans: Seq[Span], shapes: Seq[GraphBucket]) -> GraphBucket | None:
     """The first of `shapes`, which are sorted, that has room; None where there is none."""
     num_rows = max(len(span.token_ids) for span in spans)
     fitting = (shape for shape in shapes if shape.num_spans >= len(spans) and shape.rows_per_span >= num_rows)
     return next(fitting, None)
 
 
-def pad(spans: Seq[Span], shape: PassShape, scratch_block: int, block_size: int) -> list[Span]:
+def pad(spans: Seq[Span], shape: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
     """`spans`, and spans on the scratch block that make the pass as long as `shape` says. Logits of all rows."""
     padded = list(spans)
     missing = shape.num_rows - sum(len(span.token_ids) for span in spans)
@@ -84,11 +84,11 @@ def pad(spans: Seq[Span], shape: PassShape, scratch_block: int, block_size: int)
     return padded
 
 
-def padding_rows(shape: PassShape, block_size: int) -> int:
+def padding_rows(shape: GraphBucket, block_size: int) -> int:
     """Rows of the longest span of padding: it lies within one block."""
     return min(shape.rows_per_span, block_size)
 
 
-def most_spans(shape: PassShape, block_size: int) -> int:
+def most_spans(shape: GraphBucket, block_size: int) -> int:
     """Spans that a padded pass has at most, those of the padding included."""
     return shape.num_spans + -(-shape.num_rows // padding_rows(shape, block_size))

@@ -13,38 +13,38 @@ _WARM_UP_PASSES = 2  # kernels are compiled and libraries have their workspaces 
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class ForwardOutput:
     """What a pass has computed: `logits` [R, V] float32, and `features` [T, F] where a head reads them."""
 
     logits: Tensor
     features: Tensor | None = None
 
-    def head(self, num_logits: int, num_rows: int) -> Passed:
+    def head(self, num_logits: int, num_rows: int) -> ForwardOutput:
         """The first rows of both, without copying."""
-        return Passed(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
+        return ForwardOutput(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
 
 
-class PassGraph(Protocol):
+class ForwardGraph(Protocol):
     """A pass over tensors that stay where they are."""
 
-    def replay(self) -> Passed:
+    def replay(self) -> ForwardOutput:
         """What it gives for what the tensors hold now; valid until the next replay of any graph."""
 
 
 class EagerGraph:
     """No recording: every replay computes the pass call by call."""
 
-    def __init__(self, compute: Callable[[], Passed]) -> None:
+    def __init__(self, compute: Callable[[], ForwardOutput]) -> None:
         self._compute = compute
 
-    def replay(self) -> Passed:
+    def replay(self) -> ForwardOutput:
         return self._compute()
 
 
 class CudaGraph:
     """A CUDA graph of `compute`, which must neither wait for the device nor make tensors from the host's numbers."""
 
-    def __init__(self, compute: Callable[[], Passed], pool: Any) -> None:
+    def __init__(self, compute: Callable[[], ForwardOutput], pool: Any) -> None:
         """Record; `pool` is the memory that graphs share which are never replayed at the same time."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -58,6 +58,6 @@ class CudaGraph:
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._passed = compute()
 
-    def replay(self) -> Passed:
+    def replay(self) -> ForwardOutput:
         self._graph.replay()
         return self._passed

@@ -21,15 +21,15 @@ from tqdm import tqdm
 from engine.attention.backend import PlanAttention, is_triton
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
-from engine.model.cuda_graphs.buckets import PassShape, fitting_shape, pass_shapes
-from engine.model.cuda_graphs.graph import CudaGraph, EagerGraph, Passed, PassGraph
-from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticPass
-from engine.model.forward_batch import FlatPass, logit_rows
+from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
+from engine.model.cuda_graphs.graph import CudaGraph, EagerGraph, ForwardGraph, ForwardOutput
+from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
+from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.span import Span
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[FlatPass, Tensor], Passed]  # a pass, and where its logits go
+Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    static: StaticPass
-    graph: PassGraph
+    static: StaticBatch
+    graph: ForwardGraph
 
 
-class GraphedPasses:
+class CudaGraphRunner:
     """The recorded passes of one model over one pool, which leave their logits in one place."""
 
     def __init__(
@@ -71,10 +71,10 @@ class GraphedPasses:
         `plan_attention` other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are
         padded all the same, and computed call by call.
         """
-        self._shapes = pass_shapes(graphs)
+        self._shapes = graph_buckets(graphs)
         self._has_trees = graphs.has_trees
         self._device = cache.device
-        self._passes: dict[PassShape, _Recorded] = {}
+        self._passes: dict[GraphBucket, _Recorded] = {}
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
         largest_first = list(reversed(self._shapes))  # whose memory the others use again
@@ -82,7 +82,7 @@ class GraphedPasses:
         self._logits = torch.zeros(most_rows, limits.vocab_size, device=cache.device)
         for shape in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
             attention = _static_attention(shape, cache, plan_attention, limits.max_model_len, graphs.has_trees)
-            static = StaticPass(shape, cache, limits.scratch_block, limits.max_model_len, attention)
+            static = StaticBatch(shape, cache, limits.scratch_block, limits.max_model_len, attention)
             static.fill([Span([0], 0, [limits.scratch_block], 1)])
             compute = partial(forward, static.flat_pass, self._logits[: shape.num_rows])
             compute()  # attention finds what it needs
@@ -90,7 +90,7 @@ class GraphedPasses:
             self._passes[shape] = _Recorded(static, graph)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
-    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Passed | None:
+    def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
         """What a pass over `spans` gives, or None where they fit no shape; valid until the next call.
 
         `input_ids` [T], if given, replace the tokens of the spans.
@@ -104,11 +104,11 @@ class GraphedPasses:
             recorded.static.flat_pass.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)
         passed = recorded.graph.replay().head(num_rows, num_rows)
-        return passed if rows is None else Passed(passed.logits.index_select(0, rows), passed.features)
+        return passed if rows is None else ForwardOutput(passed.logits.index_select(0, rows), passed.features)
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
         """As `ModelRunner.plan_steps`, or None where there are more spans than in any recorded pass."""
-        if fitting_shape([_token(span, 0) for span in spans], self._shapes) is None:
+        if fitting_bucket([_token(span, 0) for span in spans], self._shapes) is None:
             return None
         input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
         num_steps = len(spans[0].token_ids)
@@ -125,7 +125,7 @@ class GraphedPasses:
     def _fitting(self, spans: Seq[Span]) -> _Recorded | None:
         if not self._has_trees and any(span.parents for span in spans):
             return None
-        shape = fitting_shape(spans, self._shapes)
+        shape = fitting_bucket(spans, self._shapes)
         return None if shape is None else self._passes[shape]
 
 
@@ -135,7 +135,7 @@ def _token(span: Span, index: int) -> Span:
 
 
 def _static_attention(
-    shape: PassShape, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
+    shape: GraphBucket, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
 ) -> StaticAttention:
     if not is_triton(plan_attention):
         return PlannedAttention(cache, plan_attention)

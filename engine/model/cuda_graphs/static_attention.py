@@ -23,7 +23,7 @@ from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
 from engine.indexing import copy_into
 from engine.kv_cache.pool import KVCache
-from engine.model.cuda_graphs.buckets import PassShape, most_spans
+from engine.model.cuda_graphs.buckets import GraphBucket, most_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
 from engine.span import Span
 
@@ -37,7 +37,7 @@ class TiledAttention(StaticAttention):
     nothing of use.
     """
 
-    def __init__(self, shape: PassShape, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
+    def __init__(self, shape: GraphBucket, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
         self._shape = shape
         self._cache = cache
         self._has_trees = has_trees

@@ -12,20 +12,20 @@ from engine.attention.backend import PlanAttention
 from engine.attention.torch_attention import AttentionPass, LayerOptions
 from engine.indexing import copy_into, slots_of
 from engine.kv_cache.pool import KVCache
-from engine.model.cuda_graphs.buckets import PassShape, pad
-from engine.model.forward_batch import FlatPass
+from engine.model.cuda_graphs.buckets import GraphBucket, pad
+from engine.model.forward_batch import ForwardBatch
 from engine.span import Span
 
 
-class StaticPass:
-    """The `FlatPass` of one shape.
+class StaticBatch:
+    """The `ForwardBatch` of one shape.
 
     Attributes:
         flat_pass: what the model computes; its tensors are those that `fill` writes to.
     """
 
     def __init__(
-        self, shape: PassShape, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
+        self, shape: GraphBucket, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
     ) -> None:
         """`num_positions` bounds all positions, now and later."""
         self._shape = shape
@@ -35,7 +35,7 @@ class StaticPass:
         self._numbers = torch.zeros(3, shape.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
         self._numbers[2] = scratch_block * cache.block_size
         ids, positions, slots = self._numbers
-        self.flat_pass = FlatPass(ids, positions, num_positions, None, attention)
+        self.flat_pass = ForwardBatch(ids, positions, num_positions, None, attention)
         attention.slots = slots
 
     def fill(self, spans: Seq[Span]) -> None:
@@ -51,7 +51,7 @@ class StaticPass:
 
 
 class StaticAttention(AttentionPass):
-    """The attention of a `StaticPass`."""
+    """The attention of a `StaticBatch`."""
 
     slots: Tensor
 

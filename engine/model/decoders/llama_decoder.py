@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from engine.attention.torch_attention import LayerOptions
 from engine.model.decoders.rotary import RotaryTable, rotate
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import NO_TAP, Tap, joined
-from engine.model.linear.batch_invariant_linear import row_exact
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps, joined
+from engine.model.linear.batch_invariant_linear import row_invariant
 from engine.model.linear.gated_linear import gated_of
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
 from engine.model.position_limit import max_positions
@@ -54,7 +54,7 @@ class LlamaDecoder:
         model: Any,
         options: Seq[LayerOptions],
         make_linear: LinearFactory = linear_of,
-        tap: Tap = NO_TAP,
+        tap: HiddenStateTaps = NO_TAP,
         rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
@@ -93,7 +93,7 @@ class LlamaDecoder:
         config = model.config
         return config.model_type in FAMILIES and config.hidden_act == "silu"
 
-    def logits(self, flat_pass: FlatPass) -> Tensor:
+    def logits(self, flat_pass: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         hidden = self._embedding.index_select(0, flat_pass.input_ids)  # [T, hidden]
         cos, sin = self._rotary.at(flat_pass)
@@ -115,7 +115,7 @@ class LlamaDecoder:
         return self._rank.join(self.lm_head(states), self._vocab_size)
 
     def _attend(
-        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: FlatPass
+        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: ForwardBatch
     ) -> Tensor:
         num_rows = hidden.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
@@ -162,7 +162,7 @@ class LlamaDecoder:
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
         """`function` of rows, row-exact if need be."""
-        return row_exact(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
+        return row_invariant(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
 
     def _mlp(self, mlp: Any) -> Linear:
         gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)

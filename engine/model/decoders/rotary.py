@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.model.forward_batch import FlatPass
+from engine.model.forward_batch import ForwardBatch
 
 _FIRST_POSITIONS = 2048
 
@@ -29,7 +29,7 @@ class RotaryTable:
         self._max_positions = max_positions
         self._table = self._rows((is_whole and max_positions) or _FIRST_POSITIONS)
 
-    def at(self, flat_pass: FlatPass) -> tuple[Tensor, Tensor]:
+    def at(self, flat_pass: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the pass's rows, [T, 1, D] each, for `rotate`."""
         if flat_pass.num_positions > self._table.shape[0]:
             self._table = self._rows(2 * flat_pass.num_positions)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from engine.attention.torch_attention import PASS_KEYWORD
 from engine.model.attention_probe import refusal
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import NO_TAP, Tap, joined
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 
 _FINAL = -1  # the place of the states behind the final norm
@@ -25,7 +25,7 @@ class StockDecoder:
         features: what `tap` asks for of the last pass, [T, F].
     """
 
-    def __init__(self, model: PreTrainedModel, tap: Tap = NO_TAP) -> None:
+    def __init__(self, model: PreTrainedModel, tap: HiddenStateTaps = NO_TAP) -> None:
         """Raises ConfigError if the family does not show the states that `tap` asks for."""
         self.features: Tensor | None = None
         self._model = model
@@ -40,7 +40,7 @@ class StockDecoder:
         """From the states behind the final norm to logits."""
         return self._model.get_output_embeddings()
 
-    def logits(self, flat_pass: FlatPass) -> Tensor:
+    def logits(self, flat_pass: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         rows = flat_pass.logit_rows
         keywords: dict[str, Any] = {PASS_KEYWORD: flat_pass.attention}

@@ -30,7 +30,7 @@ from engine.model.decoders.rotary import RotaryTable, rotate
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
 from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
-from engine.model.forward_batch import FlatPass
+from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.packed_linear import Linear, linear_of
 
 
@@ -70,7 +70,7 @@ class Eagle3Head:
         return self._fuse(features)
 
     @torch.inference_mode()
-    def forward(self, flat_pass: FlatPass, states: Tensor) -> Tensor:
+    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
         """States [T, S] and the tokens behind them to the next states of the pass's logit rows, [R, S]."""
         embedded = self._embedding.index_select(0, flat_pass.input_ids)  # [T, S]
         normed = self._norm(states, self._hidden_norm)
@@ -94,7 +94,7 @@ class Eagle3Head:
         logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), float("-inf"))
         return logits.index_copy_(1, self._target_ids, drafted)
 
-    def _attend(self, x: Tensor, flat_pass: FlatPass) -> Tensor:
+    def _attend(self, x: Tensor, flat_pass: ForwardBatch) -> Tensor:
         """[T, 2 * S] -> [T, heads * D]; the rows' keys and values go to the pool."""
         layer = self._config.layer
         num_rotated = layer.num_attention_heads + layer.num_key_value_heads

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from engine.model.hidden_state_taps import Tap
+from engine.model.hidden_state_taps import HiddenStateTaps
 from protos.errors import ConfigError
 
 _SUPPORTED = {"hidden_act": "silu", "model_type": "llama", "num_hidden_layers": 1, "attention_bias": False}
@@ -42,7 +42,7 @@ class Eagle3Config:
     """
 
     layer: Any  # a LlamaConfig
-    tap: Tap
+    tap: HiddenStateTaps
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
@@ -131,7 +131,7 @@ def _config(
     _check_sizes(config, layer_config, target, path)
     return Eagle3Config(
         layer=layer_config,
-        tap=Tap(_checked_taps(taps, target, path)),
+        tap=HiddenStateTaps(_checked_taps(taps, target, path)),
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from engine.kv_cache.pool import LayerShape
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
-from engine.model.hidden_state_taps import UNKNOWN, Tap
+from engine.model.hidden_state_taps import UNKNOWN, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
 
@@ -71,7 +71,7 @@ class MedusaHeads:
 
     def __init__(self, heads: list[_Head], vocab_size: int, token_map: Tensor | None) -> None:
         """`token_map [cut V] int64` has the target's ids of a vocabulary that was cut."""
-        self.tap = Tap(is_final=True)
+        self.tap = HiddenStateTaps(is_final=True)
         self.layer_shapes: list[LayerShape] = []
         self.num_heads = len(heads)
         self.lm_head: Linear = _no_lm_head

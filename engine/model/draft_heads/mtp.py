@@ -20,8 +20,8 @@ from transformers.modeling_layers import MtpModel
 from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import RecordingPass
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import Tap
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of, pack_linears
 from engine.model.resident_memory import leave_checkpoint
 from protos.errors import ConfigError
@@ -38,7 +38,7 @@ class MtpHead:
         del model.layers[1:]
         if model.device.type == "cpu":
             leave_checkpoint(model, linear_of)
-        self.tap = Tap(is_final=True)
+        self.tap = HiddenStateTaps(is_final=True)
         self.lm_head: Linear = model.shared_head  # until the runner puts the target's packed one in its place
         model.shared_head = torch.nn.Identity()
         self._model = model
@@ -54,7 +54,7 @@ class MtpHead:
         return features
 
     @torch.inference_mode()
-    def forward(self, flat_pass: FlatPass, states: Tensor) -> Tensor:
+    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
         found = self._step(flat_pass.input_ids, flat_pass.position_ids, states, flat_pass.attention)
         return found if flat_pass.logit_rows is None else found.index_select(0, flat_pass.logit_rows)
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv_cache.pool import LayerShape
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import Tap
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import HiddenStateTaps
 from engine.model.linear.packed_linear import Linear
 
 
@@ -29,14 +29,14 @@ class RecurrentHead(Protocol):
         lm_head: the target's, given by the runner before the first pass; heads with their own leave it alone.
     """
 
-    tap: Tap
+    tap: HiddenStateTaps
     layer_shapes: list[LayerShape]
     lm_head: Linear
 
     def enter(self, features: Tensor) -> Tensor:
         """The target's features [R, F] as states [R, S]."""
 
-    def forward(self, flat_pass: FlatPass, states: Tensor) -> Tensor:
+    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
         """States [T, S] and the tokens behind them, `flat_pass.input_ids`, to the next states of its logit rows [R, S].
 
         Their KV is in the pass's slots afterwards.

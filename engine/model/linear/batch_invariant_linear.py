@@ -26,16 +26,16 @@ _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and must not cost much padding
 
 
-def exact_factory(make_linear: LinearFactory) -> LinearFactory:
+def batch_invariant_factory(make_linear: LinearFactory) -> LinearFactory:
     """`make_linear`, whose products are made row-exact."""
 
     def make_exact(weight: Tensor, bias: Tensor | None) -> Linear:
-        return row_exact(make_linear(weight, bias), weight.shape[1], weight.dtype)
+        return row_invariant(make_linear(weight, bias), weight.shape[1], weight.dtype)
 
     return make_exact
 
 
-def row_exact(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
+def row_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """`function` of rows [..., num_inputs], each of which gets the same result in whatever company it comes.
 
     Our own kernels give it anyway.
@@ -45,7 +45,7 @@ def row_exact(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """
     if isinstance(function, NativeProduct | NativeQuantizedProduct):
         return function
-    heights = exact_heights(function, num_inputs, dtype)
+    heights = invariant_heights(function, num_inputs, dtype)
 
     def compute(x: Tensor) -> Tensor:
         rows = x.reshape(-1, num_inputs)
@@ -57,7 +57,7 @@ def row_exact(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
 
 
 @torch.inference_mode()
-def exact_heights(function: Callable[[Tensor], Tensor], num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+def invariant_heights(function: Callable[[Tensor], Tensor], num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The heights, ascending, in which `function` gives every row the bits that it has in the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from engine.attention.backend import PlanAttention, check_kv_kind, choose_attention, is_triton
 from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
 from engine.kv_cache.compaction import KVMove
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
-from engine.kv_cache.sharded_layout import HeadParts
-from engine.model.cuda_graphs.graph import Passed
-from engine.model.cuda_graphs.graph_runner import GraphedPasses, RecordedStep, StaticLimits
+from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.model.cuda_graphs.graph import ForwardOutput
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep, StaticLimits
 from engine.model.draft_heads.loader import Head, load_head
-from engine.model.forward_batch import FlatPass, plan_steps
+from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.hidden_state_taps import NO_TAP
 from engine.model.linear.quantized_linear import Quantization, can_quantize
@@ -72,7 +72,7 @@ class ModelRunner:
         stock = load_model(model, rank.load_device)
         device = rank.device or stock.device
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
-        kind = KVKind(cache.dtype)
+        kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
         self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
@@ -86,12 +86,12 @@ class ModelRunner:
         self.kv_layout = KVLayout(version, kind.name_of(stock.dtype), cache.block_size, layers, _rounding(model))
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self._features: Tensor | None = None
-        self._graphs: GraphedPasses | None = None
+        self._graphs: CudaGraphRunner | None = None
         if device.type == "cuda":
             warm_up(self._compute, self.block_size, self.max_model_len)
         if has_graphs:
             limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
-            self._graphs = GraphedPasses(self._pass, self._cache, self._plan_attention, model.graphs, limits)
+            self._graphs = CudaGraphRunner(self._pass, self._cache, self._plan_attention, model.graphs, limits)
 
     def _take_weights(
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
@@ -115,7 +115,7 @@ class ModelRunner:
         """KV that the head keeps, behind that of the model's layers."""
         return [] if self.head is None else self.head.layer_shapes
 
-    def _make_pool(self, cache: CacheConfig, kind: KVKind, dtype: torch.dtype, *, has_padding: bool) -> None:
+    def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:
         """`has_padding`: one block more for the padding of recorded passes, within the budget where there is one."""
         shapes = [*self._model.layer_shapes, *self._head_layers]
         rank_shapes = [*self._model.rank_shapes, *self._head_layers]
@@ -124,13 +124,14 @@ class ModelRunner:
         self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
         num_bytes = num_ranks * block_bytes(rank_shapes, cache.block_size, dtype, kind)
         self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
-        self._heads = HeadParts(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
+        self._heads = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     @property
     def can_overlap(self) -> bool:
         """Whether a pass is worth issuing before the host knows its tokens: small ones are recorded, so that the device
-        is busy while the host is not, and there are no other ranks that had to be told."""
+        is busy while the host is not, and there are no other ranks that had to be told.
+        """
         return self._graphs is not None and self._rank.size == 1
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
@@ -149,9 +150,9 @@ class ModelRunner:
         """What the head reads of every row of the last `forward`, [T, F]; None without a head."""
         return self._features
 
-    def lay_out(self, spans: Seq[Span]) -> FlatPass:
+    def lay_out(self, spans: Seq[Span]) -> ForwardBatch:
         """A pass over `spans`, for this model or its head; valid for one forward."""
-        return FlatPass.of(spans, self._cache, self._plan_attention)
+        return ForwardBatch.of(spans, self._cache, self._plan_attention)
 
     def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         passed = None if self._graphs is None else self._graphs.forward(spans, input_ids)
@@ -163,8 +164,8 @@ class ModelRunner:
         self._features = passed.features
         return passed.logits
 
-    def _pass(self, flat_pass: FlatPass, out: Tensor | None = None) -> Passed:
-        return Passed(self._model.forward(flat_pass, out), self._model.features)
+    def _pass(self, flat_pass: ForwardBatch, out: Tensor | None = None) -> ForwardOutput:
+        return ForwardOutput(self._model.forward(flat_pass, out), self._model.features)
 
     def move(self, moves: Seq[KVMove]) -> None:
         """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
@@ -175,7 +176,7 @@ class ModelRunner:
                 [move.slot(place, block_size) for move in moves for place in move.to_places],
             )
 
-    def plan_steps(self, spans: Seq[Span]) -> list[FlatPass]:
+    def plan_steps(self, spans: Seq[Span]) -> list[ForwardBatch]:
         """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
 
         For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
@@ -183,12 +184,12 @@ class ModelRunner:
         """
         return plan_steps(spans, self._cache, self._plan_attention)
 
-    def plan_own_steps(self, spans: Seq[Span]) -> Seq[FlatPass | RecordedStep]:
+    def plan_own_steps(self, spans: Seq[Span]) -> Seq[ForwardBatch | RecordedStep]:
         """`plan_steps` for passes of this very model, by `run`: recorded ones where they fit."""
         recorded = None if self._graphs is None else self._graphs.plan_steps(spans)
         return self.plan_steps(spans) if recorded is None else recorded
 
-    def run(self, step: FlatPass | RecordedStep) -> Tensor:
+    def run(self, step: ForwardBatch | RecordedStep) -> Tensor:
         """`forward` for a pass laid out beforehand."""
         if isinstance(step, RecordedStep):
             assert self._graphs is not None, "it comes from there"

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from engine.config import CacheConfig, ModelConfig
-from engine.model.runner.rank_messages import Call, Progress, RankOrder, join_ranks, rank_device, receive, send
+from engine.model.runner.rank_messages import Call, Progress, RankMessage, join_ranks, rank_device, receive, send
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import ConfigError, EngineError
 
@@ -28,7 +28,7 @@ _COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's patience with a step, so t
 _LOAD_TIMEOUT_S = 1800.0
 
 
-class RankTeam:
+class RankGroup:
     """Processes of ranks 1, 2, ...; this process is rank 0, in the thread that constructs this.
 
     When a rank dies, what waits for it raises at once where gloo connects the ranks; between GPUs it may wait until the
@@ -53,7 +53,7 @@ class RankTeam:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         orders = [
-            RankOrder(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
+            RankMessage(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
             for index in range(model.tensor_parallel_size)
         ]
         try:
@@ -93,7 +93,7 @@ class RankTeam:
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, order: RankOrder) -> None:
+    def _start(self, order: RankMessage) -> None:
         ours, theirs = socket.socketpair()
         # A rank that is stopped must not stop this one for good: a full pipe raises after a while.
         limit = struct.pack("ll", int(order.timeout_s), int(order.timeout_s % 1 * 1e6))

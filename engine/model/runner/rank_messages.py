@@ -24,7 +24,7 @@ _LOOPBACK = "lo"  # all ranks are on one machine, and nobody else has to reach t
 
 
 @dataclass(frozen=True, slots=True)
-class RankOrder:
+class RankMessage:
     """The first message: who the rank is, and what it is to load. `folder` is where the ranks meet."""
 
     index: int
@@ -68,7 +68,7 @@ def rank_device(model: ModelConfig, index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_ranks(order: RankOrder, device: torch.device) -> None:
+def join_ranks(order: RankMessage, device: torch.device) -> None:
     """Make this process one of the ranks: NCCL between GPUs, gloo in main memory; returns when all have come."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)

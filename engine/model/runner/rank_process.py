@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.rank_messages import Call, Progress, RankOrder, join_ranks, rank_device, receive, send
+from engine.model.runner.rank_messages import Call, Progress, RankMessage, join_ranks, rank_device, receive, send
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import EngineError
 
@@ -32,7 +32,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
     try:
-        order: RankOrder = receive(connection)
+        order: RankMessage = receive(connection)
         send(connection, Progress())
         runner = _load(order, connection)
         _follow(runner, connection)
@@ -44,7 +44,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _load(order: RankOrder, connection: Connection) -> ModelRunner:
+def _load(order: RankMessage, connection: Connection) -> ModelRunner:
     has_met = False
 
     def meet() -> None:

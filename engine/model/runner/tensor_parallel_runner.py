@@ -11,7 +11,7 @@ from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.kv_cache.compaction import KVMove
 from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.rank_group import RankTeam
+from engine.model.runner.rank_group import RankGroup
 from engine.model.tensor_parallel.plan import check_divisible
 from engine.span import Span
 from protos.errors import ConfigError
@@ -28,10 +28,10 @@ def load_runner(
             f"draft.kind is {str(head.kind)!r} and target.tensor_parallel_size is {model.tensor_parallel_size}; heads "
             "compute on one device: set draft.kind to 'model', or the size to 1"
         )
-    return LeadingRunner(model, cache, max_model_len)
+    return TensorParallelRunner(model, cache, max_model_len)
 
 
-class LeadingRunner(ModelRunner):
+class TensorParallelRunner(ModelRunner):
     """To the engine a `ModelRunner` like any other: passes, moves and whole blocks in and out are those of all ranks.
 
     Every call is told to the other ranks first and then made here, so all meet in the sums between their layers.
@@ -42,7 +42,7 @@ class LeadingRunner(ModelRunner):
     def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
         """Start the ranks, load, check; raises ConfigError for what cannot be divided or served."""
         _check(model)
-        self._team = RankTeam(model, cache, max_model_len)
+        self._team = RankGroup(model, cache, max_model_len)
         try:
             super().__init__(model, cache, max_model_len, rank=self._team.rank)
         except BaseException:

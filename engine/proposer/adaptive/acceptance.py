@@ -17,7 +17,7 @@ _CLASS_TRUST = 4.0  # passes that the position before (or the first guess) is wo
 _REQUEST_TRUST = 8.0  # passes that the class is worth to a request
 
 
-class SurvivalTable:
+class AcceptanceTable:
     """Conditional acceptance by position, of each request and of each class of requests, over recent passes.
 
     A rate is that of draft i given that all before it stood, so it does not depend on how long drafts were. A request's

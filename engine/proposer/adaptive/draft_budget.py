@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.proposer.adaptive.acceptance import Floats, Ints, SurvivalTable
-from engine.proposer.adaptive.forward_cost import DraftCost, RowCost
+from engine.proposer.adaptive.acceptance import AcceptanceTable, Floats, Ints
+from engine.proposer.adaptive.forward_cost import DraftCost, ForwardCost
 from engine.proposer.adaptive.goodput import allocate
-from engine.proposer.adaptive.speculation_gate import ClassStep, ClassSwitch
+from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from engine.sequence.sequence import Sequence
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
@@ -71,11 +71,11 @@ class DraftBudget:
         self._first_length = first_length
         self._max_length = max_length
         self._positions = np.arange(max_length)
-        self._survival = SurvivalTable(max_length)
-        self._row_cost = RowCost()
+        self._survival = AcceptanceTable(max_length)
+        self._row_cost = ForwardCost()
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_cost = DraftCost()
-        self._switches: dict[str, ClassSwitch] = {}
+        self._switches: dict[str, SpeculationGate] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
         self._is_speculating = False
         self._expected_gain = 1.0  # tokens per second of the last plan, against none
@@ -224,9 +224,9 @@ class DraftBudget:
             return 0
         return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
 
-    def _switch(self, name: str) -> ClassSwitch:
+    def _switch(self, name: str) -> SpeculationGate:
         if name not in self._switches:
-            self._switches[name] = ClassSwitch()
+            self._switches[name] = SpeculationGate()
         return self._switches[name]
 
 

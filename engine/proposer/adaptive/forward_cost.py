@@ -31,7 +31,7 @@ _FAMILIAR = 0.5  # a size with a pass or more
 _KNOT_ARRAY = np.array(_KNOTS, dtype=np.float64)
 
 
-class RowCost:
+class ForwardCost:
     """Seconds of a pass by its number of rows, those of prompts too: a curve through knots, learned online.
 
     A machine that is slower for a while is slower at every size, and the choice between two sizes hangs on their ratio.
@@ -98,7 +98,8 @@ class RowCost:
 
     def _largest_surprise(self, near: list[tuple[int, float]], familiarity: float) -> float:
         """What to believe of a pass. None is too fast by accident; one of a known size that is much too slow is a
-        hiccup, and so is one of a new size that costs more than its rows would."""
+        hiccup, and so is one of a new size that costs more than its rows would.
+        """
         limit = _CLIP * self._noise
         if familiarity < _FAMILIAR:
             smaller = next((knot for knot in range(near[-1][0] - 1, -1, -1) if self._num_seen[knot] > _HARDLY), 0)

@@ -53,7 +53,7 @@ class SpeedupMeter:
         self._plain_seconds = _FADE * self._plain_seconds + step.num_sequences * step.plain_seconds
 
 
-class ClassSwitch:
+class SpeculationGate:
     """Whether a class may have drafts: off while it loses, on again for a trial after ever longer pauses."""
 
     def __init__(self) -> None:

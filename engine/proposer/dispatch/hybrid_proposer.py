@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.draft import Draft
 from engine.proposer import Proposer
-from engine.proposer.adaptive.acceptance import SurvivalTable
-from engine.proposer.text_match.text_matcher import Guesser
+from engine.proposer.adaptive.acceptance import AcceptanceTable
+from engine.proposer.text_match.text_matcher import TextMatcher
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 
@@ -29,7 +29,7 @@ class _Turn:
     is_guess: bool = False
 
 
-class GuessFirst:
+class HybridProposer:
     """Proposes what `guesser` says where that is expected to yield at least as much as what `other` would draft.
 
     The choice is made when tokens are committed, and where it falls on the guess `other` is not asked: it does no work,
@@ -38,10 +38,10 @@ class GuessFirst:
     a draft that `other` has drawn, and every verifier stays exact. Sequences that the guesser is not for pass through.
     """
 
-    def __init__(self, guesser: Guesser, other: Proposer) -> None:
+    def __init__(self, guesser: TextMatcher, other: Proposer) -> None:
         self._guesser = guesser
         self._other = other
-        self._survival = SurvivalTable(_MAX_LENGTH)
+        self._survival = AcceptanceTable(_MAX_LENGTH)
         self._turns: dict[str, _Turn | None] = {}  # of the sequences that the guesser is for
         self._num_passed_over: dict[str, int] = {}
 

@@ -24,7 +24,7 @@ class _Followed:
     num_met: int = field(default=0)
 
 
-class ChosenProposer:
+class MethodDispatcher:
     """Asks, per sequence, the first proposer of its method, and the next one where that has no draft.
 
     The first hears of every sequence and every commit. The others meet a sequence when they are first needed, so a

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.proposer import Proposer
-from engine.proposer.dispatch.hybrid_proposer import GuessFirst
-from engine.proposer.dispatch.method_dispatcher import ChosenProposer, Ranking
+from engine.proposer.dispatch.hybrid_proposer import HybridProposer
+from engine.proposer.dispatch.method_dispatcher import MethodDispatcher, Ranking
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.prediction import PredictionGuesser
 from engine.proposer.text_match.suffix import SuffixProposer
@@ -30,6 +30,6 @@ def proposer_of(
     }
     if model is not None:
         rankings[model_method] = (model, ngram)
-        rankings[SpeculationMethod.HYBRID] = (GuessFirst(suffix, model), ngram)
+        rankings[SpeculationMethod.HYBRID] = (HybridProposer(suffix, model), ngram)
     offered = {method: ranking for method, ranking in rankings.items() if method in methods}
-    return GuessFirst(PredictionGuesser(), ChosenProposer(offered)) if offered else None
+    return HybridProposer(PredictionGuesser(), MethodDispatcher(offered)) if offered else None

@@ -27,7 +27,7 @@ import torch
 from engine.draft import Draft
 from engine.proposer.draft_model.branch import Branch
 from engine.proposer.draft_model.draft_model import DraftModel, Read, Reading
-from engine.proposer.draft_model.draft_sequence import Mirror
+from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.fan_out import fan_out
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import Row
@@ -39,7 +39,7 @@ _MAX_UNREAD = 64  # missing tokens of a sequence that decodes; those that read t
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class PendingPass:
     """A sequence whose next pass verifies `draft_ids` (maybe none), and K of the pass after that."""
 
     sequence: Sequence
@@ -48,7 +48,7 @@ class Prospect:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedDraft:
     """A draft for the pass that follows once `after` is committed behind the first `base_len` tokens."""
 
     request_id: str
@@ -61,12 +61,12 @@ class Prepared:
 class _Place:
     """A prospect with slots for its committed tokens and its drafts."""
 
-    prospect: Prospect
-    mirror: Mirror
+    prospect: PendingPass
+    mirror: DraftSequence
     draft_ids: tuple[int, ...]
 
 
-class Lookahead:
+class AheadDrafter:
     """Prepares drafts for outcomes of passes; `num_per_position` of them per position at which a pass may end.
 
     What one wave of branches brings is handed on before the next begins, so that a verdict which comes early costs the
@@ -80,7 +80,10 @@ class Lookahead:
 
     @torch.inference_mode()
     def run(
-        self, prospects: Seq[Prospect], emit: Callable[[tuple[Prepared, ...]], None], is_stopped: Callable[[], bool]
+        self,
+        prospects: Seq[PendingPass],
+        emit: Callable[[tuple[PreparedDraft, ...]], None],
+        is_stopped: Callable[[], bool],
     ) -> bool:
         """Hand `emit` what is prepared, likeliest outcomes first; False if `is_stopped` ended it early.
 
@@ -102,7 +105,7 @@ class Lookahead:
         self._num_rows = min(_MAX_ROWS, 2 * self._num_rows)
         return True
 
-    def _begin(self, prospect: Prospect) -> _Place | None:
+    def _begin(self, prospect: PendingPass) -> _Place | None:
         sequence = prospect.sequence
         mirror = self._model.mirrors.follow(sequence)
         if mirror is None or not mirror.sequence.token_ids:
@@ -150,7 +153,7 @@ class Lookahead:
         return min(place.prospect.num_drafts, num_remaining - 1, num_positions)
 
     def _prepare_all(
-        self, branches: Seq[Branch], emit: Callable[[tuple[Prepared, ...]], None], is_stopped: Callable[[], bool]
+        self, branches: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
         num_rows = self._num_rows
         for first in range(0, len(branches), num_rows):
@@ -161,7 +164,7 @@ class Lookahead:
         return True
 
     def _prepare(
-        self, wave: Seq[Branch], emit: Callable[[tuple[Prepared, ...]], None], is_stopped: Callable[[], bool]
+        self, wave: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
         """Grow a draft behind each branch for which there are blocks."""
         with self._model.mirrors.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
@@ -198,6 +201,6 @@ def _first_in_turn(waiting: Seq[_Place]) -> Seq[_Place]:
     return [each for each in waiting if each.mirror.num_missing_tokens <= _MAX_UNREAD] or waiting
 
 
-def _prepared(branch: Branch, chain: Chain) -> Prepared:
+def _prepared(branch: Branch, chain: Chain) -> PreparedDraft:
     sequence = branch.mirror.spoken
-    return Prepared(sequence.request_id, len(sequence.token_ids), branch.after, chain.draft())
+    return PreparedDraft(sequence.request_id, len(sequence.token_ids), branch.after, chain.draft())

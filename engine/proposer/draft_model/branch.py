@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.proposer.draft_model.draft_sequence import Mirror
+from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.growth.chain import Chain
 
 
@@ -24,7 +24,7 @@ class Branch:
     A draft of `num_drafts` grows behind it; `order` is its place among the branches of the sequence, likeliest first.
     """
 
-    mirror: Mirror
+    mirror: DraftSequence
     after: tuple[int, ...]
     num_drafts: int
     order: int

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.draft_sequence import Mirror
-from engine.proposer.draft_model.draft_sequences import Mirrors
+from engine.proposer.draft_model.draft_sequence import DraftSequence
+from engine.proposer.draft_model.draft_sequences import DraftSequences
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
@@ -24,7 +24,7 @@ from engine.span import Span
 class Reading:
     """What is to be computed of a sequence: its missing tokens, and `draft_ids` behind them."""
 
-    mirror: Mirror
+    mirror: DraftSequence
     draft_ids: Seq[int] = ()
 
 
@@ -46,7 +46,7 @@ class DraftModel:
     """
 
     def __init__(
-        self, runner: ModelRunner, mirrors: Mirrors, translation: Translation, *, max_tokens_per_round: int
+        self, runner: ModelRunner, mirrors: DraftSequences, translation: Translation, *, max_tokens_per_round: int
     ) -> None:
         self.runner = runner
         self.mirrors = mirrors

@@ -11,7 +11,7 @@ from engine.sequence.sequence import Sequence
 from engine.span import Span
 
 
-class Mirror:
+class DraftSequence:
     """What a draft model has computed of a sequence.
 
     `spoken` is the sequence in the target's tokens, its `token_ids` the target's own list: what drafts are chosen by.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer.draft_model.draft_sequence import Mirror
+from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -15,7 +15,7 @@ from protos.errors import RequestError
 logger = logging.getLogger(__name__)
 
 
-class Mirrors:
+class DraftSequences:
     """The mirrors over one pool of blocks.
 
     A round is one call that drafts. Within it no sequence loses the blocks it has reserved; when the pool is short,
@@ -27,11 +27,11 @@ class Mirrors:
         self.blocks = blocks
         self._translation = translation
         self._grammars = grammars
-        self._by_id: dict[str, Mirror] = {}
+        self._by_id: dict[str, DraftSequence] = {}
         self._round = 0
 
     def open(self, sequence: Sequence) -> None:
-        self._by_id[sequence.request_id] = Mirror(sequence, self._translation, self._matcher(sequence))
+        self._by_id[sequence.request_id] = DraftSequence(sequence, self._translation, self._matcher(sequence))
 
     def close(self, request_id: str) -> None:
         mirror = self._by_id.pop(request_id, None)
@@ -42,7 +42,7 @@ class Mirrors:
         """From here on, blocks reserved before may be given to others."""
         self._round += 1
 
-    def follow(self, sequence: Sequence) -> Mirror | None:
+    def follow(self, sequence: Sequence) -> DraftSequence | None:
         """The sequence's mirror, which now knows all committed tokens; None for a sequence that is not open."""
         mirror = self._by_id.get(sequence.request_id)
         if mirror is not None:
@@ -60,7 +60,7 @@ class Mirrors:
         if mirror is not None and not mirror.rewind(num_tokens, self.blocks.block_size):
             self._release(mirror)
 
-    def reserve(self, mirror: Mirror, num_tokens: int) -> bool:
+    def reserve(self, mirror: DraftSequence, num_tokens: int) -> bool:
         """Slots for the first `num_tokens` positions, the cached prefix adopted; False if not even idling makes room.
 
         A sequence that finds no room gives its own up.
@@ -96,6 +96,6 @@ class Mirrors:
         self._release(min(idle, key=lambda mirror: mirror.last_round))
         return True
 
-    def _release(self, mirror: Mirror) -> None:
+    def _release(self, mirror: DraftSequence) -> None:
         mirror.fed_ids = ()
         self.blocks.release(mirror.sequence)

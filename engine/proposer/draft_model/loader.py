@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import CacheConfig, DraftVocabulary, ModelConfig, SchedulerConfig, TreeConfig
-from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.proposer.vocab_mapping.choice import Choice, choose_vocabulary
@@ -18,7 +18,7 @@ class Drafter:
     """A loaded draft model; `lookahead` is set where it drafts ahead of verdicts too."""
 
     proposer: ModelProposer | TextProposer
-    lookahead: Lookahead | None = None
+    lookahead: AheadDrafter | None = None
 
 
 def load_drafter(

@@ -18,10 +18,10 @@ from engine.draft import NO_DRAFT, Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, Reading
-from engine.proposer.draft_model.draft_sequence import Mirror
-from engine.proposer.draft_model.draft_sequences import Mirrors
+from engine.proposer.draft_model.draft_sequence import DraftSequence
+from engine.proposer.draft_model.draft_sequences import DraftSequences
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_shape import shape_of
@@ -36,7 +36,7 @@ from engine.sequence.sequence import Sequence
 class _Wish:
     """A sequence that can have a draft now, how long it may be, and of how many nodes if it may be a tree."""
 
-    mirror: Mirror
+    mirror: DraftSequence
     num_drafts: int
     num_nodes: int
 
@@ -73,7 +73,7 @@ class ModelProposer:
         """
         if translation is None:
             translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
-        self.mirrors = Mirrors(blocks, translation, grammars)
+        self.mirrors = DraftSequences(blocks, translation, grammars)
         self._tree_config = tree
         self._model = DraftModel(runner, self.mirrors, translation, max_tokens_per_round=max_tokens_per_round)
 
@@ -124,9 +124,9 @@ class ModelProposer:
         """Names the draft's weights."""
         return self._model.runner.model_version
 
-    def lookahead(self, fan_out: int) -> Lookahead:
+    def lookahead(self, fan_out: int) -> AheadDrafter:
         """Drafting ahead of verdicts with this model, for the sequences that are open here."""
-        return Lookahead(self._model, fan_out)
+        return AheadDrafter(self._model, fan_out)
 
     def open(self, sequence: Sequence) -> None:
         self.mirrors.open(sequence)
@@ -166,7 +166,8 @@ class ModelProposer:
 
     def _draft_trees(self, wishes: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
         """Trees from roots with these logits, `[B, V]`. Their KV is not kept: the next round computes again what was
-        accepted."""
+        accepted.
+        """
         trees = [self._tree(wish) for wish in wishes]
         if trees:
             self._model.branch(trees, logits)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, SparseLaw
+from engine.draft import Draft, SparseDistribution
 from engine.sampling.logits_row import Row
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
@@ -36,7 +36,7 @@ class Chain:
         self.sequence = sequence
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
-        self.laws: list[SparseLaw] = []
+        self.laws: list[SparseDistribution] = []
         self.block_table = block_table
         self._lead = lead
         self.is_coupled = sequence.verify is VerifyMode.COUPLED

@@ -1,10 +1,10 @@
 """A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
 
-            c a t                committed
-            /   \\
+c a t                committed
+/   \\
            x     y               level 1, from the logits behind what is committed
-          / \\    |
-         u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
+/ \\    |
+u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.draft import Draft, SparseLaw
+from engine.draft import Draft, SparseDistribution
 from engine.proposer.growth.chain import masked, row_after
 from engine.sampling.logits_row import Row
 from engine.sequence.sequence import Sequence
@@ -28,7 +28,7 @@ class Child:
 
     token_id: int
     log_confidence: float = 0.0
-    law: SparseLaw | None = None
+    law: SparseDistribution | None = None
 
 
 @dataclass(frozen=True, slots=True)

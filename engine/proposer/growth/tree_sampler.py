@@ -10,7 +10,7 @@ from engine.proposer.growth.tree import Child, Tree
 from engine.sampling.logits_row import Row
 from engine.sampling.noise import Purpose, random_bits
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
-from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_laws
+from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 
 _LAW_SIZE = 32  # as for chains
 _NUM_BITS = 62 - WEIGHT_BITS  # of a coin that is scaled by what a law has left
@@ -65,7 +65,7 @@ class TreeSampler:
         """
         probs, token_ids = self._sampler.law(scores, rows).topk(min(_LAW_SIZE, scores.shape[1]))  # [R, k]
         left = quantize(probs)
-        laws = sparse_laws(token_ids, left)
+        laws = sparse_distributions(token_ids, left)
         keys, lanes = pass_keys(rows, Purpose.DRAFT, scores.device), draft_lanes(rows, scores.device)
         children: list[list[Child]] = [[] for _ in rows]
         for rank in range(max(wanted)):

@@ -11,7 +11,7 @@ _WINDOW = 200.0  # votes of a kind that count
 _TRUST = 8.0  # votes that the first guess is worth
 
 
-class MatchChances:
+class MatchAcceptance:
     """Chances by length of the match, all texts together; `n / (n + 2)` for n tokens before anything is known, which
     lies between what prose and agents turn out to have.
 

@@ -18,7 +18,7 @@ class _Followed:
 
 
 class PredictionGuesser:
-    """Guesses what the request's prediction says next, as long as the text follows it; a `Guesser`.
+    """Guesses what the request's prediction says next, as long as the text follows it; a `TextMatcher`.
 
     The prediction must not know the noise that will verify it: with verification other than `coupled`, a text that was
     sampled with the same seed would bias the output (the ingress refuses a prediction beside a seed there).

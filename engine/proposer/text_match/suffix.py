@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer.text_match.match_acceptance import MatchChances
+from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex
 from engine.proposer.text_match.text_matcher import Guess
@@ -20,7 +20,7 @@ from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 
-_UNTAUGHT = MatchChances()  # what was learned from a text of the same seed would tell of its noise
+_UNTAUGHT = MatchAcceptance()  # what was learned from a text of the same seed would tell of its noise
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SuffixProposer:
         if max_shared_tokens < 1:
             raise ConfigError(f"max_shared_tokens {max_shared_tokens} holds no text; use at least 1")
         self._min_chance = min_chance
-        self._chances = MatchChances()
+        self._chances = MatchAcceptance()
         self._shared = SharedTexts(max_shared_tokens)
         self._followed: dict[str, _Followed] = {}
 

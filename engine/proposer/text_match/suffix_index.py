@@ -35,7 +35,8 @@ class Occurrence:
 
     def follower(self, drafted_ids: Seq[int]) -> int:
         """The token behind the place and as many more as are drafted, or SEPARATOR; past the end of all that is known
-        the text goes on with what is drafted, as a period does."""
+        the text goes on with what is drafted, as a period does.
+        """
         return self.index.token_at(self.position + len(drafted_ids), drafted_ids)
 
 
@@ -95,7 +96,8 @@ class SuffixIndex:
 
     def occurrences(self, suffix: Seq[int]) -> list[Occurrence]:
         """The latest places where an end of `suffix` occurred before, of which MAX_MATCH tokens count; every n-gram
-        size gives some, the longest first."""
+        size gives some, the longest first.
+        """
         suffix = suffix[-MAX_MATCH:]
         found: dict[int, Occurrence] = {}
         for chains in reversed(self._chains):

@@ -17,7 +17,7 @@ class Guess:
     match_len: int
 
 
-class Guesser(Protocol):
+class TextMatcher(Protocol):
     """Knows at once, for every open sequence, what it would draft and how far the context supports it.
 
     A guess is a function of committed tokens and of other texts, so every verifier treats it as certain.

@@ -10,14 +10,14 @@ from pathlib import Path
 from tokenizers import Tokenizer as TokenizerCore
 
 from protos.errors import ConfigError
-from protos.token_bytes import find_spelling
+from protos.token_bytes import find_token_bytes
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # What may stand before a text while it is encoded: some tokenizers put a space before the first word of everything.
 _LEADS = ("", "\n", ".")
 
 
-class SpelledVocabulary:
+class ByteVocabulary:
     """One tokenizer's tokens.
 
     Attributes:
@@ -28,7 +28,7 @@ class SpelledVocabulary:
 
     def __init__(self, core: TokenizerCore, vocab_size: int) -> None:
         """Of the ids that a model with `vocab_size` logits has. Raises ConfigError if its tokens do not spell bytes."""
-        spelling = find_spelling(core)
+        spelling = find_token_bytes(core)
         if spelling is None:
             raise ConfigError(
                 "its tokens do not stand for fixed bytes (neither byte-level nor SentencePiece), so they cannot be "
@@ -49,7 +49,7 @@ class SpelledVocabulary:
         self.id_of.pop(b"", None)
 
     @classmethod
-    def from_file(cls, file: Path, vocab_size: int) -> SpelledVocabulary:
+    def from_file(cls, file: Path, vocab_size: int) -> ByteVocabulary:
         """Read a tokenizer.json; raises ConfigError where it is none, or spells no bytes."""
         core = read_tokenizer(file)
         try:

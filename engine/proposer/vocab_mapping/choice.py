@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from engine.config import DraftVocabulary
 from engine.model.loader import tokenizer_file
-from engine.proposer.vocab_mapping.byte_vocabulary import SpelledVocabulary, names_of, read_tokenizer
+from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
 from engine.proposer.vocab_mapping.vocabulary_pair import (
     ModelTokens,
     VocabularyPair,
@@ -61,8 +61,8 @@ def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary
     if is_same and not is_to_translate:
         return Choice(DraftVocabulary.SAME, target_tokens)
     pair = VocabularyPair(
-        SpelledVocabulary.from_file(target_file, target_tokens.vocab_size),
-        SpelledVocabulary.from_file(draft_file, draft_tokens.vocab_size),
+        ByteVocabulary.from_file(target_file, target_tokens.vocab_size),
+        ByteVocabulary.from_file(draft_file, draft_tokens.vocab_size),
         target_tokens,
         draft_tokens,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from engine.proposer.common_prefix import num_equal
-from engine.proposer.vocab_mapping.byte_vocabulary import SpelledVocabulary
+from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
 _MAX_TAIL_BYTES = 256  # text that is encoded again every time
 _MIN_TAIL_BYTES = 64  # of it that stays when the rest is settled
@@ -27,7 +27,7 @@ class TextReader:
     """
 
     def __init__(
-        self, target: SpelledVocabulary, draft: SpelledVocabulary, special_ids: Mapping[int, tuple[int, ...]]
+        self, target: ByteVocabulary, draft: ByteVocabulary, special_ids: Mapping[int, tuple[int, ...]]
     ) -> None:
         self.token_ids: list[int] = []
         self._target = target

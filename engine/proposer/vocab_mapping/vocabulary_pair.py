@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.proposer.vocab_mapping.byte_vocabulary import SpelledVocabulary
+from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
 _MAX_PADDING_SHARE = 0.01  # of the vocabulary: two sizes of one tokenizer differ by the padding of their embeddings
 _ZIPF_SHIFT = 100  # the first tokens of a BPE, single bytes for the most part, are not its most frequent ones
@@ -24,8 +24,8 @@ class ModelTokens:
 class VocabularyPair:
     """Two models' tokens; ids beyond a model's logits are left out of everything."""
 
-    target: SpelledVocabulary
-    draft: SpelledVocabulary
+    target: ByteVocabulary
+    draft: ByteVocabulary
     target_tokens: ModelTokens
     draft_tokens: ModelTokens
 

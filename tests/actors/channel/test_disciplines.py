@@ -23,7 +23,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
-from engine.proposer.draft_model.ahead_drafter import Lookahead
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import Folders, write_pair
@@ -86,7 +86,7 @@ def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
 class WatchedLookahead:
     """Remembers how far into each sequence everything was prepared."""
 
-    def __init__(self, lookahead: Lookahead) -> None:
+    def __init__(self, lookahead: AheadDrafter) -> None:
         self._lookahead = lookahead
         self.seen: dict[str, int] = {}
 

@@ -11,7 +11,7 @@ from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import Prepared, Prospect
+from engine.proposer.draft_model.ahead_drafter import PendingPass, PreparedDraft
 from protos.messages import SamplingParams, VerifyMode
 
 PATIENCE_S = 20.0  # of these tests, on a busy machine
@@ -164,7 +164,7 @@ class CountingLookahead:
 
     def __init__(self) -> None:
         self.num_steps = 1
-        self.seen: list[Prospect] = []
+        self.seen: list[PendingPass] = []
         self.num_stopped = 0
 
     def run(self, prospects, emit, is_stopped) -> bool:
@@ -178,11 +178,11 @@ class CountingLookahead:
         return True
 
 
-def _prepared(prospect: Prospect) -> Prepared:
+def _prepared(prospect: PendingPass) -> PreparedDraft:
     last = (*prospect.sequence.token_ids, *prospect.draft_ids)[-1]
     after = (*prospect.draft_ids, last + 1)
     draft = Draft(tuple(last + 2 + index for index in range(prospect.num_drafts)))
-    return Prepared(prospect.sequence.request_id, len(prospect.sequence.token_ids), after, draft)
+    return PreparedDraft(prospect.sequence.request_id, len(prospect.sequence.token_ids), after, draft)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What the journal makes of a cache's events: nothing lost, nothing twice."""
 
-from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from protos.block_keys import split_keys
 from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared
 
@@ -8,7 +8,7 @@ A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))
 
 
 def test_events_of_several_steps_become_one_delta():
-    journal = CacheJournal()
+    journal = KVEventBuffer()
     journal.record(BlocksStored((A,)))
     journal.record(BlocksStored((B,)))
     journal.record(BlocksRemoved((C,)))
@@ -20,7 +20,7 @@ def test_events_of_several_steps_become_one_delta():
 
 
 def test_the_last_word_on_a_block_counts():
-    journal = CacheJournal()
+    journal = KVEventBuffer()
     journal.record(BlocksStored((A,)))
     journal.record(BlocksRemoved((A,)))
     journal.record(BlocksRemoved((B,)))
@@ -29,7 +29,7 @@ def test_the_last_word_on_a_block_counts():
 
 
 def test_a_cleared_cache_is_cleared_before_what_came_after():
-    journal = CacheJournal()
+    journal = KVEventBuffer()
     journal.record(BlocksStored((A,)))
     journal.record(CacheCleared())
     journal.record(BlocksStored((B,)))

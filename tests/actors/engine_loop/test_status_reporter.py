@@ -1,6 +1,6 @@
 """When the target speaks to its shell about itself, and what it leaves out."""
 
-from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import DraftStats, EngineStats
@@ -16,7 +16,7 @@ class Target:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.sent: list[Status | Snapshot] = []
-        self.journal = CacheJournal()
+        self.journal = KVEventBuffer()
         self.keys: set[bytes] = set()
         self.reporter = StatusReporter(self.sent.append, self.journal, lambda: self.keys, lambda: self.now_s)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.engine_loop.engine_loop import EngineLoop
-from actors.engine_loop.kv_event_buffer import CacheJournal
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.pair.target_client import TargetClient
 from actors.pair.token_stream import TokenStream
@@ -82,7 +82,7 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.engine = CountingEngine()
         self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
-        self.journal = CacheJournal()
+        self.journal = KVEventBuffer()
         reporter = StatusReporter(self.server.emit, self.journal, lambda: [KEY])
         self.loop = EngineLoop(self.engine, self.server.emit, reporter=reporter)
         self._threads = [

@@ -17,12 +17,12 @@ from actors.process.frames import (
     connect,
 )
 from actors.shell_messages import Refused
-from engine.draft import Draft, SparseLaw
+from engine.draft import Draft, SparseDistribution
 from protos.errors import OverloadedError
 
 MESSAGES = [
     Hello(1, "v"),
-    Offers((Offer("a", 3, Draft((1, 2), (SparseLaw((1, 2), (65535, 1)),))),), ("b",)),
+    Offers((Offer("a", 3, Draft((1, 2), (SparseDistribution((1, 2), (65535, 1)),))),), ("b",)),
     Offers(),
 ]
 

@@ -9,10 +9,10 @@ import torch
 
 from engine.attention import backend as attention_backend
 from engine.attention.backend import check_kv_kind, choose_attention
-from engine.attention.batch_invariant import ExactAttention
+from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.span import Span
 from protos.errors import ConfigError
@@ -29,7 +29,7 @@ def test_a_processor_without_our_kernels_gets_torch_and_the_log_says_so(
     with caplog.at_level(logging.INFO):
         assert choose_attention(name, CPU) is TorchAttention
     assert f"attention on cpu: torch (configured: {name}" in caplog.text
-    assert choose_attention(name, CPU, is_deterministic=True) is ExactAttention
+    assert choose_attention(name, CPU, is_deterministic=True) is BatchInvariantAttention
 
 
 def test_a_processor_without_our_kernels_refuses_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(cap
 @needs_kernels
 def test_a_refused_pool_names_the_attention_that_does_not_read_it() -> None:
     with pytest.raises(ConfigError, match=r"runs on cpu with native attention; set it to int8"):
-        check_kv_kind(KVKind.FP8, choose_attention("auto", CPU), CPU)
+        check_kv_kind(KVDtype.FP8, choose_attention("auto", CPU), CPU)
 
 
 def test_a_processor_without_interpreter_refuses_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import LayerOptions
 from engine.attention.triton_tiling import Heads
 from engine.kv_cache.int8_heads import to_int8_heads
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.span import Span
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,
@@ -101,7 +101,7 @@ def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float) -> None:
-    world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVKind.INT8)
+    world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVDtype.INT8)
     num_rows = len(world.query)
     generator, sizes = torch.Generator().manual_seed(1), torch.logspace(-40, 0, num_rows)[:, None]
     key, value = ((torch.randn(1, 2, num_rows, dim, generator=generator) * sizes).to(dtype) for dim in (24, 40))

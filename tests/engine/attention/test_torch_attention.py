@@ -104,7 +104,7 @@ class World:
 def one_row(
     query: Tensor, keys: Tensor, values: Tensor, position: int, options: LayerOptions, group_size: int
 ) -> Tensor:
-    """query [heads, D] at `position` over keys [S, kv heads, D] -> [heads, D of the values]."""
+    """Query [heads, D] at `position` over keys [S, kv heads, D] -> [heads, D of the values]."""
     first = 0 if options.window is None else max(0, position - options.window + 1)
     out = []
     for head in range(query.shape[0]):

@@ -17,7 +17,7 @@ from engine.attention.torch_attention import LayerOptions, TorchAttention
 from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling
 from engine.indexing import upload
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
     CHUNK,
     DECODE,
@@ -136,7 +136,7 @@ def test_float8_keys_and_values_are_read_with_the_scales_of_their_heads(dtype: t
 
 
 def test_a_float8_pool_is_read_as_it_was_written() -> None:
-    world = AttentionWorld([DECODE, TREES[2]], Heads(2, 2, 24, 8), kind=KVKind.FP8)
+    world = AttentionWorld([DECODE, TREES[2]], Heads(2, 2, 24, 8), kind=KVDtype.FP8)
     assert world.cache.keys[0].dtype is torch.float8_e4m3fn
     check(world)
 

@@ -23,9 +23,9 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core import EngineCore
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
-from engine.kv_cache.sharded_layout import HeadParts
+from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
 from protos.errors import ConfigError
@@ -34,7 +34,7 @@ from tests.engine.fixtures.attention_fixtures import DEVICE
 from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp
 
 SHAPES = [LayerShape(num_kv_heads=2, key_dim=24, value_dim=8)]
-FP8 = KVKind.FP8
+FP8 = KVDtype.FP8
 needs_triton = pytest.mark.usefixtures("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span divide by what they see: nothing
 
@@ -64,7 +64,7 @@ def test_what_is_stored_depends_on_the_token_alone() -> None:
     assert torch.equal(FP8.stored(heads), torch.cat([FP8.stored(token[None]) for token in heads]))
 
 
-def new_cache(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, kind: KVKind = FP8) -> KVCache:
+def new_cache(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, kind: KVDtype = FP8) -> KVCache:
     shapes = [LayerShape(num_kv_heads, shape.key_dim, shape.value_dim) for shape in SHAPES]
     return KVCache(shapes, 6, 4, dtype=dtype, device=DEVICE, kind=kind)
 
@@ -94,15 +94,15 @@ def test_blocks_keep_their_numbers_when_they_are_moved_copied_and_sent() -> None
     assert torch.equal(other.keys[0].flatten(0, 1)[12:14].float(), keys)  # what the kernel reads
 
 
-@pytest.mark.parametrize("kind", list(KVKind))
-def test_blocks_of_ranks_are_joined_and_divided_by_heads(kind: KVKind) -> None:
+@pytest.mark.parametrize("kind", list(KVDtype))
+def test_blocks_of_ranks_are_joined_and_divided_by_heads(kind: KVDtype) -> None:
     whole, halves = new_cache(kind=kind), [new_cache(num_kv_heads=1, kind=kind) for _ in range(2)]
     key, value = random_kv()
     whole.write(0, slice(0, 8), key, value)
     for head, half in enumerate(halves):
         half.write(0, slice(0, 8), key[:, head : head + 1], value[:, head : head + 1])
     of_rank = [LayerShape(1, shape.key_dim, shape.value_dim) for shape in SHAPES]
-    heads = HeadParts(SHAPES, of_rank, 4, torch.float32, 2, kind)
+    heads = ShardedKVLayout(SHAPES, of_rank, 4, torch.float32, 2, kind)
     blocks, parts = whole.export_blocks([0, 1]), [half.export_blocks([0, 1]) for half in halves]
     assert torch.equal(heads.join(parts), blocks)
     assert all(torch.equal(heads.of_rank(blocks, index), part) for index, part in enumerate(parts))

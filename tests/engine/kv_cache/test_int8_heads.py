@@ -9,7 +9,7 @@ import torch
 
 from engine.config import CacheConfig, ModelConfig
 from engine.kv_cache.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
-from engine.kv_cache.kv_dtype import KVKind
+from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
@@ -45,12 +45,12 @@ def test_what_is_stored_depends_on_the_token_alone() -> None:
 def test_a_quantised_pool_takes_the_bytes_that_are_counted() -> None:
     cache = new_cache()
     num_bytes = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
-    assert num_bytes == 6 * block_bytes(SHAPES, 4, torch.bfloat16, KVKind.INT8)
+    assert num_bytes == 6 * block_bytes(SHAPES, 4, torch.bfloat16, KVDtype.INT8)
     assert num_bytes < 0.53 * 6 * block_bytes(SHAPES, 4, torch.bfloat16)
 
 
 def new_cache() -> KVCache:
-    return KVCache(SHAPES, 6, 4, dtype=torch.float32, device=CPU, kind=KVKind.INT8)
+    return KVCache(SHAPES, 6, 4, dtype=torch.float32, device=CPU, kind=KVDtype.INT8)
 
 
 def test_blocks_keep_their_numbers_when_they_are_moved_copied_and_sent() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
-from engine.model.forward_batch import FlatPass
-from engine.model.hidden_state_taps import Tap
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import HiddenStateTaps
 from engine.model.paged_model import PagedModel
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
@@ -27,8 +27,8 @@ OTHERS = [2, 71, 82, 8]
 def features_of(model: PagedModel, spans: list[Span]) -> Tensor:
     """Of the last of two passes: the first computes the beginning of IDS."""
     cache = model.new_cache(2, 16)
-    model.forward(FlatPass.of([Span(IDS[:4], 0, [0], 0)], cache))
-    model.forward(FlatPass.of(spans, cache))
+    model.forward(ForwardBatch.of([Span(IDS[:4], 0, [0], 0)], cache))
+    model.forward(ForwardBatch.of(spans, cache))
     assert model.features is not None
     return model.features
 
@@ -41,7 +41,7 @@ def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path)
         for ids, start in ((IDS, 4), (OTHERS, 0)):
             states = stock(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
             expected.append(torch.cat([states[place][0, start:] for place in (0, 1, -1)], dim=-1))
-    model = PagedModel(copy.deepcopy(stock), tap=Tap((0, 1), is_final=True))
+    model = PagedModel(copy.deepcopy(stock), tap=HiddenStateTaps((0, 1), is_final=True))
     found = features_of(model, [Span(IDS[4:], 4, [0], 1), Span(OTHERS, 0, [1], 0)])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
@@ -50,7 +50,7 @@ def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path)
 def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED[family]())
     norm = copy.deepcopy(stock.model.norm)
-    model = PagedModel(stock, tap=Tap((2,), is_final=True))
+    model = PagedModel(stock, tap=HiddenStateTaps((2,), is_final=True))
     raw, final = features_of(model, [Span(IDS[4:], 4, [0], 1)]).chunk(2, dim=-1)
     assert not torch.allclose(raw, final)
     torch.testing.assert_close(norm(raw), final, atol=1e-4, rtol=1e-4)
@@ -59,9 +59,9 @@ def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_
 def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED["llama"]())
     logits = []
-    for tap in (Tap(), Tap((1,)), Tap(is_final=True)):
+    for tap in (HiddenStateTaps(), HiddenStateTaps((1,)), HiddenStateTaps(is_final=True)):
         model = PagedModel(copy.deepcopy(stock), tap=tap)
-        logits.append(model.forward(FlatPass.of([Span(IDS, 0, [0], 3)], model.new_cache(1, 16))))
+        logits.append(model.forward(ForwardBatch.of([Span(IDS, 0, [0], 3)], model.new_cache(1, 16))))
         assert (model.features is None) is (not tap)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
@@ -70,7 +70,7 @@ def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
 def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED["gpt2"]())
     with pytest.raises(ConfigError, match="its layers cannot be tapped for a head"):
-        PagedModel(stock, tap=Tap((1,)))
+        PagedModel(stock, tap=HiddenStateTaps((1,)))
 
 
 # ---- what a runner makes of it ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.remote_prefill.placement import LocalOutlook, RemoteOutlook, choose_prefill
+from engine.remote_prefill.placement import LocalOutlook, RemoteOutlook, place_prefill
 
 RATE = 1000.0
 IDLE = LocalOutlook(RATE, slowdown=0.0, num_queued_tokens=0, num_decoding=0)
@@ -14,7 +14,7 @@ FREE = RemoteOutlook(RATE, num_queued_tokens=0.0, call_s=0.01, transfer_s_per_to
 
 
 def is_remote(num_tokens: int, local: LocalOutlook = IDLE, remote: RemoteOutlook = FREE) -> bool:
-    return choose_prefill(num_tokens, 100, local, remote).is_remote
+    return place_prefill(num_tokens, 100, local, remote).is_remote
 
 
 def test_a_long_prompt_goes_to_a_free_replica_and_a_short_one_never() -> None:
@@ -56,6 +56,6 @@ def test_rates_that_are_not_measured_yet_are_no_obstacle() -> None:
 
 
 def test_the_decision_says_its_numbers() -> None:
-    choice = choose_prefill(2000, 100, replace(IDLE, num_decoding=1), FREE)
+    choice = place_prefill(2000, 100, replace(IDLE, num_decoding=1), FREE)
     assert (choice.local_s, choice.remote_s) == (pytest.approx(4.0), pytest.approx(0.03))
     assert str(choice) == "remote prefill of 2000 tokens: here 4.000 s, there 0.030 s"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.remote_prefill.kv_transfer import KVChunk, RemoteLoad
-from engine.remote_prefill.replica_rates import RemoteMeter
+from engine.remote_prefill.replica_rates import ReplicaRates
 
 
 class Clock:
@@ -21,7 +21,7 @@ def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
 
 
 def test_orders_nobody_has_acknowledged_count_as_queue() -> None:
-    meter = RemoteMeter(Clock())
+    meter = ReplicaRates(Clock())
     meter.ordered(1, 4000)
     meter.ordered(2, 1000)
     assert meter.outlook().num_queued_tokens == 5000
@@ -31,7 +31,7 @@ def test_orders_nobody_has_acknowledged_count_as_queue() -> None:
 
 def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
     clock = Clock()
-    meter = RemoteMeter(clock)
+    meter = ReplicaRates(clock)
     meter.ordered(1, 4000)
     meter.accepted(1, RemoteLoad("a", 1000, 500.0), after_s=0.02)
     outlook = meter.outlook()
@@ -43,7 +43,7 @@ def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
 
 
 def test_the_shortest_queue_is_what_a_new_order_meets() -> None:
-    meter = RemoteMeter(Clock())
+    meter = ReplicaRates(Clock())
     meter.arrived(chunk(0.1, RemoteLoad("a", 9000, 500.0)), 100)
     meter.arrived(chunk(0.1, RemoteLoad("b", 10, 700.0)), 100)
     outlook = meter.outlook()
@@ -53,7 +53,7 @@ def test_the_shortest_queue_is_what_a_new_order_meets() -> None:
 
 def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
     clock = Clock()
-    meter = RemoteMeter(clock)
+    meter = ReplicaRates(clock)
     meter.arrived(chunk(0.1, RemoteLoad("a", 90000, 500.0)), 100)
     clock.now_s += 31.0
     assert meter.outlook().tokens_per_s == 0.0
@@ -61,7 +61,7 @@ def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
 
 def test_pauses_grow_with_failures_in_a_row_and_not_with_those_of_one_moment() -> None:
     clock = Clock()
-    meter = RemoteMeter(clock)
+    meter = ReplicaRates(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         assert meter.is_open
         for _ in range(5):
@@ -77,7 +77,7 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_those_of_one_moment() -
 
 def test_a_way_that_was_slow_once_is_tried_again() -> None:
     clock = Clock()
-    meter = RemoteMeter(clock)
+    meter = ReplicaRates(clock)
     load = RemoteLoad("a", 0, 500.0)
     meter.accepted(1, load, after_s=8.0)
     clock.now_s += 60.0

@@ -18,8 +18,8 @@ from engine.proposer.adaptive.draft_budget import DraftedPass, PassTime
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
-from engine.scheduler.async_scheduling import OneStepBehind
-from engine.scheduler.in_flight_batch import IssuedPass
+from engine.scheduler.async_scheduling import AsyncScheduling
+from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
@@ -70,7 +70,7 @@ def make_core(
         verifier,
         SpeculationConfig(num_drafts),
         clock=clock,
-        overlap=OneStepBehind(runner, scheduler, verifier) if is_behind else None,
+        overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else None,
     )
 
 
@@ -198,7 +198,7 @@ def the_row_of_an_ended_sequence_is_committed(patch: pytest.MonkeyPatch) -> None
 def logits_of_ended_sequences_stay_in_the_way(patch: pytest.MonkeyPatch) -> None:
     real = overlap._of_running
 
-    def keep_logits(issued: IssuedPass) -> IssuedPass | None:
+    def keep_logits(issued: InFlightBatch) -> InFlightBatch | None:
         running = real(issued)
         return None if running is None else replace(running, logits=issued.logits)
 
@@ -227,14 +227,14 @@ def the_block_of_an_unknown_token_is_named(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_of_the_pass_on_its_way_are_given_away(patch: pytest.MonkeyPatch) -> None:
-    real = OneStepBehind._issue
+    real = AsyncScheduling._issue
 
-    def give_back(self: OneStepBehind, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
+    def give_back(self: AsyncScheduling, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         real(self, batch, token_ids, tasks)
         for share in batch.shares:
             self._scheduler._blocks.trim(share.sequence, share.start)
 
-    patch.setattr(OneStepBehind, "_issue", give_back)
+    patch.setattr(AsyncScheduling, "_issue", give_back)
 
 
 MISTAKES = [

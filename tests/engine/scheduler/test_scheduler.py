@@ -18,7 +18,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier import Verified
+from engine.verifier import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, VerifyMode
 from tests.engine.fixtures.fakes import PagedTokens
@@ -132,14 +132,14 @@ class Bench:
         return prefix[len(sequence.token_ids) :]
 
 
-def _verify(prefixes: Seq[Seq[int | None]], draft: Seq[int]) -> Verified:
+def _verify(prefixes: Seq[Seq[int | None]], draft: Seq[int]) -> VerifyResult:
     tokens: list[int] = []
     for index, prefix in enumerate(prefixes):
         tokens.append(next_token(prefix))
         if index == len(draft) or draft[index] != tokens[-1]:
             break
     logprobs = tuple(TokenLogprobs(token, 0.0) for token in tokens)
-    return Verified(tuple(tokens), len(tokens) - 1, logprobs)
+    return VerifyResult(tuple(tokens), len(tokens) - 1, logprobs)
 
 
 def shares_of(batch: Batch) -> list[tuple[str, int, int, int]]:

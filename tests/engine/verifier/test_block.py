@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.draft import WEIGHT_SUM, Draft, SparseLaw
+from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.verifier import block_law
 from engine.verifier.rejection_law import NO_PROPOSAL
 from protos.messages import SamplingParams, VerifyMode
@@ -69,8 +69,8 @@ def test_a_draft_without_laws_is_certain_and_exact_even_outside_the_vocabulary(d
 
 
 def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
-    q = SparseLaw((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
-    halves = SparseLaw((1, 2), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
+    q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
+    halves = SparseDistribution((1, 2), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
     paths = [(Draft((token_id, x), (q, halves)), p) for token_id, p in ((0, 0.125), (3, 0.375)) for x in (1, 2)]
     for pair in pair_library(3):
         emitted = enumerated_law(pair, SamplingParams(), 3, paths, BLOCK)
@@ -79,7 +79,8 @@ def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
 
 def test_blocks_commit_at_least_what_rejection_commits() -> None:
     """Tokens per pass on the tables of three tokens, K = 4: peaked 2.62 and 2.77 (+5.8%), flat draft 2.66 and 2.90
-    (+8.8%), zeros on both sides 1.49 and 1.50 (+0.3%); no difference at K = 1 or where draft and target agree."""
+    (+8.8%), zeros on both sides 1.49 and 1.50 (+0.3%); no difference at K = 1 or where draft and target agree.
+    """
     for num_drafts in (1, 2, 4):
         for pair in pair_library(3):
             block = expected_tokens(pair, num_drafts, BLOCK)
@@ -178,7 +179,7 @@ def test_a_ratio_recovers_up_to_one_and_not_from_zero() -> None:
 
 def test_the_excess_is_what_the_dense_sum_says() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]], dtype=torch.float64)
-    q = SparseLaw((0, 2, 7), (WEIGHT_SUM // 2, WEIGHT_SUM // 4, WEIGHT_SUM // 4))
+    q = SparseDistribution((0, 2, 7), (WEIGHT_SUM // 2, WEIGHT_SUM // 4, WEIGHT_SUM // 4))
     rho = torch.tensor([0.5, 1.0, 0.25], dtype=torch.float64)
     excess = block_law.excess_mass(p, [0, 1, 1], rho, [q, q, NO_PROPOSAL])
     torch.testing.assert_close(excess, torch.tensor([0.1 + 0.1, 0.5, 0.25], dtype=torch.float64))

@@ -90,7 +90,9 @@ def the_last_draft_always_stands(patch: pytest.MonkeyPatch) -> None:
 def the_last_draft_is_judged_by_its_own_law(patch: pytest.MonkeyPatch) -> None:
     real = block_law.excess_mass
 
-    def with_last_law(laws: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_law.SparseLaw]) -> Tensor:
+    def with_last_law(
+        laws: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_law.SparseDistribution]
+    ) -> Tensor:
         return real(laws, row_ids, rho, [*proposals[:-1], proposals[0]])
 
     patch.setattr(block_law, "excess_mass", with_last_law)

@@ -14,7 +14,7 @@ from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
-from engine.verifier import Verified, VerifyTask
+from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.coupled import match
 from engine.verifier.trial import Outcome
 from engine.verifier.verifier import Verifier
@@ -115,7 +115,7 @@ def test_bad_words_and_early_stop_tokens_never_appear() -> None:
         assert not {6, 8} & set(generated[:10])
 
 
-def verify_one(sequence: Sequence, draft: Draft, logits: torch.Tensor) -> Verified:
+def verify_one(sequence: Sequence, draft: Draft, logits: torch.Tensor) -> VerifyResult:
     (verified,) = Verifier(Sampler()).verify(logits, [VerifyTask(sequence, draft, 0)])
     return verified
 
@@ -173,7 +173,7 @@ def test_a_draft_outside_the_vocabulary_ends_the_pass_there() -> None:
     logits[:, 3] = 9.0
     for mode in VerifyMode:
         sequence = new_sequence(SamplingParams(temperature=0.0), mode)
-        assert verify_one(sequence, Draft((3, 99, 3)), logits) == Verified((3, 3), 1)
+        assert verify_one(sequence, Draft((3, 99, 3)), logits) == VerifyResult((3, 3), 1)
 
 
 def test_matching_stops_at_the_first_difference() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseLaw
+from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.verifier import rejection_law as law
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
@@ -69,7 +69,7 @@ def test_a_draft_without_laws_is_certain_and_exact_even_outside_the_vocabulary(d
 
 
 def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
-    q = SparseLaw((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
+    q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
     paths = [(Draft((0,), (q,)), 0.25), (Draft((3,), (q,)), 0.75)]
     for pair in pair_library(3):
         emitted = enumerated_law(pair, SamplingParams(), 2, paths)
@@ -133,21 +133,24 @@ def test_greedy_emits_the_argmax_whatever_is_drafted() -> None:
 @pytest.mark.parametrize(
     "q",
     [
-        SparseLaw((0, 1), (WEIGHT_SUM, 1)),
-        SparseLaw((0, 1), (WEIGHT_SUM + 1, -1)),
-        SparseLaw((0, 0), (WEIGHT_SUM // 2, WEIGHT_SUM // 2)),
-        SparseLaw((1,), (WEIGHT_SUM,)),
-        SparseLaw((0, 1), (WEIGHT_SUM,)),
-        SparseLaw((), ()),
+        SparseDistribution((0, 1), (WEIGHT_SUM, 1)),
+        SparseDistribution((0, 1), (WEIGHT_SUM + 1, -1)),
+        SparseDistribution((0, 0), (WEIGHT_SUM // 2, WEIGHT_SUM // 2)),
+        SparseDistribution((1,), (WEIGHT_SUM,)),
+        SparseDistribution((0, 1), (WEIGHT_SUM,)),
+        SparseDistribution((), ()),
     ],
 )
-def test_a_law_that_cannot_be_is_not_believed(q: SparseLaw) -> None:
-    assert law.proposals_of(Draft((0,), (q,))) == (SparseLaw((0,), (WEIGHT_SUM,)),)
+def test_a_law_that_cannot_be_is_not_believed(q: SparseDistribution) -> None:
+    assert law.proposals_of(Draft((0,), (q,))) == (SparseDistribution((0,), (WEIGHT_SUM,)),)
 
 
 def test_laws_that_do_not_match_their_tokens_in_number_are_not_believed() -> None:
-    q = SparseLaw((0, 1), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
-    assert law.proposals_of(Draft((0, 1), (q,))) == (SparseLaw((0,), (WEIGHT_SUM,)), SparseLaw((1,), (WEIGHT_SUM,)))
+    q = SparseDistribution((0, 1), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
+    assert law.proposals_of(Draft((0, 1), (q,))) == (
+        SparseDistribution((0,), (WEIGHT_SUM,)),
+        SparseDistribution((1,), (WEIGHT_SUM,)),
+    )
     assert law.proposals_of(NO_DRAFT) == ()
 
 

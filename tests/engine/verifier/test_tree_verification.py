@@ -12,7 +12,7 @@ from functools import cache, partial
 import pytest
 from torch import Tensor
 
-from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseLaw
+from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
@@ -87,7 +87,7 @@ def _draw(pair: Pair, sampling: SamplingParams, before: _Grown, node: int, paren
     ] or [before]
 
 
-def _law_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseLaw:
+def _law_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseDistribution:
     sampler = Sampler()
     row = row_of(new_sequence(sampling), tree.path(parent))
     scores = sampler.process(pair.draft.logits([[*row.token_ids, *row.draft_ids]]), [row])
@@ -189,7 +189,7 @@ def test_a_tree_without_laws_is_certain_and_exact_even_with_twins_and_strangers(
 
 
 def test_a_drawn_sibling_outside_the_vocabulary_is_rejected_by_its_law() -> None:
-    q = SparseLaw((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
+    q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
     trees = [(Draft((0, 3), (q, q), (-1, -1)), 0.25), (Draft((3,), (q,), (-1,)), 0.75)]
     for pair in pair_library(3):
         emitted = emitted_law(pair, SamplingParams(), trees, 2)
@@ -197,10 +197,10 @@ def test_a_drawn_sibling_outside_the_vocabulary_is_rejected_by_its_law() -> None
 
 
 def test_siblings_that_name_different_laws_are_not_believed() -> None:
-    q, other = SparseLaw((0, 1), (WEIGHT_SUM // 2,) * 2), SparseLaw((1, 2), (WEIGHT_SUM // 2,) * 2)
+    q, other = SparseDistribution((0, 1), (WEIGHT_SUM // 2,) * 2), SparseDistribution((1, 2), (WEIGHT_SUM // 2,) * 2)
     first, second = tree_law.siblings_of(Draft((0, 1), (q, other), (-1, -1)), -1)
     assert first.law == q
-    assert second.law == SparseLaw((1,), (WEIGHT_SUM,))
+    assert second.law == SparseDistribution((1,), (WEIGHT_SUM,))
 
 
 def test_width_pays_only_because_siblings_are_drawn_without_replacement() -> None:
@@ -235,9 +235,9 @@ def drawn_siblings_stay_in_the_law(patch: pytest.MonkeyPatch) -> None:
 def the_law_left_is_not_renormalised(patch: pytest.MonkeyPatch) -> None:
     real = tree_law.without
 
-    def unscaled(law: SparseLaw, token_id: int) -> SparseLaw:
+    def unscaled(law: SparseDistribution, token_id: int) -> SparseDistribution:
         left = real(law, token_id)
-        return SparseLaw((*left.token_ids, 99), (*left.weights, sum(law.weights) - sum(left.weights)))
+        return SparseDistribution((*left.token_ids, 99), (*left.weights, sum(law.weights) - sum(left.weights)))
 
     patch.setattr(tree_law, "without", unscaled)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, SparseLaw
+from engine.draft import Draft, SparseDistribution
 from engine.sampling import masks, penalties, sampler
 from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import Row
@@ -60,7 +60,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafted(SparseLaw):
+class _Drafted(SparseDistribution):
     """A law that remembers its token."""
 
     drafted_id: int = -1
@@ -110,7 +110,7 @@ def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
         pairs = zip(real(draft), draft.token_ids, strict=True)
         return tuple(_Drafted(q.token_ids, q.weights, token_id) for q, token_id in pairs)
 
-    def drafted_alone(proposals: Seq[_Drafted], num_accepted: int) -> SparseLaw:
+    def drafted_alone(proposals: Seq[_Drafted], num_accepted: int) -> SparseDistribution:
         return one_hot(proposals[num_accepted].drafted_id) if num_accepted < len(proposals) else law.NO_PROPOSAL
 
     patch.setattr(law, "proposals_of", remember)
@@ -124,11 +124,11 @@ def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
 def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
     real = law.recovered_law
 
-    def marked(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+    def marked(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
         if num_accepted < len(proposals):
             return proposals[num_accepted]
         last = proposals[-1] if proposals else law.NO_PROPOSAL
-        return SparseLaw(last.token_ids, tuple(-weight for weight in last.weights))
+        return SparseDistribution(last.token_ids, tuple(-weight for weight in last.weights))
 
     def from_draft(p: Tensor, q: Tensor) -> Tensor:
         return torch.where(q.sum(dim=1, keepdim=True) < 0, -q, real(p, q))
@@ -139,7 +139,7 @@ def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration", "samples")
 def bonus_comes_from_the_residual(patch: pytest.MonkeyPatch) -> None:
-    def last(proposals: Seq[SparseLaw], num_accepted: int) -> SparseLaw:
+    def last(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
         return proposals[min(num_accepted, len(proposals) - 1)] if proposals else law.NO_PROPOSAL
 
     patch.setattr(law, "final_proposal", last)

@@ -9,7 +9,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.sequence import Sequence
 from protos.block_keys import PROBE_SALT, probe_token_ids, split_keys
 from protos.messages import GenerateRequest, ModelCard, VerifyMode
-from router.routing.prompt_keys import PromptNames
+from router.routing.prompt_keys import PromptKeys
 
 
 def engine_keys(card: ModelCard, request: GenerateRequest) -> tuple[bytes, ...]:
@@ -30,14 +30,14 @@ REQUEST = GenerateRequest("r", tuple(range(40)), cache_salt="s", output_token_id
 
 @pytest.mark.parametrize("block_size", [1, 16, 1000])
 def test_the_engines_names_are_given_generated_tokens_included(block_size: int):
-    names, card = PromptNames(), make_card(block_size=block_size)
+    names, card = PromptKeys(), make_card(block_size=block_size)
     names.learn(card)
     assert not names.is_refuted
     assert split_keys(names.keys_of(REQUEST)) == engine_keys(card, REQUEST)
 
 
 def test_salt_and_model_version_change_every_name():
-    names = PromptNames()
+    names = PromptKeys()
     names.learn(make_card())
     keys = set(split_keys(names.keys_of(REQUEST)))
     assert keys.isdisjoint(split_keys(names.keys_of(replace(REQUEST, cache_salt="t"))))
@@ -46,7 +46,7 @@ def test_salt_and_model_version_change_every_name():
 
 
 def test_samples_of_one_prompt_are_named_once(monkeypatch: pytest.MonkeyPatch):
-    names = PromptNames()
+    names = PromptKeys()
     names.learn(make_card())
     first = names.keys_of(REQUEST)
     monkeypatch.setattr("router.routing.prompt_keys.block_keys", lambda *_: pytest.fail("named again"))
@@ -54,15 +54,15 @@ def test_samples_of_one_prompt_are_named_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_a_card_nothing_is_named_and_nothing_is_wrong():
-    assert PromptNames().keys_of(REQUEST) == b""
-    assert not PromptNames().is_refuted
+    assert PromptKeys().keys_of(REQUEST) == b""
+    assert not PromptKeys().is_refuted
 
 
 @pytest.mark.parametrize("probe_key", [b"", b"x" * 16])
 def test_an_engine_that_names_otherwise_is_found_out_once_and_gets_no_keys(
     probe_key: bytes, caplog: pytest.LogCaptureFixture
 ):
-    names, card = PromptNames(), replace(make_card(), probe_key=probe_key)
+    names, card = PromptKeys(), replace(make_card(), probe_key=probe_key)
     with caplog.at_level(logging.ERROR):
         names.learn(card)
         names.learn(card)

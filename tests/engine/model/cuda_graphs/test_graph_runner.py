@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.buckets import PassShape, fitting_shape, most_spans, pad, pass_shapes, sized
+from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets, most_spans, pad, sized
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -94,11 +94,11 @@ def test_padded_passes_have_the_logits_and_the_blocks_of_passes_that_are_not(fol
         blocks = padded.export_blocks(everyone).view(torch.float32)
         assert torch.allclose(blocks, plain.export_blocks(everyone).view(torch.float32), atol=1e-5), spans
     assert padded._graphs is not None
-    assert any(fitting_shape(spans, pass_shapes(GRAPHS)) for spans in random_passes(0, 4))
+    assert any(fitting_bucket(spans, graph_buckets(GRAPHS)) for spans in random_passes(0, 4))
 
 
 def test_padding_lies_in_the_scratch_block_and_makes_the_pass_as_long_as_its_shape() -> None:
-    shape = PassShape(4, 9)
+    shape = GraphBucket(4, 9)
     spans = [Span([1] * 9, 3, [0, 1, 2], 9), Span([1], 7, [5, 6], 1)]
     padded = pad(spans, shape, scratch_block=63, block_size=BLOCK_SIZE)
     assert padded[:2] == spans
@@ -116,7 +116,7 @@ def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
     monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
     heads = Heads(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
-    shape = PassShape(4, 6)
+    shape = GraphBucket(4, 6)
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
     attention = TiledAttention(shape, cache, max_model_len=40_000, has_trees=False)
     launch = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
@@ -133,12 +133,12 @@ def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
 def test_shapes_follow_from_the_limits_of_the_engine() -> None:
     limits = SchedulerConfig(max_num_sequences=24, max_tokens_per_step=64)
     graphs = sized(GraphConfig(batches=(1, 16, 32)), limits, SpeculationConfig(3))
-    assert pass_shapes(graphs) == [
-        PassShape(1, 1),
-        PassShape(1, 4),
-        PassShape(16, 1),
-        PassShape(24, 1),
-        PassShape(16, 4),
+    assert graph_buckets(graphs) == [
+        GraphBucket(1, 1),
+        GraphBucket(1, 4),
+        GraphBucket(16, 1),
+        GraphBucket(24, 1),
+        GraphBucket(16, 4),
     ]
     tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree=TreeConfig(num_nodes=8)))
     assert (tree.row_counts, tree.has_trees) == ((1, 4, 9), True)
@@ -156,13 +156,13 @@ def test_shapes_follow_from_the_limits_of_the_engine() -> None:
 
 
 def test_the_smallest_shape_with_room_is_taken() -> None:
-    shapes = pass_shapes(GRAPHS)
+    shapes = graph_buckets(GRAPHS)
     one, four = Span([1], 0, [0], 1), Span([1] * 4, 0, [0], 4)
-    assert fitting_shape([one], shapes) == PassShape(1, 1)
-    assert fitting_shape([one] * 3, shapes) == PassShape(4, 1)
-    assert fitting_shape([one, four], shapes) == PassShape(2, 4)
-    assert fitting_shape([one] * 5, shapes) is None
-    assert fitting_shape([Span([1] * 5, 0, [0, 1], 5)], shapes) is None
+    assert fitting_bucket([one], shapes) == GraphBucket(1, 1)
+    assert fitting_bucket([one] * 3, shapes) == GraphBucket(4, 1)
+    assert fitting_bucket([one, four], shapes) == GraphBucket(2, 4)
+    assert fitting_bucket([one] * 5, shapes) is None
+    assert fitting_bucket([Span([1] * 5, 0, [0, 1], 5)], shapes) is None
 
 
 @pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])

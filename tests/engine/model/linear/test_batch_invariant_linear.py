@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.linear.batch_invariant_linear import exact_factory, exact_heights, row_exact
+from engine.model.linear.batch_invariant_linear import batch_invariant_factory, invariant_heights, row_invariant
 from engine.model.linear.packed_linear import linear_of
 from protos.errors import ConfigError
 
@@ -26,18 +26,18 @@ class HeightDependent:
 
 
 def test_heights_that_change_a_bit_are_left_out() -> None:
-    assert exact_heights(HeightDependent({1, 4, 128}), WIDTH, torch.float32) == (2, 8, 16, 32, 64)
+    assert invariant_heights(HeightDependent({1, 4, 128}), WIDTH, torch.float32) == (2, 8, 16, 32, 64)
 
 
 def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="deterministic is true"):
-        exact_heights(lambda rows: rows + torch.arange(len(rows))[:, None], WIDTH, torch.float32)
+        invariant_heights(lambda rows: rows + torch.arange(len(rows))[:, None], WIDTH, torch.float32)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 8, 13, 64, 127, 128, 129, 300])
 def test_every_row_is_computed_in_a_height_that_was_tried(num_rows: int) -> None:
     function = HeightDependent({1, 3, 7, 13, 128, 129, 300})
-    compute = row_exact(function, WIDTH, torch.float32)
+    compute = row_invariant(function, WIDTH, torch.float32)
     tried = set(function.heights)
     function.heights.clear()
     rows = torch.randn(2, num_rows, WIDTH)
@@ -51,7 +51,7 @@ def test_every_row_is_computed_in_a_height_that_was_tried(num_rows: int) -> None
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(dtype: torch.dtype, num_inputs: int) -> None:
     torch.manual_seed(0)
     weight, rows = torch.randn(128, num_inputs).to(dtype), torch.randn(200, num_inputs).to(dtype)
-    multiply = exact_factory(linear_of)(weight, torch.randn(128).to(dtype))
+    multiply = batch_invariant_factory(linear_of)(weight, torch.randn(128).to(dtype))
     expected = multiply(rows)
     for start, end in ((0, 1), (7, 12), (3, 36), (60, 200)):
         assert torch.equal(multiply(rows[start:end]), expected[start:end])

@@ -15,7 +15,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.tensor_parallel_runner import LeadingRunner, load_runner
+from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, load_runner
 from engine.model.tensor_parallel.plan import check_divisible
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -47,9 +47,9 @@ def alone(folders: Folders) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
-def divided(folders: Folders) -> Iterator[LeadingRunner]:
+def divided(folders: Folders) -> Iterator[TensorParallelRunner]:
     runner = load_runner(config(folders.target, 2), CACHE)
-    assert isinstance(runner, LeadingRunner)
+    assert isinstance(runner, TensorParallelRunner)
     yield runner
     runner.close()
     runner.close()
@@ -78,7 +78,7 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
 
 
 def test_texts_are_those_of_an_undivided_model_with_and_without_drafts(
-    alone: ModelRunner, divided: LeadingRunner, folders: Folders
+    alone: ModelRunner, divided: TensorParallelRunner, folders: Folders
 ) -> None:
     expected = generate(alone, None)
     assert generate(divided, None) == expected
@@ -87,7 +87,7 @@ def test_texts_are_those_of_an_undivided_model_with_and_without_drafts(
     assert generate(divided, folders.draft, tree) == expected
 
 
-def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, divided: LeadingRunner) -> None:
+def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, divided: TensorParallelRunner) -> None:
     span = Span(list(range(1, 11)), 0, [5, 2, 7], 1)
     expected, logits = alone.forward([span]), divided.forward([span])
     assert torch.allclose(logits, expected, atol=1e-4)
@@ -121,7 +121,7 @@ def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path:
 
 
 def test_a_second_divided_model_in_one_process_is_refused_and_the_first_goes_on(
-    divided: LeadingRunner, folders: Folders
+    divided: TensorParallelRunner, folders: Folders
 ) -> None:
     span = Span([1, 2], 0, [0], 1)
     expected = divided.forward([span])
@@ -130,7 +130,7 @@ def test_a_second_divided_model_in_one_process_is_refused_and_the_first_goes_on(
     assert torch.equal(divided.forward([span]), expected)
 
 
-def test_a_rank_that_dies_ends_the_engine_without_a_hang(divided: LeadingRunner, folders: Folders) -> None:
+def test_a_rank_that_dies_ends_the_engine_without_a_hang(divided: TensorParallelRunner, folders: Folders) -> None:
     """The last test of the shared runner."""
     reasons: list[str] = []
     divided.watch(reasons.append)
@@ -153,12 +153,14 @@ def test_the_engine_divides_what_its_configuration_says(folders: Folders) -> Non
         EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
 
 
-def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(divided: LeadingRunner, tmp_path: Path) -> None:
+def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(
+    divided: TensorParallelRunner, tmp_path: Path
+) -> None:
     divided.close()  # the shared one; its place is free now
     write_family(tmp_path, SERVED["gemma2"]())
     expected = generate(load_runner(config(tmp_path, 1), CACHE), None)
     runner = load_runner(config(tmp_path, 2), CACHE)
-    assert isinstance(runner, LeadingRunner)
+    assert isinstance(runner, TensorParallelRunner)
     try:
         assert generate(runner, None) == expected
         assert generate(runner, tmp_path) == expected

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
-from engine.proposer.adaptive.speculation_gate import ClassStep, ClassSwitch
+from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from tests.engine.fixtures.simulated_pair import (
     MAX_DRAFTS,
     Costs,
@@ -147,7 +147,7 @@ def test_a_class_is_a_method_and_greedy_or_not() -> None:
 
 
 def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pauses() -> None:
-    switch, trials = ClassSwitch(), []
+    switch, trials = SpeculationGate(), []
     for _ in range(4000):
         is_on = switch.is_on
         trials.append(is_on)
@@ -160,7 +160,7 @@ def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pa
 
 
 def test_a_class_that_gains_stays_on() -> None:
-    switch = ClassSwitch()
+    switch = SpeculationGate()
     for _ in range(500):
         switch.observe(ClassStep(8, 20, 1.2, 1.0))
         assert switch.is_on

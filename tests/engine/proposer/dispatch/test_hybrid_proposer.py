@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from engine.draft import Draft
-from engine.proposer.dispatch.hybrid_proposer import GuessFirst
+from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.text_match.prediction import PredictionGuesser
 from engine.proposer.text_match.suffix import SuffixProposer
@@ -30,7 +30,7 @@ def share_of(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
     return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts)
 
 
-def grow(proposer: GuessFirst, sequence: Sequence, *token_ids: int) -> None:
+def grow(proposer: HybridProposer, sequence: Sequence, *token_ids: int) -> None:
     sequence.token_ids += token_ids
     proposer.commit([sequence])
 
@@ -41,7 +41,7 @@ def model(token_id: int = 9) -> ScriptedProposer:
 
 def test_a_prediction_is_the_draft_while_the_text_follows_it_and_the_model_rests() -> None:
     other = model()
-    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5)
     assert proposer.propose([share_of(sequence)]) == [Draft((6, 7, 8, 5))]
@@ -51,7 +51,7 @@ def test_a_prediction_is_the_draft_while_the_text_follows_it_and_the_model_rests
 
 def test_where_the_text_strays_the_model_is_asked_until_it_is_found_again() -> None:
     other = model()
-    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5, 99)
     assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
@@ -63,7 +63,7 @@ def test_where_the_text_strays_the_model_is_asked_until_it_is_found_again() -> N
 
 def test_a_request_without_a_prediction_passes_through() -> None:
     other = model()
-    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence()
+    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 5)
     assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
@@ -87,7 +87,7 @@ class FixedGuesser(PredictionGuesser):
 
 def chosen(guess: Guess, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
     """Whether the guess was the draft, pass by pass, where `true_ids` follow and the model says 9."""
-    proposer, sequence = GuessFirst(FixedGuesser(guess), model()), new_sequence()
+    proposer, sequence = HybridProposer(FixedGuesser(guess), model()), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 0)
     were_guesses = []
@@ -145,7 +145,7 @@ def test_a_right_prediction_saves_passes_without_a_model() -> None:
 
 def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
     other = model(token_id=99)
-    proposer, sequence = GuessFirst(SuffixProposer(), other), new_sequence()
+    proposer, sequence = HybridProposer(SuffixProposer(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 4, 5, 6, 7)
     assert proposer.propose([share_of(sequence)]) == [Draft((99,) * 4)]
@@ -155,7 +155,7 @@ def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
 
 def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
     other, prediction = model(), tuple(range(20, 40))
-    proposer, sequence = GuessFirst(PredictionGuesser(), other), new_sequence(prediction=prediction)
+    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=prediction)
     sequence.num_guess_tokens = 10
     proposer.open(sequence)
     assert sequence.num_wanted_drafts == 4
@@ -170,7 +170,7 @@ def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
 @pytest.mark.parametrize("has_own_length", [True, False])
 def test_a_guess_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
     prediction = tuple(range(20, 40))
-    proposer, sequence = GuessFirst(PredictionGuesser(), model()), new_sequence(prediction=prediction)
+    proposer, sequence = HybridProposer(PredictionGuesser(), model()), new_sequence(prediction=prediction)
     sequence.num_guess_tokens = 10 if has_own_length else None
     sequence.max_output_tokens = 9
     proposer.open(sequence)

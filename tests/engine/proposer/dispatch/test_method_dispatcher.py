@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer.dispatch.method_dispatcher import ChosenProposer, Ranking
+from engine.proposer.dispatch.method_dispatcher import MethodDispatcher, Ranking
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sequence.batch import ScheduledSequence
@@ -34,8 +34,8 @@ def saying(token_id: int) -> ScriptedProposer:
     return ScriptedProposer(lambda sequence, max_tokens: [token_id] * max_tokens)
 
 
-def choice_of(methods: Mapping[SpeculationMethod, Ranking], *sequences: Sequence) -> ChosenProposer:
-    choice = ChosenProposer(methods)
+def choice_of(methods: Mapping[SpeculationMethod, Ranking], *sequences: Sequence) -> MethodDispatcher:
+    choice = MethodDispatcher(methods)
     for sequence in sequences:
         choice.open(sequence)
     return choice

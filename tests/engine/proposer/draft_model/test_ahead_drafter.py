@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.draft import Draft, SparseLaw
+from engine.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.ahead_drafter import Lookahead, Prepared, Prospect
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
 from engine.proposer.draft_model.branch import Branch
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
@@ -43,12 +43,12 @@ def never() -> bool:
 
 def look_ahead(
     drafter: Drafter,
-    prospects: Seq[Prospect],
+    prospects: Seq[PendingPass],
     fan_out: int = 3,
     is_stopped: Callable[[], bool] = never,
-    lookahead: Lookahead | None = None,
-) -> list[Prepared]:
-    waves: list[tuple[Prepared, ...]] = []
+    lookahead: AheadDrafter | None = None,
+) -> list[PreparedDraft]:
+    waves: list[tuple[PreparedDraft, ...]] = []
     (lookahead or drafter.proposer.lookahead(fan_out)).run(prospects, waves.append, is_stopped)
     drafter.check()
     assert drafter.blocks.num_free_blocks == drafter.blocks.num_blocks - num_held(drafter)
@@ -60,9 +60,9 @@ def num_held(drafter: Drafter) -> int:
     return len({block_id for mirror in mirrors for block_id in mirror.sequence.block_table})
 
 
-def prospect(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> Prospect:
+def prospect(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
     (draft,) = drafter.proposer.propose([share(sequence, num_drafts)])
-    return Prospect(sequence, draft.token_ids, num_drafts)
+    return PendingPass(sequence, draft.token_ids, num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Afterwards:
 
     drafter: Drafter
 
-    def agrees(self, sequence: Sequence, prepared: Prepared, num_drafts: int = K) -> bool:
+    def agrees(self, sequence: Sequence, prepared: PreparedDraft, num_drafts: int = K) -> bool:
         """The same tokens, drawn from the same laws but for the last bits of a rounding."""
         copy = Sequence(sequence.request, num_draft_tokens=num_drafts, verify=sequence.verify, arrival_s=0.0)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
@@ -83,7 +83,7 @@ class Afterwards:
         )
 
 
-def _are_close(left: SparseLaw, right: SparseLaw) -> bool:
+def _are_close(left: SparseDistribution, right: SparseDistribution) -> bool:
     ours, theirs = (dict(zip(law.token_ids, law.weights, strict=True)) for law in (left, right))
     return all(abs(ours.get(token_id, 0) - theirs.get(token_id, 0)) <= 8 for token_id in ours | theirs)
 
@@ -147,13 +147,13 @@ def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: D
         sequence.token_ids += true.after
         # Looking ahead again without a question in between, as after a hit:
         assert true.draft.token_ids == oracle.draft(sequence, K)
-        for each in look_ahead(drafter, [Prospect(sequence, true.draft.token_ids, K)])[:2]:
+        for each in look_ahead(drafter, [PendingPass(sequence, true.draft.token_ids, K)])[:2]:
             assert afterwards.agrees(sequence, each)
 
 
 def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, drafter: Drafter) -> None:
     sequence = new_sequence(drafter, "a", 100)
-    prepared = look_ahead(drafter, [Prospect(sequence, (), K)])
+    prepared = look_ahead(drafter, [PendingPass(sequence, (), K)])
     assert [len(each.after) for each in prepared] == [1, 1, 1]
     assert afterwards.agrees(sequence, prepared[0])
 
@@ -162,7 +162,7 @@ def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
     drafter = new_drafter(folder, max_tokens_per_round=16)
     short, long = new_sequence(drafter, "a", 9), new_sequence(drafter, "b", 90)
     expected = prospect(drafter, short)
-    prepared = look_ahead(drafter, [Prospect(long, (), K), expected])
+    prepared = look_ahead(drafter, [PendingPass(long, (), K), expected])
     assert [each.request_id for each in prepared] == ["a"] * 12 + ["b"] * 3
 
 
@@ -210,7 +210,7 @@ def test_sequences_without_room_or_unknown_are_left_out(folder: Path) -> None:
     large = new_sequence(drafter, "a", 40)
     closed = new_sequence(drafter, "b", 4)
     drafter.proposer.close("b")
-    assert look_ahead(drafter, [Prospect(large, (), K), Prospect(closed, (), K)]) == []
+    assert look_ahead(drafter, [PendingPass(large, (), K), PendingPass(closed, (), K)]) == []
 
 
 def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: Drafter) -> None:
@@ -227,7 +227,7 @@ def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
     for length in range(506, 514):
         sequence = new_sequence(drafter, f"s{length}", length)
         (draft,) = drafter.draft([sequence], K)
-        prepared = look_ahead(drafter, [Prospect(sequence, (*draft, 1, 2, 3)[:K], K)])
+        prepared = look_ahead(drafter, [PendingPass(sequence, (*draft, 1, 2, 3)[:K], K)])
         assert all(length + len(each.after) + len(each.draft.token_ids) <= 513 for each in prepared)
         drafter.proposer.close(f"s{length}")
 

@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer.text_match.match_acceptance import MatchChances
+from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.suffix_index import SuffixIndex
@@ -186,7 +186,7 @@ def test_a_commit_indexes_only_the_new_tokens() -> None:
 
 
 def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
-    chances = MatchChances()
+    chances = MatchAcceptance()
     assert [chances.of(length, 1.0) for length in (1, 3, 9)] == [1 / 3, 0.6, 9 / 11]
     assert chances.of(3, 0.5) == 0.3
     for _ in range(400):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from engine.config import DraftVocabulary
 from engine.proposer.common_prefix import num_equal
-from engine.proposer.vocab_mapping.byte_vocabulary import SpelledVocabulary, names_of
+from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
@@ -29,12 +29,12 @@ TEXT = (
 )
 
 
-def byte_vocabulary(folder: Path) -> SpelledVocabulary:
+def byte_vocabulary(folder: Path) -> ByteVocabulary:
     """Byte-level, of JSON."""
-    return SpelledVocabulary(write_tokenizer(folder), BYTE_VOCAB_SIZE)
+    return ByteVocabulary(write_tokenizer(folder), BYTE_VOCAB_SIZE)
 
 
-def metaspace_vocabulary() -> SpelledVocabulary:
+def metaspace_vocabulary() -> ByteVocabulary:
     """As SentencePiece has it: a space before every text, and a token for each byte that has no character."""
     control = ["<unk>", "<s>", "</s>"]
     core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -45,7 +45,7 @@ def metaspace_vocabulary() -> SpelledVocabulary:
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=control + byte_tokens, show_progress=False)
     core.train_from_iterator([text.replace(" ", "\u2581") for text in TARGET_TEXTS + DRAFT_TEXTS], trainer)
-    return SpelledVocabulary(_with_plain_bytes(core, byte_tokens), 340)
+    return ByteVocabulary(_with_plain_bytes(core, byte_tokens), 340)
 
 
 def _with_plain_bytes(core: Tokenizer, names: list[str]) -> Tokenizer:
@@ -56,11 +56,11 @@ def _with_plain_bytes(core: Tokenizer, names: list[str]) -> Tokenizer:
 
 
 @pytest.fixture
-def vocabularies(tmp_path: Path) -> list[SpelledVocabulary]:
+def vocabularies(tmp_path: Path) -> list[ByteVocabulary]:
     return [byte_vocabulary(tmp_path), metaspace_vocabulary()]
 
 
-def test_any_part_of_a_text_is_spelled_exactly(vocabularies: list[SpelledVocabulary]) -> None:
+def test_any_part_of_a_text_is_spelled_exactly(vocabularies: list[ByteVocabulary]) -> None:
     dice = random.Random(0)
     for vocabulary in vocabularies:
         for _ in range(200):
@@ -68,13 +68,13 @@ def test_any_part_of_a_text_is_spelled_exactly(vocabularies: list[SpelledVocabul
             assert vocabulary.spell(vocabulary.encode(TEXT[start:end])).decode() == TEXT[start:end]
 
 
-def test_bytes_that_are_no_text_are_spelled_one_by_one(vocabularies: list[SpelledVocabulary]) -> None:
+def test_bytes_that_are_no_text_are_spelled_one_by_one(vocabularies: list[ByteVocabulary]) -> None:
     for vocabulary in vocabularies:
         assert vocabulary.spell(vocabulary.encode_bytes(b"\xe4\xbd")) == b"\xe4\xbd"
 
 
 def test_a_token_across_the_border_is_no_continuation(tmp_path: Path) -> None:
-    vocabulary = SpelledVocabulary(new_tokenizer(TARGET_TEXTS, 24), 100)
+    vocabulary = ByteVocabulary(new_tokenizer(TARGET_TEXTS, 24), 100)
     word = max(vocabulary.id_of, key=len)  # one token
     assert vocabulary.encode_after(word[:-1], word) is None
     assert vocabulary.encode_after(word, word + b" to") == vocabulary.encode(" to")
@@ -94,7 +94,7 @@ def read_in_steps(reader: TextReader, target_ids: list[int], dice: random.Random
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_what_the_draft_reads_spells_what_the_target_said(
-    vocabularies: list[SpelledVocabulary], is_reversed: bool
+    vocabularies: list[ByteVocabulary], is_reversed: bool
 ) -> None:
     target, draft = reversed(vocabularies) if is_reversed else vocabularies
     dice = random.Random(1)
@@ -109,7 +109,7 @@ def test_what_the_draft_reads_spells_what_the_target_said(
         assert len(reader.held) < 4
 
 
-def test_only_the_end_of_a_long_text_is_read_anew(vocabularies: list[SpelledVocabulary]) -> None:
+def test_only_the_end_of_a_long_text_is_read_anew(vocabularies: list[ByteVocabulary]) -> None:
     target, draft = vocabularies
     states = read_in_steps(TextReader(target, draft, {}), target.encode(TEXT * 20), random.Random(2))
     for before, after in pairwise(states):
@@ -121,7 +121,7 @@ def test_only_the_end_of_a_long_text_is_read_anew(vocabularies: list[SpelledVoca
 
 
 def test_the_last_word_is_read_again_when_it_goes_on() -> None:
-    target, draft = (SpelledVocabulary(new_tokenizer(*each), 100) for each in ((DRAFT_TEXTS, 0), (TARGET_TEXTS, 24)))
+    target, draft = (ByteVocabulary(new_tokenizer(*each), 100) for each in ((DRAFT_TEXTS, 0), (TARGET_TEXTS, 24)))
     reader = TextReader(target, draft, {})
     letters = target.encode("of the")
     read = [[draft.bytes_of(each) for each in state] for state in read_in_steps(reader, letters, random.Random(0))]
@@ -130,8 +130,8 @@ def test_the_last_word_is_read_again_when_it_goes_on() -> None:
 
 
 def test_a_control_token_ends_the_text_and_is_read_by_its_role() -> None:
-    target = SpelledVocabulary(new_tokenizer(TARGET_TEXTS, 24), 100)
-    draft = SpelledVocabulary(new_tokenizer(DRAFT_TEXTS, 20, ["<start>", "<stop>"]), 100)
+    target = ByteVocabulary(new_tokenizer(TARGET_TEXTS, 24), 100)
+    draft = ByteVocabulary(new_tokenizer(DRAFT_TEXTS, 20, ["<start>", "<stop>"]), 100)
     pair = VocabularyPair(target, draft, ModelTokens(100, eos_token_ids=(0,)), ModelTokens(100, eos_token_ids=(1,)))
     special_ids = pair.special_ids()
     assert special_ids[0] == (1,)
@@ -218,7 +218,7 @@ def test_tokens_that_spell_nothing_will_do_where_they_are_the_same(folders: Fold
     with pytest.raises(ConfigError, match="its tokens do not stand for fixed bytes"):
         choose_vocabulary(*paths, DraftVocabulary.TEXT)
     size = len(names_of(Tokenizer.from_file(str(folders.target / "tokenizer.json")), 1000))
-    ours = SpelledVocabulary.from_file(folders.target / "tokenizer.json", size)
+    ours = ByteVocabulary.from_file(folders.target / "tokenizer.json", size)
     assert VocabularyPair(ours, ours, ModelTokens(size), ModelTokens(size)).coverage() == pytest.approx(1.0)
 
 
