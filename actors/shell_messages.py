@@ -9,9 +9,9 @@ import msgspec
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.stats.engine_stats import EngineStats
 from protos import errors
+from protos.cache_delta import CacheDelta
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from protos.worker_report import CacheDelta
 
 TARGET_SOCKET = "target.sock"
 

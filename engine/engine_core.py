@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.approximate.steps import StepSpeculation, step_speculation
 from engine.config import EngineConfig, SpeculationConfig
-from engine.kv_cache.block_manager import BlockManager, KvEventSink
+from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import tokenizer_file
@@ -143,7 +143,7 @@ class EngineCore:
         cls,
         config: EngineConfig,
         proposer: Proposer | None = None,
-        event_sink: KvEventSink | None = None,
+        event_sink: CacheDeltaSink | None = None,
         transport: KVTransport | None = None,
         step_writer: Proposer | None = None,
     ) -> EngineCore:

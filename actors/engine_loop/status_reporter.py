@@ -1,4 +1,4 @@
-"""Tells the shell how the engine stands whenever that has changed: its load, and what its prefix cache did."""
+"""Reports the engine's load and the changes of its prefix cache to the shell, whenever there are any."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _INTERVAL_S = 0.01  # between two frames while the engine works: short steps sha
 class StatusReporter:
     """Belongs to the engine's thread, which calls `report` once per turn.
 
-    `cached_keys` gives the keys of all cached blocks, those of `journal` included.
+    `cached_keys` gives the keys of all cached blocks, those of `kv_events` included.
     """
 
     def __init__(
         self,
         emit: Callable[[Status | Snapshot], None],
-        journal: KVEventBuffer,
+        kv_events: KVEventBuffer,
         cached_keys: Callable[[], Iterable[BlockKey]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._emit = emit
-        self._journal = journal
+        self._kv_events = kv_events
         self._cached_keys = cached_keys
         self._clock = clock
         self._last_sent_s = 0.0
@@ -44,14 +44,14 @@ class StatusReporter:
             stats.num_queued_prefill_tokens,
             stats.num_running_decode_tokens,
         )
-        if load == self._last_load and not self._journal:
+        if load == self._last_load and not self._kv_events:
             return
         self._last_load = load
         self._last_sent_s = now_s
-        self._emit(Status(now_s, stats, self._journal.take()))
+        self._emit(Status(now_s, stats, self._kv_events.take()))
 
     def send_snapshot(self) -> None:
-        """Send the whole cache; what the journal holds is part of it."""
-        self._journal.take()
+        """Send the whole cache; what the buffer holds is part of it."""
+        self._kv_events.take()
         self._emit(Snapshot(join_keys(self._cached_keys())))
         self._last_load = None

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import EngineStats
+from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError
 from protos.worker_load import WorkerLoad
-from protos.worker_report import CacheDelta, WorkerReport
+from protos.worker_report import WorkerReport
 
 logger = logging.getLogger(__name__)
 

@@ -44,13 +44,13 @@ def serve_target(
     """
     channel = _channel(settings, folder)
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
-    journal = KVEventBuffer()
+    kv_events = KVEventBuffer()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
-    core = EngineCore.from_config(settings.engine, proposer, journal.record, transport, step_writer=channel)
+    core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=channel)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
-    reporter = StatusReporter(server.emit, journal, lambda: core.blocks.cached_keys)
+    reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)

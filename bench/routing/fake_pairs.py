@@ -16,10 +16,11 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from actors.pair.index_reporter import IndexReporter
 from actors.shell_messages import Snapshot
 from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids, root_key
+from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from protos.worker_load import WorkerLoad
-from protos.worker_report import CacheDelta, WorkerReport
+from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_client import IndexClient
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from bench.simulator.trace import trace_key
-from protos.block_keys import BlockKey
-from protos.kv_events import BlocksRemoved, BlocksStored, KvEventBatch
+from protos.block_keys import join_keys, split_keys
+from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Policy, rank
@@ -26,8 +26,6 @@ from router.routing.selector import RouteRequest, Selector
 PROMPT_BLOCKS = 128
 BLOCK_SIZE = 16
 NUM_DECISIONS = 500
-
-Prompt = tuple[BlockKey, ...]
 
 
 def main() -> None:
@@ -49,7 +47,8 @@ def _print_rates(num_workers: int, num_prompts: int) -> None:
     num_blocks = len(every) * PROMPT_BLOCKS
     index = PrefixIndex()
     store_s = _seconds(lambda: _fill(index, prompts))
-    lookup_s = _seconds(lambda: [index.matches(prompt) for prompt in every])
+    keys = [split_keys(prompt) for prompt in every]
+    lookup_s = _seconds(lambda: [index.matches(prompt) for prompt in keys])
     remove_s = _seconds(lambda: _drain(index, prompts))
     print(f"blocks stored: {num_blocks / store_s:,.0f} per second, removed: {num_blocks / remove_s:,.0f} per second")
     print(f"lookups of {PROMPT_BLOCKS} blocks that all match: {len(every) / lookup_s:,.0f} per second")
@@ -57,13 +56,13 @@ def _print_rates(num_workers: int, num_prompts: int) -> None:
 
 def _decision_s(num_workers: int) -> float:
     """Mean time of `Selector.select` where workers hold more and less of the prompt."""
-    (prompt,) = _prompts(0, 1)
+    prompt = split_keys(_prompts(0, 1)[0])
     index, loads = PrefixIndex(), LoadTable()
     names = tuple(f"worker-{number}" for number in range(num_workers))
     for number, name in enumerate(names):
         loads.update(WorkerLoad(name, 0, 0.0, 1, 1, number, 100, prefill_tokens_per_s=1000.0))
         held = prompt[: 1 + number % PROMPT_BLOCKS]
-        index.apply(KvEventBatch(name, 0, 0, (BlocksStored(held),)))
+        index.apply(name, 0, 0, (CacheDelta(stored=join_keys(held)),))
     selector = Selector(partial(rank, Policy.PREFIX, config=CostConfig()), BLOCK_SIZE, index, loads)
     requests = [RouteRequest(str(n), PROMPT_BLOCKS * BLOCK_SIZE, prompt, seed=n) for n in range(NUM_DECISIONS)]
     return (
@@ -81,24 +80,25 @@ def _bytes_per_block(num_workers: int, num_prompts: int) -> float:
     return num_bytes / len(index)
 
 
-def _prompts(worker: int, num_prompts: int) -> list[Prompt]:
+def _prompts(worker: int, num_prompts: int) -> list[bytes]:
+    """The joined keys of each prompt."""
     shared = trace_key("system prompt")
     return [
-        (shared, *(trace_key(worker, prompt, block) for block in range(1, PROMPT_BLOCKS)))
+        join_keys((shared, *(trace_key(worker, prompt, block) for block in range(1, PROMPT_BLOCKS))))
         for prompt in range(num_prompts)
     ]
 
 
-def _fill(index: PrefixIndex, prompts: dict[str, list[Prompt]]) -> None:
+def _fill(index: PrefixIndex, prompts: dict[str, list[bytes]]) -> None:
     for worker_id, own in prompts.items():
         for sequence, prompt in enumerate(own):
-            index.apply(KvEventBatch(worker_id, 0, sequence, (BlocksStored(prompt),)))
+            index.apply(worker_id, 0, sequence, (CacheDelta(stored=prompt),))
 
 
-def _drain(index: PrefixIndex, prompts: dict[str, list[Prompt]]) -> None:
+def _drain(index: PrefixIndex, prompts: dict[str, list[bytes]]) -> None:
     for worker_id, own in prompts.items():
         for sequence, prompt in enumerate(own, start=len(own)):
-            index.apply(KvEventBatch(worker_id, 0, sequence, (BlocksRemoved(prompt),)))
+            index.apply(worker_id, 0, sequence, (CacheDelta(removed=prompt),))
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from protos.block_keys import BlockKey
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """Blocks that came in and blocks that had to leave."""
-
-    stored: tuple[BlockKey, ...]
-    removed: tuple[BlockKey, ...]
+from protos.block_keys import BlockKey, join_keys
+from protos.cache_delta import CacheDelta
 
 
 class BlockCache:
@@ -37,13 +29,13 @@ class BlockCache:
         """Least recently used first."""
         return iter(self._blocks)
 
-    def put(self, keys: Sequence[BlockKey]) -> CacheChange:
+    def put(self, keys: Sequence[BlockKey]) -> CacheDelta:
         """Make the blocks of one prompt the most recently used ones, and evict what no longer fits."""
         blocks = self._blocks
         fitting = keys[: self._num_blocks]
-        stored = tuple(key for key in fitting if key not in blocks)
+        stored = join_keys(key for key in fitting if key not in blocks)
         for key in reversed(fitting):
             blocks[key] = None
             blocks.move_to_end(key)
-        removed = tuple(blocks.popitem(last=False)[0] for _ in range(len(blocks) - self._num_blocks))
-        return CacheChange(stored, removed)
+        removed = join_keys(blocks.popitem(last=False)[0] for _ in range(len(blocks) - self._num_blocks))
+        return CacheDelta(stored, removed)

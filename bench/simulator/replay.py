@@ -17,7 +17,7 @@ from bench.simulator.prefill_pool import PrefillPool
 from bench.simulator.rates import ServingRates
 from bench.simulator.trace import Trace
 from bench.simulator.worker import Job, SimulatedWorker, WorkerPorts
-from protos.kv_events import KvEventBatch, KvSnapshot
+from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
 from router.routing.audit import RouteAudit, RouteOutcome
 from router.routing.load import LoadTable
@@ -124,7 +124,7 @@ class _Replay:
         )
 
     def _worker(self, fleet: Fleet, number: int) -> SimulatedWorker:
-        ports = WorkerPorts(self._first_token, self._ended, self._load_channel.send, self._send_events)
+        ports = WorkerPorts(self._first_token, self._ended, self._load_channel.send, self._send_change)
         cache = BlockCache(fleet.num_cache_blocks)
         name = f"worker-{number}"
         return SimulatedWorker(name, self._clock, cache, fleet.rates, self._trace.block_size, ports, self._pool)
@@ -155,14 +155,14 @@ class _Replay:
         if self._policy.uses_index:
             self._audit.observe(route_outcome(decision, job.num_cached_blocks))
 
-    def _send_events(self, batch: KvEventBatch) -> None:
+    def _send_change(self, worker_id: str, sequence: int, delta: CacheDelta) -> None:
         if self._policy.uses_index:
-            self._event_channel.send(partial(self._take_events, batch))
+            self._event_channel.send(partial(self._take_change, worker_id, sequence, delta))
 
-    def _take_events(self, batch: KvEventBatch) -> None:
-        self._selector.index.apply(batch)
-        if self._selector.index.is_in_doubt(batch.worker_id):
-            self._ask_snapshot(batch.worker_id)
+    def _take_change(self, worker_id: str, sequence: int, delta: CacheDelta) -> None:
+        self._selector.index.apply(worker_id, 0, sequence, (delta,))
+        if self._selector.index.is_in_doubt(worker_id):
+            self._ask_snapshot(worker_id)
 
     def _ask_snapshot(self, worker_id: str) -> None:
         """Ask over the same wire.
@@ -175,10 +175,10 @@ class _Replay:
             self._event_channel.send(partial(self._answer_snapshot, worker_id))
 
     def _answer_snapshot(self, worker_id: str) -> None:
-        self._event_channel.send(partial(self._take_snapshot, self._workers[worker_id].snapshot()))
+        self._event_channel.send(partial(self._take_snapshot, worker_id, *self._workers[worker_id].snapshot()))
 
-    def _take_snapshot(self, snapshot: KvSnapshot) -> None:
-        self._selector.index.resync(snapshot)
+    def _take_snapshot(self, worker_id: str, sequence: int, keys: bytes) -> None:
+        self._selector.index.resync(worker_id, 0, sequence, keys)
 
 
 class _SessionOrder:

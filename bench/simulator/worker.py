@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.simulator.block_cache import BlockCache, CacheChange
+from bench.simulator.block_cache import BlockCache
 from bench.simulator.clock import Clock
 from bench.simulator.prefill_pool import PrefillPool
 from bench.simulator.rates import ServingRates
 from bench.simulator.trace import TraceRequest, num_cached_blocks
-from protos.kv_events import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch, KvSnapshot
+from protos.block_keys import join_keys
+from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
 
 
@@ -36,7 +37,7 @@ class WorkerPorts:
     on_first_token: Callable[[str, Job], None]
     on_end: Callable[[Job], None]
     on_load: Callable[[WorkerLoad], None]
-    on_events: Callable[[KvEventBatch], None]
+    on_change: Callable[[str, int, CacheDelta], None]  # with the worker's id and the delta's number
 
 
 class SimulatedWorker:
@@ -86,9 +87,9 @@ class SimulatedWorker:
                 self._start_next()
         self._tell_load()
 
-    def snapshot(self) -> KvSnapshot:
-        """The whole cache, as of the last event sent."""
-        return KvSnapshot(self.worker_id, 0, self._sequence - 1, tuple(self._cache))
+    def snapshot(self) -> tuple[int, bytes]:
+        """The number of the last delta sent, and the joined keys of the whole cache after it."""
+        return self._sequence - 1, join_keys(self._cache)
 
     def load(self) -> WorkerLoad:
         """The worker's load now, exact but for the prefixes that queued requests will find when they start."""
@@ -166,12 +167,7 @@ class SimulatedWorker:
     def _tell_load(self) -> None:
         self._ports.on_load(self.load())
 
-    def _tell_change(self, change: CacheChange) -> None:
-        events: list[KvEvent] = []
-        if change.removed:
-            events.append(BlocksRemoved(change.removed))
-        if change.stored:
-            events.append(BlocksStored(change.stored))
-        if events:
-            self._ports.on_events(KvEventBatch(self.worker_id, 0, self._sequence, tuple(events)))
+    def _tell_change(self, delta: CacheDelta) -> None:
+        if delta:
+            self._ports.on_change(self.worker_id, self._sequence, delta)
             self._sequence += 1

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
 from engine.sequence.sequence import Sequence
-from protos.block_keys import BlockKey, child_key, root_key
-from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from protos.block_keys import BlockKey, child_key, join_keys, root_key
+from protos.cache_delta import CacheDelta
 
-KvEventSink = Callable[[KvEvent], None]
+CacheDeltaSink = Callable[[CacheDelta], None]
 
 
 class BlockManager:
@@ -33,7 +33,7 @@ class BlockManager:
 
     Args:
         model_version: part of every key; two models never share a block.
-        event_sink: told of every block that becomes findable or stops to be, in order.
+        event_sink: gets every change of the findable blocks, in order.
         enable_prefix_caching: False never names a block, so nothing is shared.
     """
 
@@ -42,7 +42,7 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         model_version: str,
-        event_sink: KvEventSink | None = None,
+        event_sink: CacheDeltaSink | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_size = block_size
@@ -64,7 +64,7 @@ class BlockManager:
 
     @property
     def cached_keys(self) -> frozenset[BlockKey]:
-        """Keys of all blocks that can be found: the state that the event stream replays to."""
+        """Keys of all blocks that can be found: the state that the emitted deltas add up to."""
         return self._pool.keys
 
     def prefix_keys(self, sequence: Sequence) -> tuple[BlockKey, ...]:
@@ -108,7 +108,7 @@ class BlockManager:
         taken = self._pool.take(num_missing, after=table[-1] if table else None)
         table += taken.block_ids
         if taken.evicted_keys:
-            self._emit(BlocksRemoved(taken.evicted_keys))
+            self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
         return True
 
     def num_available_slots(self, sequence: Sequence) -> int:
@@ -135,7 +135,7 @@ class BlockManager:
                 break
             sequence.num_named_blocks += 1
         if stored:
-            self._emit(BlocksStored(tuple(stored)))
+            self._emit(CacheDelta(stored=join_keys(stored)))
 
     def catch_up(self, sequence: Sequence) -> None:
         """Change over to what others have published behind a sequence's computed tokens, which end at a block's end.
@@ -175,7 +175,7 @@ class BlockManager:
         """Lend up to `num_blocks` free blocks that belong to no sequence, until the end of the `with` block."""
         taken = self._pool.take(min(num_blocks, self.num_free_blocks), after=None)
         if taken.evicted_keys:
-            self._emit(BlocksRemoved(taken.evicted_keys))
+            self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
         try:
             yield taken.block_ids
         finally:
@@ -185,7 +185,7 @@ class BlockManager:
     def clear(self) -> None:
         """Forget the whole prefix cache; every sequence must have been released."""
         self._pool.clear()
-        self._emit(CacheCleared())
+        self._emit(CacheDelta(is_cleared=True))
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         """Assert every law of this class, given all sequences that hold blocks; for tests, O(N)."""
@@ -263,6 +263,6 @@ class BlockManager:
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _emit(self, event: KvEvent) -> None:
+    def _emit(self, delta: CacheDelta) -> None:
         if self._event_sink is not None:
-            self._event_sink(event)
+            self._event_sink(delta)

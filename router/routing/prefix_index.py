@@ -18,8 +18,8 @@ from itertools import islice
 
 import numpy as np
 
-from protos.block_keys import BlockKey
-from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, KvSnapshot
+from protos.block_keys import BlockKey, split_keys
+from protos.cache_delta import CacheDelta
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before it said anything
 _MANY_BITS = 24  # from here on numpy finds them sooner than a loop
@@ -113,30 +113,39 @@ class PrefixIndex:
 
     # -- what workers say
 
-    def apply(self, batch: KvEventBatch) -> Applied:
-        """Take a worker's events in.
+    def apply(self, worker_id: str, epoch: int, sequence: int, deltas: Iterable[CacheDelta]) -> Applied:
+        """Take in what changed in a worker's cache.
 
         A batch of a newer epoch first drops all the worker's blocks. One after a gap is applied as well (what it says
         is true) and marks the worker as needing a snapshot; one of an older epoch, or a repeated one, changes nothing.
+
+        Args:
+            worker_id: the worker.
+            epoch: larger after every restart of the worker.
+            sequence: counts the worker's batches of one epoch from 0 without holes, so that a lost one shows.
+            deltas: the batch, oldest first.
         """
-        view = self._view(batch.worker_id, batch.epoch)
-        if batch.epoch < view.epoch or batch.sequence < view.next_sequence:
+        view = self._view(worker_id, epoch)
+        if epoch < view.epoch or sequence < view.next_sequence:
             return Applied.IGNORED
-        has_gap = batch.sequence > view.next_sequence
-        view.next_sequence = batch.sequence + 1
+        has_gap = sequence > view.next_sequence
+        view.next_sequence = sequence + 1
         view.needs_snapshot |= has_gap
-        for event in batch.events:
-            self._apply_event(view, event)
+        for delta in deltas:
+            self._apply_delta(view, delta)
         return Applied.GAP if has_gap else Applied.APPLIED
 
-    def resync(self, snapshot: KvSnapshot) -> Applied:
-        """Replace all that is known of a worker; a snapshot older than batches already applied changes nothing."""
-        view = self._view(snapshot.worker_id, snapshot.epoch)
-        if snapshot.epoch < view.epoch or snapshot.sequence + 1 < view.next_sequence:
+    def resync(self, worker_id: str, epoch: int, sequence: int, keys: bytes) -> Applied:
+        """Replace all that is known of a worker by the joined `keys` of its whole cache after batch `sequence`.
+
+        A snapshot older than batches already applied changes nothing; -1 is before the first batch.
+        """
+        view = self._view(worker_id, epoch)
+        if epoch < view.epoch or sequence + 1 < view.next_sequence:
             return Applied.IGNORED
         self._clear_held(view)
-        self._store(view, snapshot.keys)
-        view.next_sequence = snapshot.sequence + 1
+        self._store(view, split_keys(keys))
+        view.next_sequence = sequence + 1
         view.needs_snapshot = False
         return Applied.APPLIED
 
@@ -209,14 +218,11 @@ class PrefixIndex:
         self._worker_at.append(worker_id)
         return len(self._worker_at) - 1
 
-    def _apply_event(self, view: _View, event: KvEvent) -> None:
-        match event:
-            case BlocksStored(keys=keys):
-                self._store(view, keys)
-            case BlocksRemoved(keys=keys):
-                self._drop_bits(view.slot, [key for key in keys if view.held.pop(key, key) is None])
-            case CacheCleared():
-                self._clear_held(view)
+    def _apply_delta(self, view: _View, delta: CacheDelta) -> None:
+        if delta.is_cleared:
+            self._clear_held(view)
+        self._drop_bits(view.slot, [key for key in split_keys(delta.removed) if view.held.pop(key, key) is None])
+        self._store(view, split_keys(delta.stored))
 
     def _store(self, view: _View, keys: Iterable[BlockKey]) -> None:
         bit = 1 << view.slot

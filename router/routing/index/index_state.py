@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from protos.block_keys import split_keys
-from protos.kv_events import KvEventBatch, KvSnapshot
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteAnswer, RouteAsk
@@ -38,10 +37,8 @@ class IndexState:
         (self._away.discard if report.is_serving else self._away.add)(worker_id)
         self._loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
         if report.snapshot is not None:
-            keys = split_keys(report.snapshot)
-            self._index.resync(KvSnapshot(worker_id, load.epoch, report.sequence - 1, keys))
-        events = tuple(event for delta in report.deltas for event in delta.events())
-        self._index.apply(KvEventBatch(worker_id, load.epoch, report.sequence, events))
+            self._index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)
+        self._index.apply(worker_id, load.epoch, report.sequence, report.deltas)
         return self._index.is_in_doubt(worker_id)
 
     def select(self, ask: RouteAsk, now_s: float) -> RouteAnswer:

@@ -1,11 +1,11 @@
-"""When the target speaks to its shell about itself, and what it leaves out."""
+"""Frames about the target itself: when one is sent to the shell, and what is left out."""
 
 from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
-from protos.kv_events import BlocksRemoved, BlocksStored
+from protos.cache_delta import CacheDelta
 
 A, B = (bytes([n]) * 16 for n in (1, 2))
 
@@ -16,9 +16,9 @@ class Target:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.sent: list[Status | Snapshot] = []
-        self.journal = KVEventBuffer()
+        self.kv_events = KVEventBuffer()
         self.keys: set[bytes] = set()
-        self.reporter = StatusReporter(self.sent.append, self.journal, lambda: self.keys, lambda: self.now_s)
+        self.reporter = StatusReporter(self.sent.append, self.kv_events, lambda: self.keys, lambda: self.now_s)
 
     def turn(self, num_running: int, *, is_idle: bool = False) -> None:
         stats = EngineStats(num_running, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
@@ -36,7 +36,7 @@ def test_what_has_not_changed_is_not_repeated():
 def test_short_steps_share_a_frame_and_lose_no_event():
     target = Target()
     for number in range(20):
-        target.journal.record(BlocksStored((bytes([number]) * 16,)))
+        target.kv_events.record(CacheDelta(stored=bytes([number]) * 16))
         target.turn(number)
         target.now_s += 0.001
     target.turn(0, is_idle=True)
@@ -52,12 +52,12 @@ def test_the_last_news_before_idleness_goes_out_at_once():
     assert [status.engine.num_running for status in target.sent if isinstance(status, Status)] == [1, 0]
 
 
-def test_a_snapshot_covers_what_the_journal_held():
+def test_a_snapshot_covers_what_the_buffer_held():
     target = Target()
     target.keys = {A}
-    target.journal.record(BlocksStored((A,)))
+    target.kv_events.record(CacheDelta(stored=A))
     target.reporter.send_snapshot()
-    target.journal.record(BlocksRemoved((A,)))
+    target.kv_events.record(CacheDelta(removed=A))
     target.turn(0, is_idle=True)
     snapshot, status = target.sent
     assert isinstance(snapshot, Snapshot)

@@ -12,9 +12,9 @@ from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
 from protos.block_keys import join_keys, split_keys
+from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError
-from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
-from protos.worker_report import CacheDelta, WorkerReport
+from protos.worker_report import WorkerReport
 
 KEYS = [bytes([n]) * 16 for n in range(10)]
 
@@ -43,18 +43,9 @@ class FakeIndex:
             self._is_behind = True
         self._next = (epoch, report.sequence + 1)
         for delta in report.deltas:
-            for event in delta.events():
-                self._apply(event)
+            held = set() if delta.is_cleared else self.held
+            self.held = held - set(split_keys(delta.removed)) | set(split_keys(delta.stored))
         return self._is_behind
-
-    def _apply(self, event: KvEvent) -> None:
-        match event:
-            case BlocksStored(keys):
-                self.held |= set(keys)
-            case BlocksRemoved(keys):
-                self.held -= set(keys)
-            case CacheCleared():
-                self.held.clear()
 
 
 class FakeTarget:

@@ -82,8 +82,8 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.engine = CountingEngine()
         self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
-        self.journal = KVEventBuffer()
-        reporter = StatusReporter(self.server.emit, self.journal, lambda: [KEY])
+        self.kv_events = KVEventBuffer()
+        reporter = StatusReporter(self.server.emit, self.kv_events, lambda: [KEY])
         self.loop = EngineLoop(self.engine, self.server.emit, reporter=reporter)
         self._threads = [
             threading.Thread(target=self.loop.run, daemon=True),

@@ -18,6 +18,8 @@ from bench.simulator.rates import ServingRates
 from bench.simulator.replay import Fleet, replay
 from bench.simulator.trace import Trace, TraceRequest, sorted_trace, trace_key
 from bench.simulator.trace_file import TraceError, read_trace
+from protos.block_keys import join_keys
+from protos.cache_delta import CacheDelta
 
 QUIET = ServingRates(prefill_tokens_per_s=1000.0, decode_slowdown=0.0, decode_tokens_per_s=10.0)
 
@@ -78,12 +80,11 @@ def test_a_session_waits_for_the_answer_before_it_asks_on():
 def test_a_cache_evicts_the_least_recently_used_prompt_from_its_end():
     cache = BlockCache(5)
     old, new = [trace_key("old", n) for n in range(3)], [trace_key("new", n) for n in range(4)]
-    assert cache.put(old).stored == tuple(old)
-    change = cache.put(new)
-    assert change.stored == tuple(new)
-    assert change.removed == (old[2], old[1])
+    assert cache.put(old) == CacheDelta(stored=join_keys(old))
+    assert cache.put(new) == CacheDelta(stored=join_keys(new), removed=old[2] + old[1])
     assert len(cache) == 5
-    assert cache.put([trace_key("long", n) for n in range(9)]).stored == tuple(trace_key("long", n) for n in range(5))
+    long = [trace_key("long", n) for n in range(9)]
+    assert cache.put(long).stored == join_keys(long[:5])
 
 
 def test_a_prefill_pool_takes_long_prompts_and_counts_the_transfer():

@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.kv_cache import block_manager
 from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.sequence import Sequence
-from protos.block_keys import block_keys, root_key
-from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from protos.block_keys import block_keys, join_keys, root_key, split_keys
+from protos.cache_delta import CacheDelta
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.slow_cache import SlowCache, SlowSequence
 
@@ -35,19 +35,17 @@ def run(blocks: BlockManager, sequence: Sequence) -> Sequence:
     return sequence
 
 
-def replay(events: list[KvEvent]) -> set[bytes]:
-    """What a router knows who has heard every event."""
+def replay(deltas: list[CacheDelta]) -> set[bytes]:
+    """The keys that a router knows after every delta."""
     keys: set[bytes] = set()
-    for event in events:
-        match event:
-            case BlocksStored(stored):
-                assert keys.isdisjoint(stored), "stored twice"
-                keys |= set(stored)
-            case BlocksRemoved(removed):
-                assert keys >= set(removed), "removed but never stored"
-                keys -= set(removed)
-            case CacheCleared():
-                keys.clear()
+    for delta in deltas:
+        stored, removed = split_keys(delta.stored), split_keys(delta.removed)
+        if delta.is_cleared:
+            keys.clear()
+        assert keys >= set(removed), "removed but never stored"
+        keys -= set(removed)
+        assert keys.isdisjoint(stored), "stored twice"
+        keys |= set(stored)
     return keys
 
 
@@ -222,28 +220,28 @@ def test_hits_and_queries_are_counted_in_tokens() -> None:
     assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (18, 8)
 
 
-def test_events_name_the_blocks() -> None:
-    events: list[KvEvent] = []
-    blocks = BlockManager(3, P, "m", events.append)
+def test_deltas_carry_the_keys_of_the_blocks() -> None:
+    deltas: list[CacheDelta] = []
+    blocks = BlockManager(3, P, "m", deltas.append)
     keys = block_keys(range(12), P, root_key("m"))
     sequence = make_sequence(*range(12))
     assert blocks.prefix_keys(sequence) == tuple(keys)
     blocks.admit(sequence)
     blocks.publish(sequence, 9)
     blocks.publish(sequence, 12)
-    assert events == [BlocksStored(tuple(keys[:2])), BlocksStored((keys[2],))]
+    assert deltas == [CacheDelta(stored=join_keys(keys[:2])), CacheDelta(stored=keys[2])]
     sequence.num_computed_tokens = 12
     blocks.release(sequence)
     run(blocks, make_sequence(90))
-    assert events[2:] == [BlocksRemoved((keys[2],))]
+    assert deltas[2:] == [CacheDelta(removed=keys[2])]
 
 
 def test_clearing_forgets_every_block() -> None:
-    events: list[KvEvent] = []
-    blocks = BlockManager(8, P, "m", events.append)
+    deltas: list[CacheDelta] = []
+    blocks = BlockManager(8, P, "m", deltas.append)
     blocks.release(run(blocks, make_sequence(*range(9))))
     blocks.clear()
-    assert events[-1] == CacheCleared()
+    assert deltas[-1] == CacheDelta(is_cleared=True)
     assert blocks.adopt_prefix(make_sequence(*range(9))) == 0
     blocks.check_integrity([])
 
@@ -255,8 +253,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[KvEvent] = []
-        self.blocks = BlockManager(7, 2, "m", self.events.append)
+        self.deltas: list[CacheDelta] = []
+        self.blocks = BlockManager(7, 2, "m", self.deltas.append)
         self.slow = SlowCache(7, 2)
         self.live: list[Sequence] = []
         self.roots = frozenset(root_key("m", salt) for salt in ("", "s"))
@@ -329,8 +327,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free_blocks == self.slow.num_free
 
     @invariant()
-    def the_event_stream_replays_to_the_cache_contents(self) -> None:
-        assert replay(self.events) == self.blocks.cached_keys
+    def the_deltas_add_up_to_the_cache_contents(self) -> None:
+        assert replay(self.deltas) == self.blocks.cached_keys
 
 
 TestBlockManagerAgainstTheSlowCache = BlockManagerMachine.TestCase

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.block_keys import BlockKey
-from protos.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, KvSnapshot
+from protos.block_keys import BlockKey, join_keys
+from protos.cache_delta import CacheDelta
 from router.routing.prefix_index import Applied, PrefixIndex
 
 
@@ -14,20 +14,24 @@ def keys(*numbers: int) -> tuple[BlockKey, ...]:
     return tuple(key(number) for number in numbers)
 
 
-def stored(*numbers: int) -> BlocksStored:
-    return BlocksStored(keys(*numbers))
+def stored(*numbers: int) -> CacheDelta:
+    return CacheDelta(stored=join_keys(keys(*numbers)))
 
 
-def batch(worker_id: str, sequence: int, *events: KvEvent, epoch: int = 0) -> KvEventBatch:
-    return KvEventBatch(worker_id, epoch, sequence, events)
+def removed(*numbers: int) -> CacheDelta:
+    return CacheDelta(removed=join_keys(keys(*numbers)))
+
+
+def apply(index: PrefixIndex, worker_id: str, sequence: int, *deltas: CacheDelta, epoch: int = 0) -> Applied:
+    return index.apply(worker_id, epoch, sequence, deltas)
 
 
 def test_matches_counts_leading_blocks_of_every_worker():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1)))
-    index.apply(batch("b", 0, stored(1, 2, 3)))
-    index.apply(batch("c", 0, stored(1, 2)))
-    index.apply(batch("d", 0, stored(2, 3)))
+    apply(index, "a", 0, stored(1))
+    apply(index, "b", 0, stored(1, 2, 3))
+    apply(index, "c", 0, stored(1, 2))
+    apply(index, "d", 0, stored(2, 3))
     assert index.matches(keys(1, 2, 3, 4)) == {"a": 1, "b": 3, "c": 2}
     assert index.matches(keys(9, 1)) == {}
     assert index.matches(()) == {}
@@ -36,27 +40,27 @@ def test_matches_counts_leading_blocks_of_every_worker():
 def test_a_thousand_workers_are_told_apart():
     index = PrefixIndex()
     for number in range(1000):
-        index.apply(batch(f"w{number}", 0, stored(1, *([2] if number % 2 else []))))
+        apply(index, f"w{number}", 0, stored(1, *([2] if number % 2 else [])))
     assert index.matches(keys(1, 2)) == {f"w{number}": 1 + number % 2 for number in range(1000)}
 
 
 def test_removed_and_cleared_blocks_no_longer_match():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1, 2, 3), BlocksRemoved(keys(2))))
+    apply(index, "a", 0, stored(1, 2, 3), removed(2))
     assert index.matches(keys(1, 2, 3)) == {"a": 1}
-    index.apply(batch("a", 1, CacheCleared()))
+    apply(index, "a", 1, CacheDelta(is_cleared=True))
     assert index.matches(keys(1)) == {}
     assert len(index) == 0
 
 
 def test_a_restarted_worker_loses_its_old_blocks_at_once():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1, 2)))
+    apply(index, "a", 0, stored(1, 2))
     index.reserve("a", keys(3), now_s=0.0, hold_s=10.0)
-    assert index.apply(batch("a", 0, epoch=1)) is Applied.APPLIED
+    assert apply(index, "a", 0, epoch=1) is Applied.APPLIED
     assert index.matches(keys(1)) == {}
     assert index.matches(keys(3)) == {}
-    assert index.apply(batch("a", 1, stored(1), epoch=0)) is Applied.IGNORED
+    assert apply(index, "a", 1, stored(1), epoch=0) is Applied.IGNORED
     assert index.matches(keys(1)) == {}
     index.expire(100.0)
     index.check_integrity()
@@ -64,37 +68,37 @@ def test_a_restarted_worker_loses_its_old_blocks_at_once():
 
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_replaces_everything():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1, 2)))
-    assert index.apply(batch("a", 2, stored(5))) is Applied.GAP
+    apply(index, "a", 0, stored(1, 2))
+    assert apply(index, "a", 2, stored(5)) is Applied.GAP
     assert index.is_in_doubt("a")
     assert index.needs_snapshot() == ["a"]
-    assert index.resync(KvSnapshot("a", 0, 2, keys(5, 6))) is Applied.APPLIED
+    assert index.resync("a", 0, 2, join_keys(keys(5, 6))) is Applied.APPLIED
     assert not index.is_in_doubt("a")
     assert index.matches(keys(1)) == {}
     assert index.matches(keys(5, 6)) == {"a": 2}
-    assert index.apply(batch("a", 3, stored(7))) is Applied.APPLIED
+    assert apply(index, "a", 3, stored(7)) is Applied.APPLIED
     index.check_integrity()
 
 
 def test_a_snapshot_older_than_events_already_seen_changes_nothing():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1)))
-    index.apply(batch("a", 5, stored(2)))
-    assert index.resync(KvSnapshot("a", 0, 3, keys(9))) is Applied.IGNORED
+    apply(index, "a", 0, stored(1))
+    apply(index, "a", 5, stored(2))
+    assert index.resync("a", 0, 3, join_keys(keys(9))) is Applied.IGNORED
     assert index.is_in_doubt("a")
     assert index.matches(keys(2)) == {"a": 1}
 
 
 def test_a_worker_met_in_mid_sequence_needs_a_snapshot():
     index = PrefixIndex()
-    assert index.apply(batch("a", 57, stored(1))) is Applied.GAP
+    assert apply(index, "a", 57, stored(1)) is Applied.GAP
 
 
 def test_a_repeated_batch_changes_nothing():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1)))
-    index.apply(batch("a", 1, BlocksRemoved(keys(1))))
-    assert index.apply(batch("a", 0, stored(1))) is Applied.IGNORED
+    apply(index, "a", 0, stored(1))
+    apply(index, "a", 1, removed(1))
+    assert apply(index, "a", 0, stored(1)) is Applied.IGNORED
     assert index.matches(keys(1)) == {}
 
 
@@ -112,7 +116,7 @@ def test_pending_blocks_count_until_their_time_is_over():
 def test_a_confirmed_block_outlives_its_prediction():
     index = PrefixIndex()
     index.reserve("a", keys(1, 2), now_s=0.0, hold_s=2.0)
-    index.apply(batch("a", 0, stored(1)))
+    apply(index, "a", 0, stored(1))
     index.expire(10.0)
     assert index.matches(keys(1, 2)) == {"a": 1}
     index.check_integrity()
@@ -132,10 +136,10 @@ def test_the_longer_of_two_predictions_holds():
 
 def test_a_forgotten_worker_leaves_nothing_and_its_place_is_used_again():
     index = PrefixIndex()
-    index.apply(batch("a", 0, stored(1)))
-    index.apply(batch("b", 0, stored(1)))
+    apply(index, "a", 0, stored(1))
+    apply(index, "b", 0, stored(1))
     index.forget("a")
-    index.apply(batch("c", 0, stored(2)))
+    apply(index, "c", 0, stored(2))
     assert index.matches(keys(1)) == {"b": 1}
     assert index.matches(keys(2)) == {"c": 1}
     index.check_integrity()
@@ -143,9 +147,9 @@ def test_a_forgotten_worker_leaves_nothing_and_its_place_is_used_again():
 
 def test_memory_is_bounded_and_recently_routed_prefixes_stay():
     index = PrefixIndex(max_blocks_per_worker=64)
-    index.apply(batch("a", 0, stored(1, 2)))
+    apply(index, "a", 0, stored(1, 2))
     for sequence in range(1, 300):
-        index.apply(batch("a", sequence, stored(1000 + sequence)))
+        apply(index, "a", sequence, stored(1000 + sequence))
         index.reserve("a", keys(1, 2), now_s=float(sequence), hold_s=1.0)
         assert index.num_blocks("a") <= 64
     assert index.matches(keys(1, 2)) == {"a": 2}
@@ -194,8 +198,10 @@ def test_any_history_gives_the_answers_of_a_slow_index(steps: list[tuple[str, st
         chosen = keys(*numbers)
         match action:
             case "store" | "remove" | "clear":
-                event = {"store": stored(*numbers), "remove": BlocksRemoved(chosen), "clear": CacheCleared()}[action]
-                index.apply(batch(worker_id, sequences[worker_id], event, epoch=epochs[worker_id]))
+                event = {"store": stored(*numbers), "remove": removed(*numbers), "clear": CacheDelta(is_cleared=True)}[
+                    action
+                ]
+                apply(index, worker_id, sequences[worker_id], event, epoch=epochs[worker_id])
                 sequences[worker_id] += 1
                 if action == "store":
                     held.update(chosen)
@@ -209,12 +215,12 @@ def test_any_history_gives_the_answers_of_a_slow_index(steps: list[tuple[str, st
                 epochs[worker_id] += 1
                 sequences[worker_id] = 1
                 index.forget(worker_id) if action == "forget" else None
-                index.apply(batch(worker_id, 0, epoch=epochs[worker_id]))
+                apply(index, worker_id, 0, epoch=epochs[worker_id])
                 held.clear()
                 if action == "forget" or worker_id in heard:
                     pending.clear()
             case "resync":
-                index.resync(KvSnapshot(worker_id, epochs[worker_id], sequences[worker_id] - 1, chosen))
+                index.resync(worker_id, epochs[worker_id], sequences[worker_id] - 1, join_keys(chosen))
                 held.clear()
                 held.update(chosen)
                 for k in chosen:

@@ -1,7 +1,8 @@
 from collections import Counter
 from functools import partial
 
-from protos.kv_events import BlocksStored, KvEventBatch
+from protos.block_keys import join_keys
+from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Policy, rank
@@ -45,7 +46,7 @@ def test_a_prediction_that_is_never_confirmed_fades():
 def test_events_lead_requests_to_their_prefix():
     selector = make_selector()
     keys = tuple(k.to_bytes(16, "little") for k in range(8))
-    selector.index.apply(KvEventBatch("c", 0, 0, (BlocksStored(keys),)))
+    selector.index.apply("c", 0, 0, (CacheDelta(stored=join_keys(keys)),))
     assert selector.select(request(5, *range(8)), WORKERS, now_s=1.0).worker_id == "c"
 
 

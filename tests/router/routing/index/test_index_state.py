@@ -3,8 +3,9 @@
 import pytest
 
 from protos.block_keys import join_keys
+from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
-from protos.worker_report import CacheDelta, WorkerReport
+from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteAsk
 from router.routing.index.index_state import SILENCE_S, IndexState

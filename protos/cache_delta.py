@@ -1,0 +1,25 @@
+"""The one form in which a change of a prefix cache travels: from the block manager to the router's index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDelta:
+    """The net change of one worker's prefix cache, over one call of its block manager or over many steps.
+
+    It is read in this order: everything goes if `is_cleared`, then `removed` go, then `stored` come. No key is in both.
+
+    Attributes:
+        stored: joined keys (`protos.block_keys.join_keys`) of full blocks that can be reused from now on.
+        removed: joined keys of blocks whose memory was given to other tokens.
+        is_cleared: every earlier block is gone (weights changed, or the cache was reset).
+    """
+
+    stored: bytes = b""
+    removed: bytes = b""
+    is_cleared: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed or self.is_cleared)
