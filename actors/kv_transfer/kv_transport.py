@@ -2,10 +2,10 @@
 
     engine thread                       transport thread (asyncio)                       prefill replica
     start(order)  ------------------->  Prefill.prefill(order) ------------------------> computes chunk 1
-                                        PrefillComputed        <------------------------
+                                        ChunkHeader            <------------------------
                                         blocks of chunk 1      <------------------------ computes chunk 2 ...
     poll() <- KVChunk <- deque <------  a tensor
-                                        PrefillDone            <------------------------
+                                        FetchEnd               <------------------------
                                         end of the stream      ------------------------> forgets the blocks
 
 In the object store the blocks are a read-only view of shared memory, without a copy; on another node the store copies
@@ -32,17 +32,17 @@ from torch import Tensor
 
 from actors.kv_transfer.direct_blocks import DirectBlocks
 from actors.kv_transfer.nixl_carrier import NixlCarrier
-from actors.kv_transfer.prefill_messages import (
-    PrefillAccepted,
-    PrefillBlocks,
-    PrefillComputed,
-    PrefillDone,
-    PrefillFailed,
-    PrefillOrder,
-    PrefillReply,
-)
+from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from engine.remote_prefill.fetch_failure import FetchFailure
-from engine.remote_prefill.kv_transfer import FetchAccepted, FetchEnd, FetchNews, FetchOrder, KVChunk, KVLayout
+from engine.remote_prefill.kv_transfer import (
+    ChunkHeader,
+    FetchAccepted,
+    FetchEnd,
+    FetchNews,
+    FetchOrder,
+    KVChunk,
+    KVLayout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PrefillTransport:
         self._fetches: dict[int, Future[None]] = {}
 
     def open(self, layout: KVLayout, on_news: Callable[[], None]) -> None:
-        """Start the transport's thread. `on_news` is called there, whenever there is something to poll."""
+        """Start the transport's thread. `on_news` is called there whenever there is something to poll."""
         self._layout = layout
         self._on_news = on_news
         threading.Thread(target=self._loop.run_forever, name="kv-transport", daemon=True).start()
@@ -102,18 +102,17 @@ class PrefillTransport:
         self._say(end)
 
     async def _receive(self, order: FetchOrder) -> FetchEnd:
-        stream = cast(DeploymentResponseGenerator, self._call.remote(self._remote_order(order)))
+        call = self._call.remote(order, self._layout, use_direct=self._carrier is not None)
+        stream = cast(DeploymentResponseGenerator, call)
         try:
             async for reply in stream:
                 match reply:
-                    case PrefillAccepted(load):
-                        self._say(FetchAccepted(order.fetch_id, load))
-                    case PrefillComputed():
-                        self._say(await self._chunk(order, reply, stream))
-                    case PrefillFailed(cause, detail):
-                        return FetchEnd(order.fetch_id, cause, detail)
-                    case PrefillDone():
-                        break
+                    case FetchAccepted():
+                        self._say(reply)
+                    case ChunkHeader():
+                        self._say(await self._chunk(reply, stream, order.timeout_s))
+                    case FetchEnd():
+                        return reply
         finally:
             stream.cancel()
         return FetchEnd(order.fetch_id)
@@ -126,34 +125,20 @@ class PrefillTransport:
         """
         return self._prefill.options(method_name="prefill", stream=True, _by_reference=True)
 
-    def _remote_order(self, order: FetchOrder) -> PrefillOrder:
-        return PrefillOrder(
-            order.request_id,
-            order.token_ids,
-            order.first_block,
-            order.cache_salt,
-            order.timeout_s,
-            self._layout,
-            takes_direct=self._carrier is not None,
-        )
-
-    async def _chunk(
-        self, order: FetchOrder, computed: PrefillComputed, replies: AsyncIterator[PrefillReply]
-    ) -> KVChunk:
+    async def _chunk(self, header: ChunkHeader, replies: AsyncIterator[PrefillReply], timeout_s: float) -> KVChunk:
         began_s = time.perf_counter()
-        blocks = await self._tensor(cast(PrefillBlocks, await anext(replies)), order.timeout_s)
-        transfer_s = time.perf_counter() - began_s
-        return KVChunk(order.fetch_id, computed.first_block, blocks, transfer_s, computed.load)
+        blocks = await self._tensor(cast(BlocksReply, await anext(replies)), timeout_s)
+        return KVChunk(header, blocks, time.perf_counter() - began_s)
 
-    async def _tensor(self, blocks: PrefillBlocks, timeout_s: float) -> Tensor:
+    async def _tensor(self, blocks: BlocksReply, timeout_s: float) -> Tensor:
         if not isinstance(blocks, DirectBlocks):
             return _view(blocks)
-        assert self._carrier is not None, "else the order does not take them"
+        assert self._carrier is not None, "else they were not asked for"
         reading = asyncio.create_task(asyncio.to_thread(self._carrier.receive, blocks, timeout_s))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            await asyncio.wait([reading])  # they must lie where they are until nobody reads them
+            await asyncio.wait([reading])  # their memory may be freed only after the read
             raise
 
     def _say(self, news: FetchNews) -> None:
@@ -162,13 +147,13 @@ class PrefillTransport:
 
 
 def _view(blocks: np.ndarray) -> Tensor:
-    """A view; the object store's memory is read-only, and so must the tensor be treated."""
+    """Return a view; the object store's memory is read-only, and so must the tensor be treated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(blocks)
 
 
 def _is_given_up() -> bool:
-    """Whether `cancel` was called, as opposed to Serve, which reports some losses as a cancellation too."""
+    """True if `cancel` was called; Serve reports some losses as a cancellation too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

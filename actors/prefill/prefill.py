@@ -13,7 +13,8 @@ from actors.process.process_logging import configure_logging
 from actors.settings import PrefillSettings
 
 if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
-    from actors.kv_transfer.prefill_messages import PrefillOrder, PrefillReply
+    from actors.kv_transfer.prefill_reply import PrefillReply
+    from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
 
 
 class Prefill:
@@ -30,12 +31,19 @@ class Prefill:
         self._metrics = PrefillMetrics()
         await self._engine.wait_ready()
 
-    async def prefill(self, order: PrefillOrder) -> AsyncGenerator[PrefillReply, None]:
-        """Read a prompt: one `PrefillAccepted`, then its blocks chunk by chunk, or one `PrefillFailed`.
+    async def prefill(
+        self, order: FetchOrder, layout: KVLayout, use_direct: bool
+    ) -> AsyncGenerator[PrefillReply, None]:
+        """Read a prompt, and answer with the stream of `actors.kv_transfer.prefill_reply`.
 
         Closing the generator stops the computation and frees its blocks within a step.
+
+        Args:
+            order: the blocks that the pair lacks.
+            layout: the pair's; another one than this replica's is refused.
+            use_direct: blocks come as `DirectBlocks` where this replica can.
         """
-        async with aclosing(self._engine.read(order)) as replies:
+        async with aclosing(self._engine.read(order, layout, use_direct)) as replies:
             async for reply in replies:
                 yield reply
 

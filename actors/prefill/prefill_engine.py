@@ -14,15 +14,7 @@ from torch import Tensor
 from actors.engine_loop.engine_loop import EngineLoop
 from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
-from actors.kv_transfer.prefill_messages import (
-    PrefillAccepted,
-    PrefillBlocks,
-    PrefillComputed,
-    PrefillDone,
-    PrefillFailed,
-    PrefillOrder,
-    PrefillReply,
-)
+from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from actors.process.actor_thread import ActorThread
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, Refused, StepOutput
@@ -31,7 +23,14 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
 from engine.remote_prefill.fetch_failure import FetchFailure
-from engine.remote_prefill.kv_transfer import KVLayout, RemoteLoad
+from engine.remote_prefill.kv_transfer import (
+    ChunkHeader,
+    FetchAccepted,
+    FetchEnd,
+    FetchOrder,
+    KVLayout,
+    RemoteLoad,
+)
 from engine.stats.engine_stats import EngineStats
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -71,10 +70,6 @@ class PrefillEngine:
         """What pairs read out of this process's memory."""
         return self._carrier.stats if self._carrier else DirectStats()
 
-    @property
-    def num_orders(self) -> int:
-        return len(self._events)
-
     def check(self) -> None:
         """Raise UnavailableError if the engine is stuck in a step."""
         if self._loop.step_age_s > self._settings.step_timeout_s:
@@ -83,10 +78,10 @@ class PrefillEngine:
                 f"{self._settings.step_timeout_s:.0f} s is the limit; the replica is replaced"
             )
 
-    async def read(self, order: PrefillOrder) -> AsyncGenerator[PrefillReply, None]:
+    async def read(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
         """Compute an order's tokens; its blocks leave as they are computed. Closing the generator frees everything."""
-        if difference := self._layout.difference(order.layout):
-            yield PrefillFailed(FetchFailure.MISMATCH, difference)
+        if difference := self._layout.difference(layout):
+            yield FetchEnd(order.fetch_id, FetchFailure.MISMATCH, difference)
             return
         request_id = f"{order.request_id}-{next(self._numbers)}"
         events = self._events[request_id] = asyncio.Queue()
@@ -95,8 +90,8 @@ class PrefillEngine:
         self._loop.submit(Add(_request(request_id, order)))
         sent: list[DirectBlocks] = []
         try:
-            yield PrefillAccepted(load)
-            async for reply in self._replies(events, order.takes_direct):
+            yield FetchAccepted(order.fetch_id, load)
+            async for reply in self._replies(order.fetch_id, events, use_direct):
                 if isinstance(reply, DirectBlocks):
                     sent.append(reply)
                 yield reply
@@ -108,25 +103,28 @@ class PrefillEngine:
             self._exporter.forget(request_id)
             self._loop.submit(Abort(request_id))
 
-    async def _replies(self, events: asyncio.Queue[_Event], takes_direct: bool) -> AsyncGenerator[PrefillReply, None]:
+    async def _replies(
+        self, fetch_id: int, events: asyncio.Queue[_Event], use_direct: bool
+    ) -> AsyncGenerator[PrefillReply, None]:
         while True:
             match await events.get():
                 case ExportedBlocks(_, first_block, blocks):
-                    yield PrefillComputed(first_block, self._load())
-                    yield await self._parcel(blocks, takes_direct)
+                    yield ChunkHeader(fetch_id, first_block, self._load())
+                    yield await self._parcel(blocks, use_direct)
                 case Refused() as refused:
-                    yield PrefillFailed(FetchFailure.REFUSED, refused.message)
+                    yield FetchEnd(fetch_id, FetchFailure.REFUSED, refused.message)
                     return
                 case TokenChunk(finish_reason=FinishReason.TIMEOUT):
-                    yield PrefillFailed(FetchFailure.TIMEOUT, "the order's time was up in the prefill replica")
+                    detail = "the order's time was up in the prefill replica"
+                    yield FetchEnd(fetch_id, FetchFailure.TIMEOUT, detail)
                     return
                 case TokenChunk():
-                    yield PrefillDone()
+                    yield FetchEnd(fetch_id)
                     return
 
-    async def _parcel(self, blocks: Tensor, takes_direct: bool) -> PrefillBlocks:
-        """What brings the blocks to the pair; neither copying nor registering them is for the event loop."""
-        if not takes_direct or self._carrier is None:
+    async def _parcel(self, blocks: Tensor, use_direct: bool) -> BlocksReply:
+        """Copy the blocks or register them to be read; neither is done in the event loop."""
+        if not use_direct or self._carrier is None:
             return await asyncio.to_thread(lambda: blocks.cpu().numpy())
         sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
         try:
@@ -180,7 +178,7 @@ class PrefillEngine:
             events.put_nowait(event)
 
 
-def _request(request_id: str, order: PrefillOrder) -> GenerateRequest:
+def _request(request_id: str, order: FetchOrder) -> GenerateRequest:
     return GenerateRequest(
         request_id, order.token_ids, _SAMPLING, cache_salt=order.cache_salt, timeout_s=order.timeout_s
     )

@@ -1,4 +1,4 @@
-"""One order for KV blocks under way."""
+"""The state of one order for KV blocks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class KVFetch:
         return self.end_block - self.next_block
 
     def mistake(self, chunk: KVChunk, bytes_per_block: int) -> str | None:
-        """What keeps `chunk` from being the next blocks of this fetch; None where it is."""
-        if chunk.first_block != self.next_block:
-            return f"block {chunk.first_block} came where {self.next_block} was next"
+        """Describe what keeps `chunk` from being the next blocks of this fetch; None where it is."""
+        if chunk.header.first_block != self.next_block:
+            return f"block {chunk.header.first_block} came where {self.next_block} was next"
         if not 0 < len(chunk.blocks) <= self.num_missing_blocks:
             return f"{len(chunk.blocks)} blocks came where {self.num_missing_blocks} were missing"
         if chunk.blocks.shape[1:] != (bytes_per_block,):

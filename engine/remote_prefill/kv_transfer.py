@@ -1,7 +1,8 @@
-"""KV blocks that are computed elsewhere: what is asked for, what comes back, and who carries it.
+"""KV blocks that are computed elsewhere: the order, the messages that answer it, and the transport that carries both.
 
-The engine owns this contract and knows no network: `actors.kv_transfer.kv_transport` implements it over Ray, tests in
-one process. Blocks travel as rows of bytes, one row per block: for each layer its keys [P, H, D], then its values.
+The same messages go from a prefill replica to a pair's transport and from there to its engine. The engine knows no
+network: `actors.kv_transfer.kv_transport` carries them over Ray, tests in one process. Blocks travel as rows of bytes,
+one row per block: for each layer its keys [P, H, D], then its values.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from engine.remote_prefill.fetch_failure import FetchFailure
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What two engines must agree on before a block of one means anything to the other."""
+    """The properties that two engines must share before a block of one means anything to the other."""
 
     model_version: str
     dtype: str
     block_size: int
     layers: tuple[LayerShape, ...]
-    rounding: str = "any"  # who computed them, where that must be the same to the last bit
+    rounding: str = "any"  # names the kernels that computed the blocks, where that must be the same to the last bit
 
     def difference(self, other: KVLayout) -> str | None:
-        """The first field in which `other` differs, with both values; None where there is none."""
+        """Describe the first field in which `other` differs, with both values; None where there is none."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
@@ -39,17 +40,17 @@ class KVLayout:
 class FetchOrder:
     """Blocks [first_block, len(token_ids) / P) of a sequence, all of them full. Room for every one is reserved."""
 
-    fetch_id: int  # of this engine, never used again
+    fetch_id: int  # of the engine that orders, never used again
     request_id: str
     token_ids: tuple[int, ...]
     first_block: int
     cache_salt: str
-    timeout_s: float  # after so long nobody waits for the rest
+    timeout_s: float  # blocks that come later are not used
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoad:
-    """How busy one prefill replica is: tokens before a new prompt's turn, and tokens per second (0: not measured)."""
+    """Load of one prefill replica: tokens before a new prompt's turn, and tokens per second (0: not measured)."""
 
     replica_id: str
     num_queued_tokens: int
@@ -58,26 +59,38 @@ class RemoteLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchAccepted:
-    """A replica has taken the order; its load does not include it."""
+    """The first message of a fetch, at once: a replica has queued the order; `load` does not include it."""
 
     fetch_id: int
+    load: RemoteLoad
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeader:
+    """The blocks of a fetch from `first_block` on are computed, and follow."""
+
+    fetch_id: int
+    first_block: int
     load: RemoteLoad
 
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """The next blocks of a fetch, `blocks` [n, bytes per block] uint8, and how long they were under way."""
+    """The next blocks of a fetch, `blocks` [n, bytes per block] uint8, and the seconds between header and blocks."""
 
-    fetch_id: int
-    first_block: int
+    header: ChunkHeader
     blocks: Tensor
     transfer_s: float
-    load: RemoteLoad
+
+    @property
+    def fetch_id(self) -> int:
+        """The fetch that the blocks belong to."""
+        return self.header.fetch_id
 
 
 @dataclass(frozen=True, slots=True)
 class FetchEnd:
-    """Nothing more comes of this fetch; `failure` is None where all blocks have."""
+    """The last message of a fetch; `failure` is None where all blocks have come."""
 
     fetch_id: int
     failure: FetchFailure | None = None
@@ -88,7 +101,7 @@ FetchNews = FetchAccepted | KVChunk | FetchEnd
 
 
 class KVTransport(Protocol):
-    """Carries blocks from wherever they are computed. No method waits, none raises; all belong to the engine's thread.
+    """Carries blocks from the engine that computes them. No method waits or raises; all belong to the engine's thread.
 
     The news of a fetch are at most one `FetchAccepted`, chunks in block order without holes, and exactly one `FetchEnd`
     unless it is cancelled. A transport that fails says so with a `FetchEnd`.
@@ -98,25 +111,25 @@ class KVTransport(Protocol):
         """Begin a fetch."""
 
     def poll(self, max_news: int) -> list[FetchNews]:
-        """The oldest news that have arrived and were not polled yet, at most `max_news`."""
+        """Return the oldest news that have arrived and were not polled yet, at most `max_news`."""
 
     def cancel(self, fetch_id: int) -> None:
         """Give a fetch up: `poll` says nothing more of it. Ids that are unknown or have ended are ignored."""
 
 
 class KVPool(Protocol):
-    """Whole blocks of a model's KV, in and out; `engine.model.runner.model_runner.ModelRunner` has them."""
+    """Copies whole blocks of a model's KV in and out; `engine.model.runner.model_runner.ModelRunner` does."""
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What these blocks are."""
+        """Model, dtype and shape of these blocks."""
 
     @property
     def bytes_per_block(self) -> int:
         """Length of a row."""
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks (at least one), [n, bytes per block] uint8 on the pool's device."""
+        """Return a copy of these blocks (at least one), [n, bytes per block] uint8 on the pool's device."""
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, from whatever device."""
+        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, which may lie on any device."""

@@ -172,7 +172,7 @@ class RemotePrefill:
             return
         sequence, num_tokens = fetch.sequence, len(chunk.blocks) * self._blocks.block_size
         fetch.next_block += len(chunk.blocks)
-        self._pool.import_blocks(sequence.block_table[chunk.first_block : fetch.next_block], chunk.blocks)
+        self._pool.import_blocks(sequence.block_table[chunk.header.first_block : fetch.next_block], chunk.blocks)
         sequence.num_computed_tokens = fetch.next_block * self._blocks.block_size
         self._blocks.publish(sequence, sequence.num_computed_tokens)
         self._fetches.lead(fetch)

@@ -86,7 +86,7 @@ class ReplicaRates:
     def arrived(self, chunk: KVChunk, num_tokens: int) -> None:
         """Blocks of `num_tokens` tokens are here."""
         self._transfer_s_per_token.observe(chunk.transfer_s / num_tokens)
-        self._hear(chunk.load)
+        self._hear(chunk.header.load)
 
     def ended(self, fetch_id: int) -> None:
         """The fetch is over, or was cancelled."""

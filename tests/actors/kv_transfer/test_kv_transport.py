@@ -15,9 +15,10 @@ from torch import Tensor
 from actors.kv_transfer.direct_blocks import DirectBlocks
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import NixlCarrier
-from actors.kv_transfer.prefill_messages import PrefillAccepted, PrefillComputed, PrefillDone, PrefillReply
+from actors.kv_transfer.prefill_reply import PrefillReply
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import (
+    ChunkHeader,
     FetchAccepted,
     FetchEnd,
     FetchNews,
@@ -42,7 +43,7 @@ class ScriptedPrefill:
     def options(self, **options: object) -> ScriptedPrefill:
         return self
 
-    def remote(self, order: object) -> ScriptedStream:
+    def remote(self, *args: object, **options: object) -> ScriptedStream:
         return ScriptedStream(self, self._answer())
 
     async def _answer(self) -> AsyncIterator[PrefillReply]:
@@ -102,7 +103,7 @@ def news_of(transport: PrefillTransport) -> list[FetchNews]:
 
 
 def test_a_stream_becomes_news_and_is_ended() -> None:
-    prefill = ScriptedPrefill(PrefillAccepted(LOAD), PrefillComputed(0, LOAD), BLOCKS, PrefillDone())
+    prefill = ScriptedPrefill(FetchAccepted(7, LOAD), ChunkHeader(7, 0, LOAD), BLOCKS, FetchEnd(7))
     accepted, chunk, end = news_of(opened(prefill))
     assert accepted == FetchAccepted(7, LOAD)
     assert isinstance(chunk, KVChunk)
@@ -112,13 +113,13 @@ def test_a_stream_becomes_news_and_is_ended() -> None:
 
 
 def test_a_stream_that_breaks_is_a_loss() -> None:
-    end = news_of(opened(ScriptedPrefill(PrefillAccepted(LOAD), RuntimeError("the node is gone"))))[-1]
+    end = news_of(opened(ScriptedPrefill(FetchAccepted(7, LOAD), RuntimeError("the node is gone"))))[-1]
     assert end == FetchEnd(7, FetchFailure.LOST, "RuntimeError: the node is gone")
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_the_stream_is_not_ended_while_its_blocks_are_read(is_given_up: bool) -> None:
-    prefill = ScriptedPrefill(PrefillAccepted(LOAD), PrefillComputed(0, LOAD), DirectBlocks("k", None), PrefillDone())
+    prefill = ScriptedPrefill(FetchAccepted(7, LOAD), ChunkHeader(7, 0, LOAD), DirectBlocks("k", None), FetchEnd(7))
     carrier = SlowCarrier()
     transport = opened(prefill, carrier)
     until(lambda: carrier.num_readers == 1)

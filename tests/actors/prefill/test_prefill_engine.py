@@ -16,22 +16,17 @@ from torch import Tensor
 
 import actors.prefill.prefill_engine
 from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
-from actors.kv_transfer.prefill_messages import (
-    PrefillAccepted,
-    PrefillComputed,
-    PrefillDone,
-    PrefillFailed,
-    PrefillOrder,
-    PrefillReply,
-)
+from actors.kv_transfer.prefill_reply import PrefillReply
 from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 PROMPT = tuple(3 + index % 50 for index in range(96))  # six blocks, two to a chunk
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
+ORDER = FetchOrder(7, "a", PROMPT, 0, "", TIMEOUT_S)
 
 
 class FakeCarrier:
@@ -51,7 +46,7 @@ class FakeCarrier:
     def send(self, blocks: Tensor) -> DirectBlocks:
         self.num_sent += 1
         key = str(self.num_sent)
-        self.may_send.wait(PATIENCE_S)
+        self.may_send.wait(TIMEOUT_S)
         self.kept[key] = blocks
         return DirectBlocks(key, None)
 
@@ -84,38 +79,34 @@ async def engine(target: Path, carrier: FakeCarrier) -> AsyncIterator[PrefillEng
     started._loop.close()
 
 
-def order(engine: PrefillEngine, takes_direct: bool) -> PrefillOrder:
-    return PrefillOrder("a", PROMPT, 0, "", PATIENCE_S, engine._layout, takes_direct)
-
-
 async def until(is_so) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not is_so():  # noqa: ASYNC110  # threads have nothing to signal
             await asyncio.sleep(0.005)
 
 
-async def replies_of(engine: PrefillEngine, asked: PrefillOrder) -> list[PrefillReply]:
-    return [reply async for reply in engine.read(asked)]
+async def replies_of(engine: PrefillEngine, order: FetchOrder = ORDER, use_direct: bool = False) -> list[PrefillReply]:
+    return [reply async for reply in engine.read(order, engine._layout, use_direct)]
 
 
 async def test_blocks_come_in_order_each_after_its_announcement(engine: PrefillEngine) -> None:
-    accepted, *middle, done = await replies_of(engine, order(engine, takes_direct=False))
-    assert isinstance(accepted, PrefillAccepted)
-    assert isinstance(done, PrefillDone)
+    accepted, *middle, done = await replies_of(engine)
+    assert isinstance(accepted, FetchAccepted)
+    assert done == FetchEnd(7)
     announced, blocks = middle[::2], middle[1::2]
-    assert [each.first_block for each in announced if isinstance(each, PrefillComputed)] == [0, 2, 4]
+    assert [each.first_block for each in announced if isinstance(each, ChunkHeader)] == [0, 2, 4]
     assert all(isinstance(each, np.ndarray) and len(each) == 2 for each in blocks)
-    assert engine.num_orders == 0
+    assert not engine._events
 
 
 async def test_what_lies_here_to_be_read_is_the_same_and_is_kept_until_the_reader_leaves(
     engine: PrefillEngine, carrier: FakeCarrier
 ) -> None:
-    by_value = await replies_of(engine, order(engine, takes_direct=False))
+    by_value = await replies_of(engine)
     sent = [each for each in by_value if isinstance(each, np.ndarray)]
-    async with aclosing(engine.read(order(engine, takes_direct=True))) as replies:
+    async with aclosing(engine.read(ORDER, engine._layout, use_direct=True)) as replies:
         async for reply in replies:
-            if isinstance(reply, PrefillDone):
+            if isinstance(reply, FetchEnd):
                 break
         assert torch.equal(torch.cat(list(carrier.kept.values())), torch.from_numpy(np.concatenate(sent)))
     await until(lambda: not carrier.kept)
@@ -125,7 +116,7 @@ async def test_a_reader_that_does_not_leave_has_its_time_and_no_more(
     engine: PrefillEngine, carrier: FakeCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.prefill.prefill_engine, "_GRACE_S", 0.01)
-    await replies_of(engine, replace(order(engine, takes_direct=True), timeout_s=1.0))
+    await replies_of(engine, replace(ORDER, timeout_s=1.0), use_direct=True)
     assert carrier.num_sent > 0
     await until(lambda: not carrier.kept)
 
@@ -134,7 +125,7 @@ async def test_a_reader_that_leaves_while_blocks_are_made_ready_leaves_nothing(
     engine: PrefillEngine, carrier: FakeCarrier
 ) -> None:
     carrier.may_send.clear()
-    reading = asyncio.create_task(replies_of(engine, order(engine, takes_direct=True)))
+    reading = asyncio.create_task(replies_of(engine, use_direct=True))
     await until(lambda: carrier.num_sent == 1)
     reading.cancel()
     await asyncio.wait([reading])
@@ -144,7 +135,7 @@ async def test_a_reader_that_leaves_while_blocks_are_made_ready_leaves_nothing(
 
 
 async def test_another_layout_is_refused_and_both_values_named(engine: PrefillEngine) -> None:
-    theirs = replace(order(engine, takes_direct=False), layout=replace(engine._layout, dtype="torch.bfloat16"))
-    assert await replies_of(engine, theirs) == [
-        PrefillFailed(FetchFailure.MISMATCH, "dtype is torch.float32 here and torch.bfloat16 there")
+    theirs = replace(engine._layout, dtype="torch.bfloat16")
+    assert [reply async for reply in engine.read(ORDER, theirs, use_direct=False)] == [
+        FetchEnd(7, FetchFailure.MISMATCH, "dtype is torch.float32 here and torch.bfloat16 there")
     ]

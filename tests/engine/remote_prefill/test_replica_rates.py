@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.remote_prefill.kv_transfer import KVChunk, RemoteLoad
+from engine.remote_prefill.kv_transfer import ChunkHeader, KVChunk, RemoteLoad
 from engine.remote_prefill.replica_rates import ReplicaRates
 
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
-    return KVChunk(0, 0, torch.zeros(1, 1, dtype=torch.uint8), transfer_s, load)
+    return KVChunk(ChunkHeader(0, 0, load), torch.zeros(1, 1, dtype=torch.uint8), transfer_s)
 
 
 def test_orders_nobody_has_acknowledged_count_as_queue() -> None:
