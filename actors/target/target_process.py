@@ -25,9 +25,9 @@ from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.proposer.dispatch.methods import proposer_of
-from engine.sequence.sequence import Sequence
+from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
-from protos.messages import GenerateRequest, ModelCard, VerifyMode
+from protos.messages import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,4 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
 
 def _probe_key(core: EngineCore) -> bytes:
     """What this engine calls the last block of a fixed text: an ingress that calls it otherwise knows none of them."""
-    request = GenerateRequest("probe", probe_token_ids(core.blocks.block_size), cache_salt=PROBE_SALT)
-    sequence = Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
-    return core.blocks.prefix_keys(sequence)[-1]
+    return core.blocks.prefix_keys(TokenBlocks(list(probe_token_ids(core.blocks.block_size)), PROBE_SALT))[-1]

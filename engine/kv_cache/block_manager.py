@@ -3,19 +3,18 @@
 It knows nothing of tensors; `engine.kv_cache.pool` gives each block id its memory. The target and the draft model each
 have one manager and one pool.
 
-        sequence A   [ 3 ][ 4 ][ 5 ]          blocks 3 and 4 hold a full, committed prefix: they have names and
+        sequence A   [ 3 ][ 4 ][ 5 ]          blocks 3 and 4 hold a full, committed prefix: they have keys and
         sequence B   [ 3 ][ 4 ][ 9 ]          are shared; 5 and 9 are private and still being written
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
-from engine.sequence.sequence import Sequence
+from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import BlockKey, child_key, join_keys, root_key
 from protos.cache_delta import CacheDelta
 
@@ -25,16 +24,18 @@ CacheDeltaSink = Callable[[CacheDelta], None]
 class BlockManager:
     """Block tables of all sequences over one pool, with copy-free prefix sharing.
 
-    Full blocks of committed tokens are *named* by their chained key (`protos.block_keys`) and stay findable after the
-    last sequence lets go of them, until their memory is needed: least recently used first. A sequence's named blocks
-    are its leading `num_named_blocks`; a named block is never written again, and its parent is named as long as it is.
+    Full blocks of committed tokens get their chained key (`protos.block_keys`) and stay findable by it after the last
+    sequence has released them, until their memory is needed: least recently used first. A sequence's keyed blocks are
+    its leading `num_keyed_blocks`; a keyed block is never written again, and its parent has a key as long as it has.
 
     Conservation, at any time: blank free + cached free + in use = `num_blocks`.
 
     Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
         model_version: part of every key; two models never share a block.
         event_sink: gets every change of the findable blocks, in order.
-        enable_prefix_caching: False never names a block, so nothing is shared.
+        enable_prefix_caching: False gives no block a key, so nothing is shared.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the pool."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, whether they have a name or not."""
+        """Blocks that no sequence holds, with a key or without."""
         return self._pool.num_free_blocks
 
     @property
@@ -67,39 +69,39 @@ class BlockManager:
         """Keys of all blocks that can be found: the state that the emitted deltas add up to."""
         return self._pool.keys
 
-    def prefix_keys(self, sequence: Sequence) -> tuple[BlockKey, ...]:
-        """Names of all full blocks of the sequence's tokens, as publishing and looking up use them."""
-        return tuple(self._name(sequence, i).key for i in range(len(sequence.token_ids) // self.block_size))
+    def prefix_keys(self, tokens: TokenBlocks) -> tuple[BlockKey, ...]:
+        """Keys of all full blocks of the tokens, as publishing and looking up use them."""
+        return tuple(self._content(tokens, i).key for i in range(len(tokens.token_ids) // self.block_size))
 
-    def adopt_prefix(self, sequence: Sequence) -> int:
+    def adopt_prefix(self, tokens: TokenBlocks) -> int:
         """Give a sequence without blocks the longest cached prefix of its tokens; return the number of tokens.
 
         Sets `block_table` and `num_computed_tokens`. At least one token is left to compute: its logits are needed.
         """
-        return self._adopt(sequence, self._match_prefix(sequence))
+        return self._adopt(tokens, self._match_prefix(tokens))
 
-    def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that the sequence would adopt if it were admitted now; changes nothing."""
-        return len(self._match_prefix(sequence)) * self.block_size
+    def num_cached_tokens(self, tokens: TokenBlocks) -> int:
+        """Return how many tokens the sequence would adopt if it were admitted now; changes nothing."""
+        return len(self._match_prefix(tokens)) * self.block_size
 
-    def admit(self, sequence: Sequence, num_spare_blocks: int = 0) -> bool:
+    def admit(self, tokens: TokenBlocks, num_spare_blocks: int = 0) -> bool:
         """Adopt the cached prefix and reserve slots for all committed tokens; False changes nothing.
 
         Admission succeeds only where `num_spare_blocks` stay free after it.
         """
-        matched = self._match_prefix(sequence)
-        if not self._has_room(sequence, matched, num_spare_blocks):
+        matched = self._match_prefix(tokens)
+        if not self._has_room(tokens, matched, num_spare_blocks):
             return False
-        self._adopt(sequence, matched)
-        return self.reserve(sequence, len(sequence.token_ids))
+        self._adopt(tokens, matched)
+        return self.reserve(tokens, len(tokens.token_ids))
 
-    def can_admit(self, sequence: Sequence, num_spare_blocks: int = 0) -> bool:
-        """Whether `admit` would succeed; changes nothing."""
-        return self._has_room(sequence, self._match_prefix(sequence), num_spare_blocks)
+    def can_admit(self, tokens: TokenBlocks, num_spare_blocks: int = 0) -> bool:
+        """True if `admit` would succeed; changes nothing."""
+        return self._has_room(tokens, self._match_prefix(tokens), num_spare_blocks)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+    def reserve(self, tokens: TokenBlocks, num_tokens: int) -> bool:
         """Make sure positions [0, num_tokens) have slots; False, and nothing changes, where the pool is too short."""
-        table = sequence.block_table
+        table = tokens.block_table
         num_missing = self._num_blocks_for(num_tokens) - len(table)
         if num_missing <= 0:
             return True
@@ -111,64 +113,64 @@ class BlockManager:
             self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
         return True
 
-    def num_available_slots(self, sequence: Sequence) -> int:
-        """Largest `num_tokens` that `reserve` can grant now."""
-        return (len(sequence.block_table) + self.num_free_blocks) * self.block_size
+    def num_available_slots(self, tokens: TokenBlocks) -> int:
+        """Return the largest `num_tokens` that `reserve` can grant now."""
+        return (len(tokens.block_table) + self.num_free_blocks) * self.block_size
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Name the full blocks among the first `num_tokens` tokens, so that other sequences can adopt them.
+    def publish(self, tokens: TokenBlocks, num_tokens: int) -> None:
+        """Give the full blocks among the first `num_tokens` tokens their keys, so that other sequences can adopt them.
 
         The tokens must be committed, and their KV written before or by the coming pass (every layer writes before it
-        reads, so a sequence of the same pass may adopt them too). Where an equal block has a name already, this
+        reads, so a sequence of the same pass may adopt them too). Where an equal block has the key already, this
         sequence changes over to it and frees its own copy; but not before the copy is computed, or it would write into
         the other.
         """
         num_full = num_tokens // self.block_size if self._is_caching else 0
-        if sequence.num_named_blocks >= num_full:
+        if tokens.num_keyed_blocks >= num_full:
             return
         stored: list[BlockKey] = []
-        for index in range(sequence.num_named_blocks, num_full):
-            name = self._name(sequence, index)
-            if self._pool.name(sequence.block_table[index], name):
-                stored.append(name.key)
-            elif not self._share(sequence, index, name):
+        for index in range(tokens.num_keyed_blocks, num_full):
+            content = self._content(tokens, index)
+            if self._pool.register(tokens.block_table[index], content):
+                stored.append(content.key)
+            elif not self._change_over(tokens, index, content):
                 break
-            sequence.num_named_blocks += 1
+            tokens.num_keyed_blocks += 1
         if stored:
             self._emit(CacheDelta(stored=join_keys(stored)))
 
-    def catch_up(self, sequence: Sequence) -> None:
+    def catch_up(self, tokens: TokenBlocks) -> None:
         """Change over to what others have published behind a sequence's computed tokens, which end at a block's end.
 
         Moves `num_computed_tokens` forward; the last token is left to compute.
         """
-        index = sequence.num_computed_tokens // self.block_size
+        index = tokens.num_computed_tokens // self.block_size
         while (
-            index == sequence.num_named_blocks < self._num_adoptable(sequence)
-            and self._pool.find(self._name(sequence, index)) is not None
+            index == tokens.num_keyed_blocks < self._num_adoptable(tokens)
+            and self._pool.find(self._content(tokens, index)) is not None
         ):
-            sequence.num_computed_tokens += self.block_size
+            tokens.num_computed_tokens += self.block_size
             self.num_hit_tokens += self.block_size
-            self.publish(sequence, sequence.num_computed_tokens)
+            self.publish(tokens, tokens.num_computed_tokens)
             index += 1
 
-    def is_equal_block(self, first: Sequence, second: Sequence, index: int) -> bool:
-        """Whether full block `index` of both is the same and would be shared."""
+    def is_equal_block(self, first: TokenBlocks, second: TokenBlocks, index: int) -> bool:
+        """True if full block `index` of both is the same and would be shared."""
         return self._is_caching and self._key(first, index) == self._key(second, index)
 
-    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+    def trim(self, tokens: TokenBlocks, num_tokens: int) -> None:
         """Free the blocks behind the first `num_tokens` slots: room kept for drafts. Committed tokens keep theirs."""
-        table = sequence.block_table
+        table = tokens.block_table
         while len(table) > self._num_blocks_for(num_tokens):
             self._pool.drop(table.pop())
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all blocks back; named ones stay findable. The last goes first: a prefix outlives what follows it."""
-        for block_id in reversed(sequence.block_table):
+    def release(self, tokens: TokenBlocks) -> None:
+        """Take all blocks back; keyed ones stay findable. The last goes first: a prefix outlives what follows it."""
+        for block_id in reversed(tokens.block_table):
             self._pool.drop(block_id)
-        sequence.block_table = []
-        sequence.num_named_blocks = 0
-        sequence.num_computed_tokens = 0
+        tokens.block_table = []
+        tokens.num_keyed_blocks = 0
+        tokens.num_computed_tokens = 0
 
     @contextmanager
     def scratch(self, num_blocks: int) -> Iterator[list[int]]:
@@ -187,78 +189,78 @@ class BlockManager:
         self._pool.clear()
         self._emit(CacheDelta(is_cleared=True))
 
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Assert every law of this class, given all sequences that hold blocks; for tests, O(N)."""
-        counts = Counter(block_id for sequence in sequences for block_id in sequence.block_table)
+    def check_integrity(self, sequences: Sequence[TokenBlocks]) -> None:
+        """Assert every invariant of this class, given all sequences that hold blocks; for tests, O(N)."""
+        counts = Counter(block_id for tokens in sequences for block_id in tokens.block_table)
         self._pool.check_integrity([counts[block_id] for block_id in range(self.num_blocks)])
-        for sequence in sequences:
-            num_named, table = sequence.num_named_blocks, sequence.block_table
-            found = [self._pool.find(self._name(sequence, index)) for index in range(num_named)]
-            assert found == table[:num_named], "a named block is not the one its name finds"
-            assert all(counts[block_id] == 1 for block_id in table[num_named:]), "a block without a name is shared"
+        for tokens in sequences:
+            num_keyed, table = tokens.num_keyed_blocks, tokens.block_table
+            found = [self._pool.find(self._content(tokens, index)) for index in range(num_keyed)]
+            assert found == table[:num_keyed], "a keyed block is not the one its key finds"
+            assert all(counts[block_id] == 1 for block_id in table[num_keyed:]), "a block without a key is shared"
             assert len(set(table)) == len(table), "a block is twice in one table"
-            assert sequence.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
+            assert tokens.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
 
     def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
-        """Assert that named blocks form trees under `root_keys`, those of all salts in use; for tests, O(N)."""
+        """Assert that keyed blocks form trees under `root_keys`, those of all salts in use; for tests, O(N)."""
         self._pool.check_parents(root_keys)
 
-    def _match_prefix(self, sequence: Sequence) -> list[int]:
+    def _match_prefix(self, tokens: TokenBlocks) -> list[int]:
         matched: list[int] = []
-        for index in range(self._num_adoptable(sequence)):
-            block_id = self._pool.find(self._name(sequence, index))
+        for index in range(self._num_adoptable(tokens)):
+            block_id = self._pool.find(self._content(tokens, index))
             if block_id is None:
                 break
             matched.append(block_id)
         return matched
 
-    def _has_room(self, sequence: Sequence, matched: list[int], num_spare_blocks: int) -> bool:
-        num_new = self._num_blocks_for(len(sequence.token_ids)) - len(matched)
+    def _has_room(self, tokens: TokenBlocks, matched: list[int], num_spare_blocks: int) -> bool:
+        num_new = self._num_blocks_for(len(tokens.token_ids)) - len(matched)
         num_revived = sum(map(self._pool.is_free, matched))
         return num_new + num_revived + num_spare_blocks <= self.num_free_blocks
 
-    def _num_adoptable(self, sequence: Sequence) -> int:
+    def _num_adoptable(self, tokens: TokenBlocks) -> int:
         """Leading blocks that may come from others: full ones, without the last token."""
-        is_wanted = self._is_caching and not sequence.is_scoring  # a cached block has no logits
-        return (len(sequence.token_ids) - 1) // self.block_size if is_wanted else 0
+        is_wanted = self._is_caching and not tokens.is_scoring  # a cached block has no logits
+        return (len(tokens.token_ids) - 1) // self.block_size if is_wanted else 0
 
-    def _adopt(self, sequence: Sequence, block_ids: list[int]) -> int:
-        assert not sequence.block_table, "a sequence adopts before it computes"
+    def _adopt(self, tokens: TokenBlocks, block_ids: list[int]) -> int:
+        assert not tokens.block_table, "a sequence adopts before it computes"
         for block_id in block_ids:
             self._pool.hold(block_id)
         num_tokens = len(block_ids) * self.block_size
-        sequence.block_table = block_ids
-        sequence.num_named_blocks = len(block_ids)
-        sequence.num_computed_tokens = num_tokens
-        self.num_queried_tokens += len(sequence.token_ids)
+        tokens.block_table = block_ids
+        tokens.num_keyed_blocks = len(block_ids)
+        tokens.num_computed_tokens = num_tokens
+        self.num_queried_tokens += len(tokens.token_ids)
         self.num_hit_tokens += num_tokens
         return num_tokens
 
-    def _share(self, sequence: Sequence, index: int, name: BlockContent) -> bool:
-        """Change the table over to the block that has the name; False where keys collide or the copy is unwritten."""
-        shared_id = self._pool.find(name)
-        if shared_id is None or (index + 1) * self.block_size > sequence.num_computed_tokens:
+    def _change_over(self, tokens: TokenBlocks, index: int, content: BlockContent) -> bool:
+        """Put the registered block into the table; False where keys collide or the own copy is not written yet."""
+        shared_id = self._pool.find(content)
+        if shared_id is None or (index + 1) * self.block_size > tokens.num_computed_tokens:
             return False
         self._pool.hold(shared_id)
-        self._pool.drop(sequence.block_table[index])
-        sequence.block_table[index] = shared_id
+        self._pool.drop(tokens.block_table[index])
+        tokens.block_table[index] = shared_id
         return True
 
-    def _name(self, sequence: Sequence, index: int) -> BlockContent:
-        """Name of full block `index`; blocks are asked for in order, and each key is computed once per sequence."""
-        token_ids = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        parent = self._parent_key(sequence, index)
-        if index == len(sequence.block_keys):
-            sequence.block_keys.append(child_key(parent, token_ids))
-        return BlockContent(sequence.block_keys[index], parent, token_ids)
+    def _content(self, tokens: TokenBlocks, index: int) -> BlockContent:
+        """Content of full block `index`; blocks are asked for in order, and each key is computed once per sequence."""
+        token_ids = tuple(tokens.token_ids[index * self.block_size : (index + 1) * self.block_size])
+        parent = self._parent_key(tokens, index)
+        if index == len(tokens.block_keys):
+            tokens.block_keys.append(child_key(parent, token_ids))
+        return BlockContent(tokens.block_keys[index], parent, token_ids)
 
-    def _key(self, sequence: Sequence, index: int) -> BlockKey:
-        while len(sequence.block_keys) <= index:
-            self._name(sequence, len(sequence.block_keys))
-        return sequence.block_keys[index]
+    def _key(self, tokens: TokenBlocks, index: int) -> BlockKey:
+        while len(tokens.block_keys) <= index:
+            self._content(tokens, len(tokens.block_keys))
+        return tokens.block_keys[index]
 
-    def _parent_key(self, sequence: Sequence, index: int) -> BlockKey:
-        return sequence.block_keys[index - 1] if index else root_key(self._model_version, sequence.request.cache_salt)
+    def _parent_key(self, tokens: TokenBlocks, index: int) -> BlockKey:
+        return tokens.block_keys[index - 1] if index else root_key(self._model_version, tokens.cache_salt)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""Blocks without sequences: how often each is held, what it is known to contain, and which one is given away next."""
+"""Blocks without sequences: how often each is held, its known content, and the order in which blocks are given away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protos.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """What a full block contains: `token_ids` after the prefix that `parent` names. Equal names mean equal KV."""
+    """The tokens of a full block, behind the prefix that ends with block `parent`. Equal contents mean equal KV."""
 
     key: BlockKey
     parent: BlockKey
@@ -26,11 +26,11 @@ class Taken:
 
 
 class BlockPool:
-    """N blocks, each in exactly one of three states:
+    """N blocks, each in exactly one of three states.
 
-        blank free   nobody holds it and it contains nothing worth keeping
-        cached free  nobody holds it, but it has a name and can be held again
-        in use       held `ref_count` times; it may have a name too
+        blank free   not held, and without content worth keeping
+        cached free  not held, but it has a key and can be held again
+        in use       held `ref_count` times, with a key or without
 
     `_free` keeps both kinds of free blocks in the order they are given away: blank ones, then cached ones from the
     least to the most recently used. Every operation costs O(1) per block.
@@ -39,7 +39,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        self._names: list[BlockContent | None] = [None] * num_blocks
+        self._contents: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -50,22 +50,23 @@ class BlockPool:
 
     @property
     def keys(self) -> frozenset[BlockKey]:
-        """Keys of all named blocks, free or in use."""
+        """Keys of all registered blocks, free or in use."""
         return frozenset(self._by_key)
 
     def is_free(self, block_id: int) -> bool:
+        """True if no sequence holds the block."""
         return self._ref_counts[block_id] == 0
 
-    def find(self, name: BlockContent) -> int | None:
-        """The block that contains exactly `name`: its tokens are compared, so an equal key alone is not a hit."""
-        block_id = self._by_key.get(name.key)
-        return block_id if block_id is not None and self._names[block_id] == name else None
+    def find(self, content: BlockContent) -> int | None:
+        """Return the block with exactly this content: its tokens are compared, so an equal key alone is not a hit."""
+        block_id = self._by_key.get(content.key)
+        return block_id if block_id is not None and self._contents[block_id] == content else None
 
-    def name(self, block_id: int, name: BlockContent) -> bool:
+    def register(self, block_id: int, content: BlockContent) -> bool:
         """Let `find` return this block in use; False, and nothing changes, where another block has the key."""
-        if self._by_key.setdefault(name.key, block_id) != block_id:
+        if self._by_key.setdefault(content.key, block_id) != block_id:
             return False
-        self._names[block_id] = name
+        self._contents[block_id] = content
         return True
 
     def take(self, num_blocks: int, after: int | None) -> Taken:
@@ -76,65 +77,65 @@ class BlockPool:
         """
         block_ids = self._take_run(num_blocks, after)
         oldest = sorted(self._free.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids)))
-        evicted_keys = tuple(self._forget(block_id) for block_id in oldest if self._names[block_id] is not None)
+        evicted_keys = tuple(self._forget(block_id) for block_id in oldest if self._contents[block_id] is not None)
         block_ids += oldest
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return Taken(block_ids, evicted_keys)
 
     def hold(self, block_id: int) -> None:
-        """Hold a named block once more."""
+        """Hold a registered block once more."""
         if self._ref_counts[block_id] == 0:
             del self._free[block_id]
         self._ref_counts[block_id] += 1
 
     def drop(self, block_id: int) -> None:
-        """Hold a block once less; the last one to let go makes it free, most recently used if it has a name."""
+        """Hold a block once less; the last one to let go makes it free, most recently used if it has a key."""
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] == 0:
             self._free[block_id] = None
-            if self._names[block_id] is None:
+            if self._contents[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
     def clear(self) -> None:
-        """Forget every name; no block may be in use."""
-        assert self.num_free_blocks == self.num_blocks, "blocks in use cannot lose their names"
-        self._names = [None] * self.num_blocks
+        """Forget every content; no block may be in use."""
+        assert self.num_free_blocks == self.num_blocks, "blocks in use cannot lose their keys"
+        self._contents = [None] * self.num_blocks
         self._by_key.clear()
 
     def check_integrity(self, ref_counts: list[int]) -> None:
-        """Assert the pool's laws, given how often the sequences hold each block."""
+        """Assert the pool's invariants, given how often the sequences hold each block."""
         assert self._ref_counts == ref_counts, "reference counts differ from the block tables"
-        assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}, "free is not: held by nobody"
-        named = {name.key: i for i, name in enumerate(self._names) if name is not None}
-        assert self._by_key == named, "keys and names differ"
-        is_cached = [self._names[block_id] is not None for block_id in self._free]
+        assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}, "a free block is held"
+        registered = {content.key: i for i, content in enumerate(self._contents) if content is not None}
+        assert self._by_key == registered, "keys and contents differ"
+        is_cached = [self._contents[block_id] is not None for block_id in self._free]
         assert is_cached == sorted(is_cached), "a cached block would be given away before a blank one"
         num_in_use = sum(count > 0 for count in ref_counts)
         assert is_cached.count(False) + is_cached.count(True) + num_in_use == self.num_blocks, "a block is lost"
 
     def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
-        """Assert that named blocks form trees under `root_keys`, and that no parent is given away before its child."""
+        """Assert that registered blocks form trees under `root_keys`, and that parents outlive their children."""
         ages = {block_id: age for age, block_id in enumerate(self._free)}
-        for block_id, name in enumerate(self._names):
-            if name is None or name.parent in root_keys:
+        for block_id, content in enumerate(self._contents):
+            if content is None or content.parent in root_keys:
                 continue
-            parent_id = self._by_key.get(name.parent)
-            assert parent_id is not None, "a named block has lost its parent"
+            parent_id = self._by_key.get(content.parent)
+            assert parent_id is not None, "a registered block has lost its parent"
             assert ages.get(block_id, -1) < ages[parent_id] if parent_id in ages else True, "a parent would go first"
 
     def _take_run(self, num_blocks: int, after: int | None) -> list[int]:
         run: list[int] = []
         candidate = self.num_blocks if after is None else after + 1
-        while len(run) < num_blocks and candidate in self._free and self._names[candidate] is None:
+        while len(run) < num_blocks and candidate in self._free and self._contents[candidate] is None:
             del self._free[candidate]
             run.append(candidate)
             candidate += 1
         return run
 
     def _forget(self, block_id: int) -> BlockKey:
-        name = self._names[block_id]
-        assert name is not None
-        self._names[block_id] = None
-        del self._by_key[name.key]
-        return name.key
+        content = self._contents[block_id]
+        assert content is not None
+        self._contents[block_id] = None
+        del self._by_key[content.key]
+        return content.key

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import GREEDY_BELOW
-from protos.block_keys import BlockKey
+from engine.sequence.token_blocks import TokenBlocks
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -27,7 +27,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-class Sequence:
+class Sequence(TokenBlocks):
     """A request in the engine.
 
     Invariants between steps: `token_ids` are committed (prompt, then output) and only ever grow; the KV of
@@ -48,6 +48,7 @@ class Sequence:
         method: SpeculationMethod = SpeculationMethod.NONE,
         matcher: GrammarMatcher | None = None,
     ) -> None:
+        super().__init__([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt)
         self.request = request
         self.sampling = request.sampling
         self.verify = verify
@@ -61,18 +62,13 @@ class Sequence:
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
-        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
-        self.num_computed_tokens = 0
         self.is_fetching = False  # blocks are on their way from elsewhere; it computes nothing until they are here
         self.is_held = False  # the draft writes a reasoning step of it; it keeps its slots and computes nothing
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
-        self.block_table: list[int] = []
-        self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
-        self.num_named_blocks = 0  # leading blocks of `block_table` that the prefix cache knows by these keys
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if they are wanted
         self.num_proposed = 0
@@ -101,11 +97,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Committed tokens whose KV is still to be written; 1 once the prompt is in the cache, never 0."""
-        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_scoring(self) -> bool:

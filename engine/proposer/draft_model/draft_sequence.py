@@ -72,7 +72,7 @@ class DraftSequence:
             sequence.num_computed_tokens = num_tokens
             self.fed_ids = ()
         del sequence.block_keys[num_tokens // block_size :]
-        return sequence.num_named_blocks <= num_tokens // block_size
+        return sequence.num_keyed_blocks <= num_tokens // block_size
 
     def next_span(self, max_tokens: int, draft_ids: Seq[int] = ()) -> Span:
         """Up to `max_tokens` of the missing tokens; behind the last one `draft_ids`, and a row of logits for each."""

@@ -9,27 +9,25 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from engine.kv_cache import block_manager
 from engine.kv_cache.block_manager import BlockManager
-from engine.sequence.sequence import Sequence
+from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import block_keys, join_keys, root_key, split_keys
 from protos.cache_delta import CacheDelta
-from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.slow_cache import SlowCache, SlowSequence
 
 P = 4
 
 
-def make_sequence(*token_ids: int, salt: str = "") -> Sequence:
-    request = GenerateRequest("r", token_ids, SamplingParams(), cache_salt=salt)
-    return Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
+def make_tokens(*token_ids: int, salt: str = "") -> TokenBlocks:
+    return TokenBlocks(list(token_ids), salt)
 
 
-def compute(blocks: BlockManager, sequence: Sequence) -> None:
+def compute(blocks: BlockManager, sequence: TokenBlocks) -> None:
     """One pass over all committed tokens."""
     blocks.publish(sequence, len(sequence.token_ids))
     sequence.num_computed_tokens = len(sequence.token_ids)
 
 
-def run(blocks: BlockManager, sequence: Sequence) -> Sequence:
+def run(blocks: BlockManager, sequence: TokenBlocks) -> TokenBlocks:
     assert blocks.admit(sequence)
     compute(blocks, sequence)
     return sequence
@@ -51,8 +49,8 @@ def replay(deltas: list[CacheDelta]) -> set[bytes]:
 
 def test_siblings_share_the_blocks_of_their_prompt() -> None:
     blocks = BlockManager(16, P, "m")
-    first = run(blocks, make_sequence(*range(10)))
-    second = run(blocks, make_sequence(*range(10)))
+    first = run(blocks, make_tokens(*range(10)))
+    second = run(blocks, make_tokens(*range(10)))
     assert second.block_table[:2] == first.block_table[:2]
     assert second.block_table[2] != first.block_table[2], "the block still being written is private"
     blocks.check_integrity([first, second])
@@ -60,7 +58,7 @@ def test_siblings_share_the_blocks_of_their_prompt() -> None:
 
 def test_a_prefix_can_be_adopted_before_the_pass_that_writes_it() -> None:
     blocks = BlockManager(16, P, "m")
-    first, second = make_sequence(*range(9)), make_sequence(*range(9))
+    first, second = make_tokens(*range(9)), make_tokens(*range(9))
     assert blocks.admit(first)
     blocks.publish(first, 9)
     assert blocks.adopt_prefix(second) == 8
@@ -68,50 +66,50 @@ def test_a_prefix_can_be_adopted_before_the_pass_that_writes_it() -> None:
 
 def test_one_token_is_always_left_to_compute() -> None:
     blocks = BlockManager(16, P, "m")
-    run(blocks, make_sequence(*range(8)))
-    second = make_sequence(*range(8))
+    run(blocks, make_tokens(*range(8)))
+    second = make_tokens(*range(8))
     assert blocks.adopt_prefix(second) == 4
     assert second.num_computed_tokens == 4
 
 
 def test_released_blocks_are_found_again() -> None:
     blocks = BlockManager(4, P, "m")
-    first = run(blocks, make_sequence(*range(10)))
+    first = run(blocks, make_tokens(*range(10)))
     table = list(first.block_table)
     blocks.release(first)
-    assert (first.block_table, first.num_named_blocks, first.num_computed_tokens) == ([], 0, 0)
+    assert (first.block_table, first.num_keyed_blocks, first.num_computed_tokens) == ([], 0, 0)
     assert blocks.num_free_blocks == 4
-    second = make_sequence(*range(12))
+    second = make_tokens(*range(12))
     assert blocks.adopt_prefix(second) == 8
     assert second.block_table == table[:2]
 
 
 def test_the_least_recently_used_block_is_given_away_first() -> None:
     blocks = BlockManager(4, P, "m")
-    old, new = run(blocks, make_sequence(*range(8))), run(blocks, make_sequence(*range(50, 58)))
+    old, new = run(blocks, make_tokens(*range(8))), run(blocks, make_tokens(*range(50, 58)))
     blocks.release(old)
     blocks.release(new)
-    run(blocks, make_sequence(90, 91, 92))
-    assert blocks.adopt_prefix(make_sequence(*range(50, 58), 0)) == 8
-    assert blocks.adopt_prefix(make_sequence(*range(8), 0)) == 4, "only the end of the oldest prefix is gone"
+    run(blocks, make_tokens(90, 91, 92))
+    assert blocks.adopt_prefix(make_tokens(*range(50, 58), 0)) == 8
+    assert blocks.adopt_prefix(make_tokens(*range(8), 0)) == 4, "only the end of the oldest prefix is gone"
 
 
 def test_blank_blocks_are_given_away_before_cached_ones() -> None:
     blocks = BlockManager(4, P, "m")
-    blocks.release(run(blocks, make_sequence(*range(8))))
-    run(blocks, make_sequence(90, 91, 92, 93, 94))
-    assert blocks.adopt_prefix(make_sequence(*range(8), 0)) == 8
+    blocks.release(run(blocks, make_tokens(*range(8))))
+    run(blocks, make_tokens(90, 91, 92, 93, 94))
+    assert blocks.adopt_prefix(make_tokens(*range(8), 0)) == 8
 
 
 def test_partial_blocks_are_never_published() -> None:
     blocks = BlockManager(4, P, "m")
-    run(blocks, make_sequence(1, 2, 3))
+    run(blocks, make_tokens(1, 2, 3))
     assert blocks.cached_keys == frozenset()
 
 
 def test_only_what_is_asked_for_is_published() -> None:
     blocks = BlockManager(8, P, "m")
-    sequence = make_sequence(*range(12))
+    sequence = make_tokens(*range(12))
     assert blocks.admit(sequence)
     blocks.publish(sequence, 7)
     assert blocks.cached_keys == frozenset(block_keys(range(4), P, root_key("m")))
@@ -119,7 +117,7 @@ def test_only_what_is_asked_for_is_published() -> None:
 
 def test_a_failed_reservation_changes_nothing() -> None:
     blocks = BlockManager(3, P, "m")
-    sequence = run(blocks, make_sequence(*range(8)))
+    sequence = run(blocks, make_tokens(*range(8)))
     table = list(sequence.block_table)
     assert not blocks.reserve(sequence, 13)
     assert sequence.block_table == table
@@ -128,8 +126,8 @@ def test_a_failed_reservation_changes_nothing() -> None:
 
 def test_a_failed_admission_changes_nothing() -> None:
     blocks = BlockManager(4, P, "m")
-    holder = run(blocks, make_sequence(*range(9)))
-    late = make_sequence(*range(9), salt="other")
+    holder = run(blocks, make_tokens(*range(9)))
+    late = make_tokens(*range(9), salt="other")
     assert not blocks.admit(late)
     assert late.block_table == []
     assert blocks.num_queried_tokens == 9
@@ -138,27 +136,27 @@ def test_a_failed_admission_changes_nothing() -> None:
 
 def test_admission_keeps_the_spare_blocks_free() -> None:
     blocks = BlockManager(4, P, "m")
-    assert not blocks.admit(make_sequence(*range(9)), num_spare_blocks=2)
-    assert blocks.admit(make_sequence(*range(9)), num_spare_blocks=1)
+    assert not blocks.admit(make_tokens(*range(9)), num_spare_blocks=2)
+    assert blocks.admit(make_tokens(*range(9)), num_spare_blocks=1)
 
 
 def test_free_blocks_of_the_adopted_prefix_are_not_counted_twice() -> None:
     blocks = BlockManager(3, P, "m")
-    blocks.release(run(blocks, make_sequence(*range(8))))
-    assert not blocks.admit(make_sequence(*range(13))), "two cached blocks and two new ones are four"
-    assert blocks.admit(make_sequence(*range(12)))
+    blocks.release(run(blocks, make_tokens(*range(8))))
+    assert not blocks.admit(make_tokens(*range(13))), "two cached blocks and two new ones are four"
+    assert blocks.admit(make_tokens(*range(12)))
 
 
 def test_blocks_follow_each_other_while_the_pool_is_fresh() -> None:
     blocks = BlockManager(16, P, "m")
-    sequence = run(blocks, make_sequence(*range(10)))
+    sequence = run(blocks, make_tokens(*range(10)))
     assert blocks.reserve(sequence, 30)
     assert sequence.block_table == list(range(8))
 
 
 def test_growth_takes_the_next_block_when_it_is_blank() -> None:
     blocks = BlockManager(16, P, "m")
-    first, second = run(blocks, make_sequence(*range(8))), run(blocks, make_sequence(*range(20, 24)))
+    first, second = run(blocks, make_tokens(*range(8))), run(blocks, make_tokens(*range(20, 24)))
     blocks.release(first)
     blocks.reserve(second, 8)
     assert second.block_table == [2, 3]
@@ -166,26 +164,26 @@ def test_growth_takes_the_next_block_when_it_is_blank() -> None:
 
 def test_tenants_with_different_salts_never_share() -> None:
     blocks = BlockManager(16, P, "m")
-    run(blocks, make_sequence(*range(9), salt="a"))
-    assert blocks.adopt_prefix(make_sequence(*range(9), salt="b")) == 0
-    assert blocks.adopt_prefix(make_sequence(*range(9), salt="a")) == 8
+    run(blocks, make_tokens(*range(9), salt="a"))
+    assert blocks.adopt_prefix(make_tokens(*range(9), salt="b")) == 0
+    assert blocks.adopt_prefix(make_tokens(*range(9), salt="a")) == 8
 
 
 def test_a_hash_collision_never_serves_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_manager, "child_key", lambda parent, token_ids: b"same for all")
     blocks = BlockManager(16, P, "m")
-    first = run(blocks, make_sequence(*range(8)))
-    other = make_sequence(*range(20, 29))
+    first = run(blocks, make_tokens(*range(8)))
+    other = make_tokens(*range(20, 29))
     assert blocks.adopt_prefix(other) == 0
     blocks.reserve(other, 9)
     compute(blocks, other)
-    assert other.num_named_blocks == 0, "a key that is taken cannot be taken again"
+    assert other.num_keyed_blocks == 0, "a key that is taken cannot be taken again"
     blocks.check_integrity([first, other])
 
 
 def test_an_equal_block_computed_twice_ends_up_shared() -> None:
     blocks = BlockManager(16, P, "m")
-    first, second = make_sequence(*range(5)), make_sequence(*range(5))
+    first, second = make_tokens(*range(5)), make_tokens(*range(5))
     for sequence in (first, second):
         assert blocks.admit(sequence)
     for sequence in (first, second):
@@ -199,7 +197,7 @@ def test_an_equal_block_computed_twice_ends_up_shared() -> None:
 
 def test_trimming_gives_back_what_drafts_do_not_need() -> None:
     blocks = BlockManager(8, P, "m")
-    sequence = run(blocks, make_sequence(*range(4)))
+    sequence = run(blocks, make_tokens(*range(4)))
     blocks.reserve(sequence, 20)
     blocks.trim(sequence, 5)
     assert len(sequence.block_table) == 2
@@ -208,15 +206,15 @@ def test_trimming_gives_back_what_drafts_do_not_need() -> None:
 
 def test_nothing_is_shared_when_caching_is_off() -> None:
     blocks = BlockManager(16, P, "m", enable_prefix_caching=False)
-    run(blocks, make_sequence(*range(9)))
-    assert blocks.adopt_prefix(make_sequence(*range(9))) == 0
+    run(blocks, make_tokens(*range(9)))
+    assert blocks.adopt_prefix(make_tokens(*range(9))) == 0
     assert blocks.cached_keys == frozenset()
 
 
 def test_hits_and_queries_are_counted_in_tokens() -> None:
     blocks = BlockManager(16, P, "m")
-    run(blocks, make_sequence(*range(9)))
-    run(blocks, make_sequence(*range(9)))
+    run(blocks, make_tokens(*range(9)))
+    run(blocks, make_tokens(*range(9)))
     assert (blocks.num_queried_tokens, blocks.num_hit_tokens) == (18, 8)
 
 
@@ -224,7 +222,7 @@ def test_deltas_carry_the_keys_of_the_blocks() -> None:
     deltas: list[CacheDelta] = []
     blocks = BlockManager(3, P, "m", deltas.append)
     keys = block_keys(range(12), P, root_key("m"))
-    sequence = make_sequence(*range(12))
+    sequence = make_tokens(*range(12))
     assert blocks.prefix_keys(sequence) == tuple(keys)
     blocks.admit(sequence)
     blocks.publish(sequence, 9)
@@ -232,17 +230,17 @@ def test_deltas_carry_the_keys_of_the_blocks() -> None:
     assert deltas == [CacheDelta(stored=join_keys(keys[:2])), CacheDelta(stored=keys[2])]
     sequence.num_computed_tokens = 12
     blocks.release(sequence)
-    run(blocks, make_sequence(90))
+    run(blocks, make_tokens(90))
     assert deltas[2:] == [CacheDelta(removed=keys[2])]
 
 
 def test_clearing_forgets_every_block() -> None:
     deltas: list[CacheDelta] = []
     blocks = BlockManager(8, P, "m", deltas.append)
-    blocks.release(run(blocks, make_sequence(*range(9))))
+    blocks.release(run(blocks, make_tokens(*range(9))))
     blocks.clear()
     assert deltas[-1] == CacheDelta(is_cleared=True)
-    assert blocks.adopt_prefix(make_sequence(*range(9))) == 0
+    assert blocks.adopt_prefix(make_tokens(*range(9))) == 0
     blocks.check_integrity([])
 
 
@@ -256,7 +254,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.deltas: list[CacheDelta] = []
         self.blocks = BlockManager(7, 2, "m", self.deltas.append)
         self.slow = SlowCache(7, 2)
-        self.live: list[Sequence] = []
+        self.live: list[TokenBlocks] = []
         self.roots = frozenset(root_key("m", salt) for salt in ("", "s"))
 
     @rule(
@@ -265,8 +263,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "s"]),
         num_spare=st.integers(0, 2),
     )
-    def admit(self, token_ids: list[int], salt: str, num_spare: int) -> tuple[Sequence, SlowSequence]:
-        pair = make_sequence(*token_ids, salt=salt), SlowSequence(salt, list(token_ids))
+    def admit(self, token_ids: list[int], salt: str, num_spare: int) -> tuple[TokenBlocks, SlowSequence]:
+        pair = make_tokens(*token_ids, salt=salt), SlowSequence(salt, list(token_ids))
         is_admitted = self.slow.admit(pair[1], num_spare)
         assert self.blocks.admit(pair[0], num_spare) == is_admitted
         if is_admitted:
@@ -274,7 +272,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return pair
 
     @rule(pair=sequences, num_tokens=st.integers(1, 9))
-    def compute(self, pair: tuple[Sequence, SlowSequence], num_tokens: int) -> None:
+    def compute(self, pair: tuple[TokenBlocks, SlowSequence], num_tokens: int) -> None:
         sequence, slow = pair
         if sequence not in self.live:
             return
@@ -284,7 +282,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence.num_computed_tokens = slow.num_computed = end
 
     @rule(pair=sequences, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=3), surplus=st.integers(0, 4))
-    def grow(self, pair: tuple[Sequence, SlowSequence], token_ids: list[int], surplus: int) -> None:
+    def grow(self, pair: tuple[TokenBlocks, SlowSequence], token_ids: list[int], surplus: int) -> None:
         sequence, slow = pair
         if sequence not in self.live:
             return
@@ -297,13 +295,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             slow.token_ids += token_ids
 
     @rule(pair=sequences)
-    def trim(self, pair: tuple[Sequence, SlowSequence]) -> None:
+    def trim(self, pair: tuple[TokenBlocks, SlowSequence]) -> None:
         if pair[0] in self.live:
             self.blocks.trim(pair[0], len(pair[0].token_ids))
             self.slow.trim(pair[1], len(pair[1].token_ids))
 
     @rule(pair=consumes(sequences))
-    def release(self, pair: tuple[Sequence, SlowSequence]) -> None:
+    def release(self, pair: tuple[TokenBlocks, SlowSequence]) -> None:
         if pair[0] in self.live:
             self.live.remove(pair[0])
             self.blocks.release(pair[0])

@@ -152,12 +152,12 @@ def live(core: EngineCore, arrived: Seq[Arrival]) -> dict[str, Life]:
 
 
 def check_cache(core: EngineCore) -> None:
-    """Every named block holds the KV of the tokens in its name."""
+    """Assert that every block with a key holds the KV of its content."""
     assert isinstance(core.runner, FakeRunner)
     slots = core.runner._kv._slots
-    for block_id, name in enumerate(core.blocks._pool._names):
-        if name is not None:
-            assert slots[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] == list(name.token_ids)
+    for block_id, content in enumerate(core.blocks._pool._contents):
+        if content is not None:
+            assert slots[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] == list(content.token_ids)
 
 
 def check_mix(seed: int, num_blocks: int, max_tokens_per_step: int = 256) -> None:
@@ -214,16 +214,16 @@ def rows_are_fed_to_the_wrong_sequences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakeRunner, "forward", first_rows)
 
 
-def the_block_of_an_unknown_token_is_named(patch: pytest.MonkeyPatch) -> None:
+def the_block_of_an_unknown_token_gets_a_key(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler.follow
 
-    def name_all(self: Scheduler, batch: Batch) -> Batch | None:
+    def publish_all(self: Scheduler, batch: Batch) -> Batch | None:
         following = real(self, batch)
         for share in following.shares if following else ():
             self._blocks.publish(share.sequence, share.start + 1)
         return following
 
-    patch.setattr(Scheduler, "follow", name_all)
+    patch.setattr(Scheduler, "follow", publish_all)
 
 
 def blocks_of_the_pass_on_its_way_are_given_away(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ MISTAKES = [
     the_row_of_an_ended_sequence_is_committed,
     logits_of_ended_sequences_stay_in_the_way,
     rows_are_fed_to_the_wrong_sequences,
-    the_block_of_an_unknown_token_is_named,
+    the_block_of_an_unknown_token_gets_a_key,
     blocks_of_the_pass_on_its_way_are_given_away,
 ]
 

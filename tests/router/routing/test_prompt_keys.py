@@ -6,17 +6,16 @@ from dataclasses import replace
 import pytest
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.sequence.sequence import Sequence
+from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids, split_keys
-from protos.messages import GenerateRequest, ModelCard, VerifyMode
+from protos.messages import GenerateRequest, ModelCard
 from router.routing.prompt_keys import PromptKeys
 
 
 def engine_keys(card: ModelCard, request: GenerateRequest) -> tuple[bytes, ...]:
     """What an engine's cache calls the request's blocks."""
     blocks = BlockManager(4, card.block_size, card.model_version)
-    sequence = Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
-    return blocks.prefix_keys(sequence)
+    return blocks.prefix_keys(TokenBlocks([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt))
 
 
 def make_card(version: str = "v1", block_size: int = 16) -> ModelCard:

@@ -1,0 +1,38 @@
+"""Token ids and the blocks that hold their KV: all that the block manager needs of a sequence.
+
+It knows nothing of requests, sampling or scheduling.
+"""
+
+from __future__ import annotations
+
+from protos.block_keys import BlockKey
+
+
+class TokenBlocks:
+    """Tokens with a block table over one pool.
+
+    The KV of `token_ids[:num_computed_tokens]` is in the blocks of `block_table`. `token_ids` only grow, but for a
+    draft whose own tokenizer reads the end of a text anew.
+
+    Args:
+        token_ids: the list itself is kept, and may grow elsewhere.
+        cache_salt: part of every key; tokens of different salts never share a block.
+    """
+
+    def __init__(self, token_ids: list[int], cache_salt: str = "") -> None:
+        self.token_ids = token_ids
+        self.cache_salt = cache_salt
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
+        self.num_keyed_blocks = 0  # leading blocks of `block_table` that the prefix cache finds by these keys
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is still to be written; 1 once a prompt is in the cache, never 0."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Logits of every token are wanted: no block may come from the cache, which has none."""
+        return False
