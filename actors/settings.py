@@ -1,35 +1,24 @@
-"""What a pair is built from; `cluster` fills it from deploy.yaml and from what the node offers."""
+"""The settings of pairs and prefill replicas; `cluster` fills them from deploy.yaml and the node's resources."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
-
-
-class DraftKind(StrEnum):
-    """Who guesses."""
-
-    MODEL = "model"
-    MEDUSA = "medusa"
-    EAGLE3 = "eagle3"
-    MTP = "mtp"
-    NGRAM = "ngram"
-    SUFFIX = "suffix"
-    NONE = "none"
+from protos.messages import SpeculationMethod
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """`model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in
-    the engine's configuration, for it runs in the target's process.
+    """The deployment's own source of drafts: any method but hybrid.
 
-    `vocabulary` is how its tokens become the target's. `fan_out` is for how many outcomes per position of a pass it
-    drafts ahead; None: only when it is asked.
+    `model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in the
+    engine's configuration, for it runs in the target's process. `vocabulary` is how a model's tokens become the
+    target's. `fan_out` is the number of outcomes per position of a pass for which it drafts ahead; None: it drafts on
+    request only.
     """
 
-    kind: DraftKind = DraftKind.NONE
+    kind: SpeculationMethod = SpeculationMethod.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
     fan_out: int | None = None
@@ -54,7 +43,7 @@ class PairDevices:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSettings:
-    """What a prefill replica is built from.
+    """The settings of a prefill replica.
 
     `engine.scheduler.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
     of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits
@@ -80,7 +69,7 @@ class PairSettings:
     engine: EngineConfig
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
-    draft_share: ProcessShare | None = None  # where the draft has a process
+    draft_share: ProcessShare | None = None  # set where the draft has a process
     kv_transport: str = "auto"  # auto, object_store, nixl: how it takes blocks from prefill replicas
     max_requests: int = 320
     start_timeout_s: float = 1800.0

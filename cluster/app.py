@@ -15,7 +15,7 @@ from ray.serve import Application
 
 from actors.pair.pair import Pair
 from actors.prefill.prefill import Prefill
-from actors.settings import DraftKind, PairSettings, ProcessShare
+from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
@@ -31,9 +31,11 @@ from cluster.placement import (
 from cluster.replica_settings import pair_settings, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
+from cluster.schema.speculation import DraftMode
 from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig
+from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressLimits, RouterConfig
 from router.ingress import Ingress
 from router.routing.index.index_client import IndexClient
@@ -80,10 +82,10 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
     return PlacementRequest(
         num_pairs=config.pair.max_replicas,
         num_ingresses=config.ingress.num_replicas,
-        has_draft_model=config.draft.kind == DraftKind.MODEL,
+        has_draft_model=config.draft.kind is SpeculationMethod.MODEL,
         target_threads=config.target.num_threads,
         draft_threads=config.draft.num_threads,
-        is_side_by_side=config.speculation.mode == "async",
+        is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
         num_prefills=config.prefill.max_replicas,
         prefill_threads=config.prefill.num_threads,
         num_ranks=config.target.tensor_parallel_size,

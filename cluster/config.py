@@ -13,21 +13,21 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cluster.schema.frontends import IngressSection, RouterSection
-from cluster.schema.models import HEAD_KINDS, KINDS_WITH_LAWS, DraftSection, TargetSection
+from cluster.schema.models import MODEL_KINDS, DraftSection, TargetSection, quoted
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
-from cluster.schema.section import Section
-from cluster.schema.speculation import SpeculationSection
-from engine.config import DraftVocabulary
+from cluster.schema.section import EngineSection, reported
+from cluster.schema.speculation import DraftMode, SpeculationSection
+from engine.config import DraftVocabulary, EngineConfig, check_text_drafts
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
 
-class DeployConfig(Section):
+class DeployConfig(EngineSection):
     """All of deploy.yaml's `args`."""
 
     model_id: str = Field(min_length=1)
     target: TargetSection
-    draft: DraftSection = DraftSection(kind="none")
+    draft: DraftSection = DraftSection(kind=SpeculationMethod.NONE)
     speculation: SpeculationSection = SpeculationSection()
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
@@ -36,14 +36,17 @@ class DeployConfig(Section):
     router: RouterSection = RouterSection()
     ingress: IngressSection = IngressSection()
 
-    @model_validator(mode="after")
-    def _heads_have_their_target_whole(self) -> DeployConfig:
-        if self.draft.kind in HEAD_KINDS and self.target.tensor_parallel_size > 1:
-            raise ValueError(
-                f"draft.kind {self.draft.kind!r} computes on one device, and target.tensor_parallel_size is "
-                f"{self.target.tensor_parallel_size}; set draft.kind to 'model', or the size to 1"
-            )
-        return self
+    def to_engine(self) -> EngineConfig:
+        """Return a pair's engine as deploy.yaml has it: no path is looked for yet, and threads left out stay open."""
+        return EngineConfig(
+            model=self.target.to_engine(),
+            cache=self.cache.to_engine(),
+            scheduler=self.scheduler.to_engine(),
+            speculation=self.speculation.to_engine(self.offered_methods),
+            head=self.draft.head,
+            min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
+            overlap=self.target.overlapped_passes == "auto",
+        )
 
     @model_validator(mode="after")
     def _draft_has_a_gpu(self) -> DeployConfig:
@@ -57,33 +60,33 @@ class DeployConfig(Section):
 
     @model_validator(mode="after")
     def _methods_can_be_had(self) -> DeployConfig:
-        possible = [str(method) for method in _possible_methods(self.draft.kind)]
+        possible = _possible_methods(self.draft.kind)
         wanted = self.speculation.methods or []
         for method in (*wanted, *([self.speculation.method] if self.speculation.method else [])):
             if method not in possible:
                 raise ValueError(
-                    f"speculation names method {method!r}, which draft.kind {self.draft.kind!r} does not give; "
+                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give; "
                     f"it gives {', '.join(possible)}"
                 )
         if self.speculation.methods is not None and self.speculation.method not in (None, *wanted):
-            raise ValueError(f"speculation.method {self.speculation.method!r} is not among speculation.methods; add it")
+            raise ValueError(f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it")
         return self
 
     @model_validator(mode="after")
     def _trees_need_a_draft_model(self) -> DeployConfig:
-        if self.speculation.tree is not None and self.draft.kind not in KINDS_WITH_LAWS:
+        if self.speculation.tree is not None and not self.draft.kind.can_branch:
             raise ValueError(
-                f"speculation.tree needs a draft model or head, and draft.kind is {self.draft.kind!r}; "
-                f"set draft.kind to {' or '.join(map(repr, KINDS_WITH_LAWS))}, or remove the tree"
+                f"speculation.tree needs a draft model or head, and draft.kind is '{self.draft.kind}'; "
+                f"set draft.kind to {quoted(MODEL_KINDS)}, or remove the tree"
             )
         return self
 
     @model_validator(mode="after")
     def _steps_fit(self) -> DeployConfig:
         steps = self.speculation.steps
-        if steps is not None and self.draft.kind != "model":
+        if steps is not None and self.draft.kind is not SpeculationMethod.MODEL:
             raise ValueError(
-                f"speculation.steps needs a draft model, and draft.kind is {self.draft.kind!r}; "
+                f"speculation.steps needs a draft model, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or remove the steps"
             )
         if steps is not None and steps.max_step_tokens >= self.scheduler.max_tokens_per_step:
@@ -95,38 +98,33 @@ class DeployConfig(Section):
 
     @model_validator(mode="after")
     def _text_is_sync_and_chains(self) -> DeployConfig:
-        is_async, has_tree = self.speculation.mode == "async", self.speculation.tree is not None
-        if self.draft.vocabulary == DraftVocabulary.TEXT and (is_async or has_tree):
-            wrong = "speculation.mode is 'async'" if is_async else "speculation.tree is set"
-            raise ValueError(
-                f"draft.vocabulary 'text' gives chains in mode 'sync' alone, and {wrong}; remove it, "
-                "or set draft.vocabulary to 'intersection'"
-            )
+        if self.draft.vocabulary is DraftVocabulary.TEXT:
+            with reported():
+                check_text_drafts(self.to_engine().speculation.tree, self.speculation.outcomes_ahead)
         return self
 
     @model_validator(mode="after")
     def _async_needs_a_draft_model(self) -> DeployConfig:
-        if self.speculation.mode == "async" and self.draft.kind != "model":
+        if self.speculation.mode is DraftMode.ASYNC and self.draft.kind is not SpeculationMethod.MODEL:
             raise ValueError(
-                f"speculation.mode 'async' needs a draft in its own process, and draft.kind is {self.draft.kind!r}; "
+                f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"
             )
         return self
 
     @property
     def offered_methods(self) -> tuple[SpeculationMethod, ...]:
-        """What a request may choose from, the default first; plain decoding is always among them."""
+        """The methods that a request may choose, the default first; plain decoding is always among them."""
         possible = _possible_methods(self.draft.kind)
-        default = SpeculationMethod(self.speculation.method or self.draft.kind)
+        default = self.speculation.method or self.draft.kind
         limit = possible if self.speculation.methods is None else self.speculation.methods
         others = (method for method in possible if method in limit and method is not default)
         return tuple(dict.fromkeys((default, *others, SpeculationMethod.NONE)))
 
 
-def _possible_methods(draft_kind: str) -> tuple[SpeculationMethod, ...]:
-    """The draft's own, alone and with suffixes, and those that need nothing but the text."""
-    kind = SpeculationMethod(draft_kind)
-    hybrid = (SpeculationMethod.HYBRID,) if draft_kind in KINDS_WITH_LAWS else ()
+def _possible_methods(kind: SpeculationMethod) -> tuple[SpeculationMethod, ...]:
+    """Return the draft's own method, alone and with suffixes, and those that need nothing but the text."""
+    hybrid = (SpeculationMethod.HYBRID,) if kind.can_branch else ()
     free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
     return tuple(dict.fromkeys((kind, *hybrid, *free)))
 
@@ -156,7 +154,7 @@ def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -
 
 
 def unknown_key(where: str, key: str, valid: Sequence[str]) -> str:
-    """What is wrong with the key at the path `where`, and which of the `valid` ones may have been meant."""
+    """Return the message for an unknown key at the path `where`, with the nearest of the `valid` ones."""
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     remedy = f"did you mean {close[0]!r}?" if close else f"valid keys here are {', '.join(valid)}"
     return f"{where}: unknown key; {remedy}"

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 
@@ -25,7 +26,7 @@ def check_models(config: DeployConfig) -> None:
     if target.is_dir():
         _check_weights(target)
         load_tokenizer_files(str(target))
-    if config.draft.kind == "model" and config.draft.path is not None:
+    if config.draft.kind is SpeculationMethod.MODEL and config.draft.path is not None:
         draft = Path(resolve_model_path(config.draft.path))
         if draft.is_dir():
             _check_weights(draft)

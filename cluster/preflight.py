@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
+from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_path import resolve_model_path
@@ -54,7 +54,7 @@ def _pair_bytes(config: DeployConfig) -> int:
     targets = [config.target.path] * config.target.tensor_parallel_size
     paths = [path for path in (*targets, config.draft.path) if path is not None]
     weights = sum(_weight_bytes(Path(resolve_model_path(path))) for path in paths)
-    caches = cache_config(config.cache).memory_bytes or 0
+    caches = config.cache.to_engine().memory_bytes or 0
     if config.draft.path is not None:
         caches += draft_cache_config(config.cache).memory_bytes or 0
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES

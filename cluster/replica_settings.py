@@ -1,54 +1,25 @@
-"""From the checked configuration to what pairs and prefill replicas are built from."""
+"""The settings of pairs and prefill replicas, from the checked configuration and the placement."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.settings import DraftKind, DraftSettings, PairSettings, PrefillSettings
-from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
+from actors.settings import DraftSettings, PairSettings, PrefillSettings
+from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
 from cluster.placement import PairPlacement
-from engine.config import (
-    DraftVocabulary,
-    EngineConfig,
-    GraphConfig,
-    GraphKind,
-    HeadConfig,
-    HeadKind,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-)
-from protos.messages import VerifyMode
+from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
 
 _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
-    """What each pair replica is started with."""
-    threads = placement.target.num_threads
-    target = ModelConfig(
-        resolve_model_path(config.target.path),
-        config.target.dtype,
-        quantization=config.target.quantization,
-        num_threads=threads,
-        attention=config.target.attention,
-        deterministic=config.target.deterministic,
-        tensor_parallel_size=config.target.tensor_parallel_size,
-        generation_config=config.target.generation_config,
-        graphs=config.target.graphs(),
-    )
+    """Return the settings of each pair replica."""
+    engine = config.to_engine()
+    target = replace(engine.model, path=resolve_model_path(engine.model.path), num_threads=placement.target.num_threads)
     return PairSettings(
-        engine=EngineConfig(
-            model=target,
-            cache=cache_config(config.cache),
-            scheduler=SchedulerConfig(**config.scheduler.model_dump()),
-            speculation=_speculation_config(config),
-            head=_head_config(config),
-            min_remote_prefill_tokens=config.prefill.min_remote_prefill_tokens,
-            overlap=config.target.overlapped_passes == "auto",
-        ),
+        engine=replace(engine, model=target, head=_located(engine.head)),
         draft=_draft_settings(config, placement),
         target_share=placement.target,
         draft_share=placement.draft,
@@ -58,7 +29,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
 
 
 def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:
-    """What each prefill replica is started with: the engine of the pairs, but for its threads, pool and chunks."""
+    """Return the settings of each prefill replica: the engine of the pairs, but for its threads, pool and chunks."""
     assert placement.prefill is not None, "prefill replicas have a share"
     keeps_head = engine.head is not None and engine.head.kind.keeps_kv
     return PrefillSettings(
@@ -80,31 +51,16 @@ def _prefill_niceness(config: DeployConfig, placement: PairPlacement) -> int:
     return 0 if placement.num_gpus else _PREFILL_NICENESS
 
 
-def _speculation_config(config: DeployConfig) -> SpeculationConfig:
-    section = config.speculation
-    return SpeculationConfig(
-        section.num_tokens,
-        VerifyMode(section.verify),
-        section.max_num_tokens,
-        config.offered_methods,
-        section.tree.config() if section.tree is not None else None,
-        section.is_adaptive,
-        section.steps.config() if section.steps is not None else None,
-        section.num_guess_tokens,
-    )
-
-
-def _head_config(config: DeployConfig) -> HeadConfig | None:
-    draft = config.draft
-    if draft.kind not in tuple(HeadKind):
-        return None
-    return HeadConfig(HeadKind(draft.kind), None if draft.path is None else resolve_model_path(draft.path))
+def _located(head: HeadConfig | None) -> HeadConfig | None:
+    if head is None or head.path is None:
+        return head
+    return replace(head, path=resolve_model_path(head.path))
 
 
 def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
     draft = config.draft
-    if draft.kind != DraftKind.MODEL or draft.path is None or placement.draft is None:
-        return DraftSettings(DraftKind(draft.kind))
+    if draft.path is None or placement.draft is None:
+        return DraftSettings(draft.kind)
     model = ModelConfig(
         resolve_model_path(draft.path),
         draft.dtype,
@@ -112,9 +68,8 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         num_threads=placement.draft.num_threads,
         attention=draft.attention,
         generation_config="none",
-        graphs=config.target.graphs(),
+        graphs=config.target.graphs,
     )
-    fan_out = config.speculation.fan_out if config.speculation.mode == "async" else None
     return DraftSettings(
-        DraftKind.MODEL, model, draft_cache_config(config.cache), fan_out, DraftVocabulary(draft.vocabulary)
+        draft.kind, model, draft_cache_config(config.cache), config.speculation.outcomes_ahead, draft.vocabulary
     )

@@ -18,7 +18,7 @@ from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.process.frames import FrameListener
-from actors.settings import DraftKind, PairSettings
+from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
@@ -27,7 +27,7 @@ from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.proposer.dispatch.methods import proposer_of
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
-from protos.messages import ModelCard
+from protos.messages import ModelCard, SpeculationMethod
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _end_process(reason: str) -> None:
 
 
 def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:
-    if settings.draft.kind is not DraftKind.MODEL:
+    if settings.draft.kind is not SpeculationMethod.MODEL:
         return None
     return ChannelProposer(folder / DRAFT_SOCKET)
 

@@ -18,7 +18,7 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_process import serve_draft
 from actors.process.socket_folder import private_folder
-from actors.settings import DraftKind, DraftSettings, PairSettings
+from actors.settings import DraftSettings, PairSettings
 from bench.gpu.floor import DeviceSpeed, ModelCost
 from bench.gpu.table import EngineLine
 from engine.config import (
@@ -44,7 +44,7 @@ from engine.sequence.sequence import Sequence
 from engine.span import Span
 from engine.stats.step_times import StepTimes
 from engine.verifier.verifier import Verifier
-from protos.messages import GenerateRequest, SamplingParams
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 
 _PREFILL_TOKENS = 2048
 _CONNECT_TIMEOUT_S = 240.0
@@ -196,7 +196,7 @@ def drafting(
     speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
     settings = PairSettings(
         EngineConfig(target, scheduler=SchedulerConfig(most_sequences, _PREFILL_TOKENS), speculation=speculation),
-        DraftSettings(DraftKind.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.fan_out),
+        DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.fan_out),
     )
     folder = private_folder()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings, folder), daemon=True)

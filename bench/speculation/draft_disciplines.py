@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.settings import DraftKind, DraftSettings, PairSettings
+from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, own_cores, start_draft
 from bench.contenders.prompts import held_out_prompts
 from bench.speculation.switched_proposer import ReplayProposer, SwitchedProposer
@@ -31,7 +31,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.stats.step_times import StepTimes
 from models.fixtures.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
-from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 
 DEMO = Path("models/demo")
 CACHE = Path(".cache/bench")
@@ -123,7 +123,7 @@ def _settings(args: argparse.Namespace, target: Path, draft: Path) -> PairSettin
         speculation=SpeculationConfig(args.num_draft_tokens, VerifyMode(args.verify)),
     )
     model = ModelConfig(str(draft), dtype=args.draft_dtype, num_threads=1)
-    return PairSettings(engine, DraftSettings(DraftKind.MODEL, model, CacheConfig(memory_bytes=1 << 27)))
+    return PairSettings(engine, DraftSettings(SpeculationMethod.MODEL, model, CacheConfig(memory_bytes=1 << 27)))
 
 
 def _race(

@@ -1,4 +1,4 @@
-"""Where requests come in, and how one of them finds its pair."""
+"""The frontends that take requests, and the choice of a pair for each request."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema.section import Section, one_of
+from router.requests.tool_format import FORMATS
+from router.routing.policy import Policy
 
 SERVES_OWN_POLICY = "power_of_two"
 
 
 class RouterSection(Section):
-    """How the ingress chooses a pair: by predicted seconds to the first token with what each pair has cached
-    (`prefix`) or as if no pair had anything (`load`), in turn, at random, or as Ray Serve does without us: the pair
-    with fewer requests of two (`power_of_two`).
+    """The choice of a pair.
 
-    `others_weight` is what the work a request brings counts for those behind it (docs/routing.md). The index has
+    `policy` prefix: by predicted seconds to the first token, with what each pair has cached. load: the same with every
+    cache taken as empty. round_robin: in turn. random. power_of_two: Ray Serve's own router, which takes the pair with
+    fewer requests of two.
+
+    `others_weight` is the weight of the work a request brings for those behind it (docs/routing.md). The index has
     `index_timeout_ms` to answer; after that the request goes to the pair with the fewest requests.
     """
 
-    policy: Annotated[str, one_of("prefix", "load", "round_robin", "random", SERVES_OWN_POLICY)] = "prefix"
+    policy: Annotated[str, one_of(*Policy, SERVES_OWN_POLICY)] = Policy.PREFIX
     others_weight: float = Field(default=1.5, ge=0, le=100, strict=False)
     index_timeout_ms: float = Field(default=50.0, gt=0, le=10_000, strict=False)
 
 
 class LimitsSection(Section):
-    """What one client request may ask for, and how long an answer is waited for (`router.config.IngressLimits`)."""
+    """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`)."""
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_choices: int = Field(default=128, ge=1)
@@ -37,11 +41,13 @@ class LimitsSection(Section):
 
 
 class IngressSection(Section):
-    """The faces. `api_keys_file` has one key per line; without it every client is served. `tool_format` is how the
-    model writes tool calls; auto follows its chat template.
+    """The HTTP and gRPC frontends.
+
+    `api_keys_file` has one key per line; without it every client is served. `tool_format` is how the model writes tool
+    calls; auto follows its chat template.
     """
 
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: str | None = None
-    tool_format: Annotated[str, one_of("auto", "hermes", "llama")] = "auto"
+    tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
     limits: LimitsSection = LimitsSection()

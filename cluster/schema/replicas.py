@@ -1,4 +1,4 @@
-"""The replicas that compute: their KV pools, their limits, and how many there are of each kind."""
+"""The replicas that compute: their KV pools, their limits, and the number of each kind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from cluster.schema.section import Section, one_of
+from cluster.schema.section import EngineSection, Section, one_of
+from engine.config import CacheConfig, SchedulerConfig
+
+GIB = 1 << 30
 
 
-class CacheSection(Section):
-    """The KV pool of the target: a budget, or a number of blocks. dtype int8 (processors) or fp8 (GPUs of compute
-    capability 8.9 or later) holds about twice the tokens of bfloat16 in the same memory, and changes the law a little
-    (docs/performance.md).
+class CacheSection(EngineSection):
+    """The KV pool of the target: a budget, or a number of blocks.
+
+    dtype int8 (processors) or fp8 (GPUs of compute capability 8.9 or later) holds about twice the tokens of bfloat16 in
+    the same memory, and changes the target's distribution a little (docs/performance.md).
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -26,17 +30,28 @@ class CacheSection(Section):
             raise ValueError("memory_gib and num_blocks are two ways to say one thing; keep one of them")
         return self
 
+    def to_engine(self) -> CacheConfig:
+        """Return the target's pool: the size that is set, or one GiB."""
+        if self.num_blocks is not None:
+            return CacheConfig(self.block_size, self.num_blocks, memory_bytes=None, dtype=self.dtype)
+        memory_bytes = GIB if self.memory_gib is None else int(self.memory_gib * GIB)
+        return CacheConfig(self.block_size, memory_bytes=memory_bytes, dtype=self.dtype)
 
-class SchedulerSection(Section):
+
+class SchedulerSection(EngineSection):
     """Limits of one step and of one sequence."""
 
     max_num_sequences: int = Field(default=64, ge=1)
     max_tokens_per_step: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
 
+    def to_engine(self) -> SchedulerConfig:
+        """Return the scheduler's limits."""
+        return SchedulerConfig(**self.model_dump())
+
 
 class AutoscalingSection(Section):
-    """Between how many replicas Serve may move, and the running requests per replica it aims at."""
+    """The bounds between which Serve moves the number of replicas, and the running requests per replica it aims at."""
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(ge=1)
@@ -63,7 +78,7 @@ class Scaled(Section):
 
 
 class PairSection(Scaled):
-    """How many draft-target pairs serve, and how many requests may wait in each before it says 429."""
+    """The number of draft-target pairs, and of requests that may wait in each before it answers 429."""
 
     num_replicas: int | None = Field(default=None, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
@@ -75,12 +90,12 @@ class PairSection(Scaled):
 
 
 class PrefillSection(Scaled):
-    """Replicas that read long prompts for the pairs; none of them means that each pair reads its own.
+    """Replicas that read long prompts for the pairs; without them each pair reads its own.
 
-    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there; KV blocks come back every
+    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there. KV blocks come back every
     `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
-    installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` says otherwise. Its engine thread
-    gives way to other programs by `niceness`: left out, 10 on nodes without GPUs, where it shares cores with pairs.
+    installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` is set. Its engine thread gives
+    way to other programs by `niceness`: left out, 10 on nodes without GPUs, where it shares cores with pairs.
     """
 
     num_replicas: int | None = Field(default=None, ge=0)

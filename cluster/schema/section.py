@@ -1,8 +1,14 @@
-"""What every section of deploy.yaml has: strict, frozen, and closed to keys it does not know."""
+"""The base of every section of deploy.yaml: strict, frozen, and closed to keys it does not know."""
 
 from __future__ import annotations
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from protos.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -11,12 +17,39 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def one_of(*available: str) -> AfterValidator:
-    """A field that takes these values, and names them where it is given another."""
+class EngineSection(Section):
+    """A section that becomes one of the engine's dataclasses, which check their own constraints."""
 
-    def check(value: str) -> str:
-        if value not in available:
-            raise ValueError(f"{value!r} is not available; this version offers {', '.join(available)}")
-        return value
+    def to_engine(self) -> Any:
+        """Return the engine's dataclass. Raises ConfigError for what the engine refuses."""
+        raise NotImplementedError
 
-    return AfterValidator(check)
+    @model_validator(mode="after")
+    def _engine_accepts(self) -> Self:
+        with reported():
+            self.to_engine()
+        return self
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn a ConfigError into the ValueError that pydantic collects with the path of the section."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def one_of(*choices: str) -> BeforeValidator:
+    """Make a field take these values, and name them where it is given another.
+
+    Text becomes the member of an enum where `choices` are members.
+    """
+    by_text = {str(choice): choice for choice in choices}
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in by_text:
+            raise ValueError(f"{value!r} is not available; this version offers {', '.join(by_text)}")
+        return by_text[value]
+
+    return BeforeValidator(check)

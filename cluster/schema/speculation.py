@@ -1,18 +1,25 @@
-"""How much is guessed, in which shape, when, and how it is verified."""
+"""The length, shape, time and verification of drafts."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from cluster.schema.section import Section, one_of
-from engine.config import MAX_TREE_NODES, JudgeKind, StepConfig, TreeConfig, TreeKind
-from protos.errors import ConfigError
+from cluster.schema.section import EngineSection, Section, one_of
+from engine.config import MAX_TREE_NODES, JudgeKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
 from protos.messages import SpeculationMethod, VerifyMode
 
 
-class TreeSection(Section):
+class DraftMode(StrEnum):
+    """The time at which a draft model drafts."""
+
+    SYNC = "sync"  # when the target has committed, and the target waits for it
+    ASYNC = "async"  # while the target verifies
+
+
+class TreeSection(EngineSection):
     """Drafts that branch, in passes of at most `max_batch` sequences; `num_tokens` is then how deep they go.
 
     kind dynamic: the `num_nodes` likeliest nodes of each pass. static: the same shape in every pass, by `parents` (of
@@ -20,60 +27,44 @@ class TreeSection(Section):
     for `rejection` have the static shape of their size in either kind; `block` judges chains.
     """
 
-    kind: Annotated[str, one_of(*TreeKind)] = "dynamic"
+    kind: Annotated[TreeKind, one_of(*TreeKind)] = TreeKind.DYNAMIC
     num_nodes: int | None = Field(default=None, ge=1, le=MAX_TREE_NODES)
     parents: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TREE_NODES)
     max_batch: int = Field(default=4, ge=1)
 
-    @model_validator(mode="after")
-    def _is_a_tree(self) -> TreeSection:
-        try:
-            self.config()
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def config(self) -> TreeConfig:
-        """What the engine takes; a shape says how many nodes it has."""
+    def to_engine(self) -> TreeConfig:
+        """Return the trees of the engine; a shape sets the number of nodes."""
         parents = tuple(self.parents or ())
         num_nodes = self.num_nodes or len(parents) or TreeConfig().num_nodes
-        return TreeConfig(TreeKind(self.kind), num_nodes, self.max_batch, parents)
+        return TreeConfig(self.kind, num_nodes, self.max_batch, parents)
 
 
 _STEPS = StepConfig()
 
 
-class StepsSection(Section):
-    """Allows requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
+class StepsSection(EngineSection):
+    """Leave for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
     The draft writes a step, up to `step_end` or `max_step_tokens`; the target scores it from 0 to 9 in one pass; from
     `threshold` on it is committed as it is. judge rating: the digit the target expects to say behind `rating_prompt`.
-    likelihood: how near the step comes to what the target finds likeliest. Steps are drafted between the two markers
+    likelihood: the nearness of the step to what the target finds likeliest. Steps are drafted between the two markers
     `think` (null: anywhere), at most `max_steps` per request.
     """
 
     threshold: float = Field(default=_STEPS.threshold, strict=False)
-    judge: Annotated[str, one_of(*JudgeKind)] = _STEPS.judge
+    judge: Annotated[JudgeKind, one_of(*JudgeKind)] = _STEPS.judge
     rating_prompt: str = Field(default=_STEPS.rating_prompt, min_length=1)
     step_end: str = _STEPS.step_end
     think: list[str] | None = Field(default=list(_STEPS.think or ()), min_length=2, max_length=2)
     max_step_tokens: int = _STEPS.max_step_tokens
     max_steps: int = _STEPS.max_steps
 
-    @model_validator(mode="after")
-    def _are_steps(self) -> StepsSection:
-        try:
-            self.config()
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def config(self) -> StepConfig:
-        """What the engine takes."""
+    def to_engine(self) -> StepConfig:
+        """Return the steps that the engine allows."""
         think = None if self.think is None else (self.think[0], self.think[1])
         return StepConfig(
             self.threshold,
-            JudgeKind(self.judge),
+            self.judge,
             self.rating_prompt,
             self.step_end,
             think,
@@ -83,10 +74,11 @@ class StepsSection(Section):
 
 
 class SpeculationSection(Section):
-    """K drafts per pass, by default and at most for a request that asks, how they are verified, who guesses, and when.
+    """K drafts per pass, their verification, their source, and the time at which they are made.
 
-    num_guess_tokens is K of drafts that cost nothing to make and end where they are not expected to go on: suffixes,
-    also in hybrid, and a client's prediction. Left out, it is max_num_tokens.
+    num_tokens is K by default, max_num_tokens K at most for a request that asks. num_guess_tokens is K of drafts that
+    cost nothing to make and end where they are not expected to go on: suffixes, also in hybrid, and a client's
+    prediction. Left out, it is max_num_tokens.
 
     When adaptive, every pass of every request gets its own K, from 0 to what the request may ask for, and num_tokens is
     the first one; otherwise K is num_tokens. Left out, it is for all drafts that are chains and waited for, unless
@@ -104,11 +96,11 @@ class SpeculationSection(Section):
     num_tokens: int = Field(default=4, ge=0, le=64)
     max_num_tokens: int = Field(default=16, ge=0, le=64)
     num_guess_tokens: int | None = Field(default=None, ge=1, le=64)
-    mode: Annotated[str, one_of("sync", "async")] = "sync"
+    mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
     fan_out: int = Field(default=3, ge=1, le=16)
-    verify: Annotated[str, one_of(*VerifyMode)] = "coupled"
-    method: Annotated[str, one_of(*SpeculationMethod)] | None = None
-    methods: list[Annotated[str, one_of(*SpeculationMethod)]] | None = None
+    verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
+    method: Annotated[SpeculationMethod, one_of(*SpeculationMethod)] | None = None
+    methods: list[Annotated[SpeculationMethod, one_of(*SpeculationMethod)]] | None = None
     adaptive: bool | None = None
     tree: TreeSection | None = None
     steps: StepsSection | None = None
@@ -118,12 +110,30 @@ class SpeculationSection(Section):
         """`adaptive`, or what it is where it is left out."""
         if self.adaptive is not None:
             return self.adaptive
-        return self.mode == "sync" and self.tree is None and self.num_guess_tokens is None
+        return self.mode is DraftMode.SYNC and self.tree is None and self.num_guess_tokens is None
+
+    @property
+    def outcomes_ahead(self) -> int | None:
+        """Outcomes per position for which drafts are made ahead; None for none."""
+        return self.fan_out if self.mode is DraftMode.ASYNC else None
+
+    def to_engine(self, methods: tuple[SpeculationMethod, ...]) -> SpeculationConfig:
+        """Return the speculation of an engine that offers `methods`, the default first."""
+        return SpeculationConfig(
+            self.num_tokens,
+            self.verify,
+            self.max_num_tokens,
+            methods,
+            None if self.tree is None else self.tree.to_engine(),
+            self.is_adaptive,
+            None if self.steps is None else self.steps.to_engine(),
+            self.num_guess_tokens,
+        )
 
     @model_validator(mode="after")
     def _steps_are_waited_for(self) -> SpeculationSection:
-        if self.steps is not None and self.mode != "sync":
-            raise ValueError(f"steps are for mode 'sync', and the mode is {self.mode!r}; remove one of the two")
+        if self.steps is not None and self.mode is not DraftMode.SYNC:
+            raise ValueError(f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -134,13 +144,13 @@ class SpeculationSection(Section):
 
     @model_validator(mode="after")
     def _tree_is_waited_for(self) -> SpeculationSection:
-        if self.tree is not None and self.mode != "sync":
-            raise ValueError(f"tree is for mode 'sync', and the mode is {self.mode!r}; remove one of the two")
+        if self.tree is not None and self.mode is not DraftMode.SYNC:
+            raise ValueError(f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two")
         return self
 
     @model_validator(mode="after")
     def _fan_out_belongs_to_async(self) -> SpeculationSection:
-        if "fan_out" in self.model_fields_set and self.mode != "async":
+        if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:
             raise ValueError(f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out")
         return self
 
@@ -148,14 +158,4 @@ class SpeculationSection(Section):
     def _guesses_have_their_own_length(self) -> SpeculationSection:
         if self.num_guess_tokens is not None and self.adaptive:
             raise ValueError("adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive")
-        return self
-
-    @model_validator(mode="after")
-    def _default_within_limit(self) -> SpeculationSection:
-        for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
-            if num_tokens > self.max_num_tokens:
-                raise ValueError(
-                    f"{name} is {num_tokens}, more than max_num_tokens, {self.max_num_tokens}; "
-                    "lower it or raise the limit"
-                )
         return self

@@ -2,7 +2,14 @@
 
 from engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.config.model_config import GraphConfig, GraphKind, HeadConfig, HeadKind, ModelConfig
-from engine.config.speculation_config import MAX_TREE_NODES, DraftVocabulary, SpeculationConfig, TreeConfig, TreeKind
+from engine.config.speculation_config import (
+    MAX_TREE_NODES,
+    DraftVocabulary,
+    SpeculationConfig,
+    TreeConfig,
+    TreeKind,
+    check_text_drafts,
+)
 from engine.config.step_config import DEFAULT_RATING_PROMPT, JudgeKind, StepConfig
 
 __all__ = [
@@ -22,4 +29,5 @@ __all__ = [
     "StepConfig",
     "TreeConfig",
     "TreeKind",
+    "check_text_drafts",
 ]

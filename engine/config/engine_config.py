@@ -64,3 +64,11 @@ class EngineConfig:
     head: HeadConfig | None = None  # who drafts from the target's hidden states, in the place of a draft of its own
     min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer
     overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens
+
+    def __post_init__(self) -> None:
+        if self.head is not None and self.model.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"draft.kind is {str(self.head.kind)!r} and target.tensor_parallel_size is "
+                f"{self.model.tensor_parallel_size}; heads compute on one device: set draft.kind to 'model', or the "
+                "size to 1"
+            )

@@ -62,6 +62,19 @@ class ModelConfig:
     generation_config: str = "auto"
     graphs: GraphConfig = GraphConfig()
 
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        if size > 1 and self.quantization != "none":
+            raise ConfigError(
+                f"target.quantization is {str(self.quantization)!r} and target.tensor_parallel_size is {size}; "
+                "quantised weights are not sharded: set one of them to 'none' or 1"
+            )
+        if size > 1 and self.deterministic:
+            raise ConfigError(
+                f"target.deterministic is true and target.tensor_parallel_size is {size}; sums between ranks have no "
+                "fixed order: set deterministic to false, or the size to 1"
+            )
+
 
 class HeadKind(StrEnum):
     """Drafters that read the target's hidden states, in the target's process."""

@@ -64,6 +64,23 @@ class TreeConfig:
         return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
 
 
+def check_text_drafts(tree: TreeConfig | None, fan_out: int | None, reason: str = "draft.vocabulary is 'text'") -> None:
+    """Raise ConfigError unless drafts are chains made on request, as all drafts that go through text are.
+
+    Args:
+        tree: the shape of drafts that branch; None for chains.
+        fan_out: outcomes per position that are drafted ahead; None for none.
+        reason: why drafts go through text.
+    """
+    if tree is None and fan_out is None:
+        return
+    conflict = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
+    raise ConfigError(
+        f"{reason}, which gives chains in mode 'sync' alone, and {conflict}; remove it, "
+        "or set draft.vocabulary to 'intersection'"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How a deployment speculates: by default, and at most for a request that asks.
@@ -91,8 +108,8 @@ class SpeculationConfig:
         for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
             if not 0 <= num_tokens <= self.max_num_tokens:
                 raise ConfigError(
-                    f"speculation.{name} is {num_tokens}; it must be between 0 and "
-                    f"speculation.max_num_tokens, {self.max_num_tokens}"
+                    f"speculation.{name} is {num_tokens}; it must be between 0 and speculation.max_num_tokens, "
+                    f"{self.max_num_tokens}: lower it or raise the limit"
                 )
 
     @property

@@ -9,11 +9,12 @@ import pytest
 from ray import serve
 from safetensors.numpy import save_file
 
-from actors.settings import DraftKind, PairSettings, PrefillSettings
+from actors.settings import PairSettings, PrefillSettings
 from cluster.app import build
 from cluster.serve_environment import set_variables
 from engine.config import HeadConfig, HeadKind
 from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressLimits
 
 
@@ -39,7 +40,7 @@ def test_the_application_is_an_ingress_in_front_of_a_pair(model: str):
     assert (ingress.name, pair.name) == ("Ingress", "Pair")
     config: IngressConfig = ingress.init_args[1]
     assert (config.model_id, config.model_path) == ("m", model)
-    assert settings_of(pair).draft.kind is DraftKind.NONE
+    assert settings_of(pair).draft.kind is SpeculationMethod.NONE
 
 
 def test_connections_outlast_the_pairs_that_served_them(model: str, monkeypatch: pytest.MonkeyPatch):
@@ -97,7 +98,7 @@ def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
     assert prefill.engine.head == (settings.engine.head if is_in_prefill else None)
 
 
-def test_a_divided_target_and_what_is_recorded_reach_the_engine_and_the_devices(model: str):
+def test_a_sharded_target_and_what_is_recorded_reach_the_engine_and_the_devices(model: str):
     target = {"path": model, "tensor_parallel_size": 2, "cuda_graph_batches": [1, 4]}
     args = {"model_id": "m", "target": target, "draft": {"kind": "model", "path": model, "gpu": 1}}
     _, pair = deployments({**args, "prefill": {"num_replicas": 1}})

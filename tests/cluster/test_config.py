@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from actors.settings import DraftKind
-from cluster.cache_budget import cache_config, draft_cache_config, prefill_cache_config
+from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import parse_config
-from engine.config import StepConfig, TreeConfig, TreeKind
+from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, StepConfig, TreeConfig, TreeKind
 from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
 
 MINIMAL: dict[str, Any] = {"model_id": "demo", "target": {"path": "models/demo/target"}}
 
@@ -85,15 +85,28 @@ def test_what_this_version_does_not_do_is_refused_and_not_ignored(changes: dict[
     assert "is not available" in message
 
 
-def test_a_divided_target_keeps_its_weights_whole_numbers_and_says_which_rank_the_draft_may_join():
-    divided = {"path": "t", "tensor_parallel_size": 2}
-    config = parse_config({**MINIMAL, "target": divided, "draft": {"kind": "model", "path": "d", "gpu": 1}})
+def test_the_draft_may_join_a_rank_of_the_target_and_no_other():
+    sharded = {"path": "t", "tensor_parallel_size": 2}
+    config = parse_config({**MINIMAL, "target": sharded, "draft": {"kind": "model", "path": "d", "gpu": 1}})
     assert (config.target.tensor_parallel_size, config.draft.gpu) == (2, 1)
-    message = error_of(target=divided, draft={"kind": "model", "path": "d", "gpu": 2})
+    message = error_of(target=sharded, draft={"kind": "model", "path": "d", "gpu": 2})
     assert "draft.gpu is 2, and the target's ranks are 0 to 1" in message
-    assert "draft.kind 'mtp' computes on one device" in error_of(target=divided, draft={"kind": "mtp"})
-    assert "deterministic is for one device" in error_of(target={**divided, "deterministic": True})
-    assert "quantization 'int8' is for one device" in error_of(target={**divided, "quantization": "int8"})
+
+
+def test_a_sharded_target_refuses_heads_determinism_and_quantisation_in_the_engines_words():
+    sharded = {"path": "t", "tensor_parallel_size": 2}
+    assert "draft.kind is 'mtp' and target.tensor_parallel_size is 2; heads compute on one device" in error_of(
+        target=sharded, draft={"kind": "mtp"}
+    )
+    assert "target.deterministic is true and target.tensor_parallel_size is 2" in error_of(
+        target={**sharded, "deterministic": True}
+    )
+    refused = error_of(target={**sharded, "quantization": "int8"})
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig("t", tensor_parallel_size=2, quantization="int8")
+    assert f"args.target: {caught.value}" in refused
+    with pytest.raises(ConfigError, match="heads compute on one device"):
+        EngineConfig(ModelConfig("t", tensor_parallel_size=2), head=HeadConfig(HeadKind.MTP))
 
 
 def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
@@ -128,10 +141,13 @@ def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
     assert "and speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
 
 
-def test_every_draft_kind_of_the_schema_is_one_the_pair_knows():
-    for kind in DraftKind:
-        path = {"path": "d"} if kind in (DraftKind.MODEL, DraftKind.MEDUSA, DraftKind.EAGLE3) else {}
-        assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind == kind
+@pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID}))
+def test_every_method_but_hybrid_is_a_draft_kind(kind: SpeculationMethod):
+    path = (
+        {"path": "d"} if kind in (SpeculationMethod.MODEL, SpeculationMethod.MEDUSA, SpeculationMethod.EAGLE3) else {}
+    )
+    assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind is kind
+    assert "is not available" in error_of(draft={"kind": "hybrid"})
 
 
 def test_a_deployment_offers_its_draft_first_and_what_needs_only_the_text():
@@ -160,14 +176,18 @@ def test_a_method_that_cannot_be_had_is_refused():
 
 
 def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
-    assert "num_tokens is 20, more than max_num_tokens, 16" in error_of(speculation={"num_tokens": 20})
+    assert "speculation.num_tokens is 20; it must be between 0 and speculation.max_num_tokens, 16" in error_of(
+        speculation={"num_tokens": 20}
+    )
     assert (
         parse_config(MINIMAL | {"speculation": {"num_tokens": 20, "max_num_tokens": 20}}).speculation.num_tokens == 20
     )
 
 
 def test_guesses_have_a_length_of_their_own_unless_every_length_is_planned():
-    assert "num_guess_tokens is 20, more than max_num_tokens, 16" in error_of(speculation={"num_guess_tokens": 20})
+    assert "num_guess_tokens is 20; it must be between 0 and speculation.max_num_tokens" in error_of(
+        speculation={"num_guess_tokens": 20}
+    )
     assert "remove num_guess_tokens" in error_of(speculation={"num_guess_tokens": 8, "adaptive": True})
     assert parse_config(MINIMAL | {"speculation": {"num_guess_tokens": 8}}).speculation.num_guess_tokens == 8
 
@@ -201,7 +221,7 @@ def test_two_sizes_of_one_cache_are_refused():
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_the_pools_of_target_and_prefill_are_of_one_kind_and_the_drafts_is_not_quantised(dtype: str):
     config = parse_config(MINIMAL | {"cache": {"dtype": dtype}, "prefill": {"memory_gib": 2}})
-    assert cache_config(config.cache).dtype == prefill_cache_config(config).dtype == dtype
+    assert config.cache.to_engine().dtype == prefill_cache_config(config).dtype == dtype
     assert draft_cache_config(config.cache).dtype == "auto"
     assert "'fp4' is not available; this version offers auto, int8, fp8" in error_of(cache={"dtype": "fp4"})
 
@@ -216,11 +236,11 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
     draft = {"kind": "model", "path": "d"}
     default = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {}}}).speculation.tree
     assert default is not None
-    assert default.config() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8, max_batch=4)
+    assert default.to_engine() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8, max_batch=4)
     shape = {"kind": "static", "parents": [-1, -1, 0], "max_batch": 1}
     static = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": shape}}).speculation.tree
     assert static is not None
-    assert static.config() == TreeConfig(TreeKind.STATIC, 3, 1, (-1, -1, 0))
+    assert static.to_engine() == TreeConfig(TreeKind.STATIC, 3, 1, (-1, -1, 0))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +264,7 @@ def test_reasoning_steps_are_off_unless_the_operator_asks_for_them():
     assert parse_config(MINIMAL | {"draft": draft}).speculation.steps is None
     config = parse_config(MINIMAL | {"draft": draft, "speculation": {"steps": {"threshold": 8, "think": None}}})
     assert config.speculation.steps is not None
-    assert config.speculation.steps.config() == StepConfig(threshold=8, think=None)
+    assert config.speculation.steps.to_engine() == StepConfig(threshold=8, think=None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.settings import DraftKind, DraftSettings, PairSettings
+from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, own_cores, start_draft
 from bench.speculation.suite.recorded_engine import RecordedEngine
 from bench.speculation.suite.shared_target import SharedTarget
@@ -137,7 +137,7 @@ class Suite:
     def _channel(self, fan_out: int) -> ChannelProposer:
         model = ModelConfig(str(self._demo / "draft"), dtype="float32", num_threads=1)
         engine = EngineConfig(self._target, speculation=SpeculationConfig(_CHAIN))
-        draft = DraftSettings(DraftKind.MODEL, model, _DRAFT_CACHE, fan_out)
+        draft = DraftSettings(SpeculationMethod.MODEL, model, _DRAFT_CACHE, fan_out)
         return start_draft(PairSettings(engine, draft), self._stack)
 
     def _model(self, tree: TreeConfig | None) -> ModelProposer:

@@ -14,7 +14,6 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_group import RankGroup
 from engine.model.tensor_parallel.plan import check_divisible
 from engine.span import Span
-from protos.errors import ConfigError
 
 
 def load_runner(
@@ -23,11 +22,7 @@ def load_runner(
     """The runner of a model, divided if it is configured so. Raises ConfigError for what cannot be served."""
     if model.tensor_parallel_size == 1:
         return ModelRunner(model, cache, max_model_len, head)
-    if head is not None:
-        raise ConfigError(
-            f"draft.kind is {str(head.kind)!r} and target.tensor_parallel_size is {model.tensor_parallel_size}; heads "
-            "compute on one device: set draft.kind to 'model', or the size to 1"
-        )
+    assert head is None, "EngineConfig refuses heads beside a sharded target"
     return TensorParallelRunner(model, cache, max_model_len)
 
 
@@ -41,7 +36,7 @@ class TensorParallelRunner(ModelRunner):
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
         """Start the ranks, load, check; raises ConfigError for what cannot be divided or served."""
-        _check(model)
+        check_divisible(load_config(model.path), model.tensor_parallel_size)
         self._team = RankGroup(model, cache, max_model_len)
         try:
             super().__init__(model, cache, max_model_len, rank=self._team.rank)
@@ -78,17 +73,3 @@ class TensorParallelRunner(ModelRunner):
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
         self._team.tell("copy_blocks", list(source_ids), list(block_ids))
         super().copy_blocks(source_ids, block_ids)
-
-
-def _check(model: ModelConfig) -> None:
-    if model.quantization != "none":
-        raise ConfigError(
-            f"target.quantization is {model.quantization!r} and target.tensor_parallel_size is "
-            f"{model.tensor_parallel_size}; quantised weights are not divided: set one of them to 'none' or 1"
-        )
-    if model.deterministic:
-        raise ConfigError(
-            f"target.deterministic is true and target.tensor_parallel_size is {model.tensor_parallel_size}; sums "
-            "between ranks have no fixed order: set deterministic to false, or the size to 1"
-        )
-    check_divisible(load_config(model.path), model.tensor_parallel_size)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import CacheConfig, DraftVocabulary, ModelConfig, SchedulerConfig, TreeConfig
+from engine.config import (
+    CacheConfig,
+    DraftVocabulary,
+    ModelConfig,
+    SchedulerConfig,
+    TreeConfig,
+    check_text_drafts,
+)
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.proposer.vocab_mapping.choice import Choice, choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SharedTokens
-from protos.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ def load_drafter(
     """
     choice = choose_vocabulary(target_path, model.path, vocabulary)
     if choice.vocabulary is DraftVocabulary.TEXT:
-        _check_text(choice, vocabulary, tree, fan_out)
+        check_text_drafts(tree, fan_out, _why_text(choice, vocabulary))
         return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
     translation, tokenizer_path = None, None
     if choice.vocabulary is DraftVocabulary.INTERSECTION:
@@ -49,18 +55,8 @@ def load_drafter(
     return Drafter(proposer, None if fan_out is None else proposer.lookahead(fan_out))
 
 
-def _check_text(choice: Choice, wanted: DraftVocabulary, tree: TreeConfig | None, fan_out: int | None) -> None:
-    """Drafts through text are chains, made when they are asked for."""
-    if tree is None and fan_out is None:
-        return
-    needs = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
-    reason = "draft.vocabulary is 'text'"
-    if wanted is DraftVocabulary.AUTO:
-        coverage = choice.require_pair().coverage()
-        reason = (
-            f"the tokenizers of draft and target differ so much (coverage {coverage:.2f}) that drafts go through text"
-        )
-    raise ConfigError(
-        f"{reason}, which gives chains in mode 'sync' alone, and {needs}; remove it, "
-        "or set draft.vocabulary to 'intersection'"
-    )
+def _why_text(choice: Choice, wanted: DraftVocabulary) -> str:
+    if wanted is DraftVocabulary.TEXT:
+        return "draft.vocabulary is 'text'"
+    coverage = choice.require_pair().coverage()
+    return f"the tokenizers of draft and target differ so much (coverage {coverage:.2f}) that drafts go through text"
