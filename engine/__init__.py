@@ -9,5 +9,5 @@ Dimension letters, the same in every file:
     V  vocabulary                       N  blocks in the pool
                                         P  tokens per block
 
-Inside formulas p is the target's law and q the draft's (arXiv:2211.17192).
+Inside formulas p is the target's distribution and q the draft's (arXiv:2211.17192).
 """

@@ -1,4 +1,4 @@
-"""What a proposer proposes: draft tokens, and the law they were drawn from where a verifier needs it."""
+"""A proposal: draft tokens, and the distributions they were drawn from where a verifier needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WEIGHT_SUM = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """The exact law q one draft token was drawn from: integer weights over a few tokens, summing to `WEIGHT_SUM`.
+    """The exact distribution q of one draft token: integer weights over a few tokens, summing to `WEIGHT_SUM`.
 
     The draft samples with these integers, so both sides hold the same numbers.
     """
@@ -23,21 +23,21 @@ class SparseDistribution:
 class Draft:
     """Tokens that may follow a sequence's committed tokens: a chain of up to K, or a tree of alternatives.
 
-    `laws` has one entry per token when the tokens were sampled for rejection or block verification, and is empty when
-    they are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot. Siblings of a
-    sampled tree have one law between them: each was drawn from it without those before it.
+    `distributions` has one entry per token when the tokens were sampled for rejection or block verification, and is
+    empty when they are deterministic given the prefix and the public noise (n-gram, coupled): then q is one-hot.
+    Siblings of a sampled tree have one distribution between them: each was drawn from it without those before it.
 
     `parents` makes the tokens the nodes of a tree: the index of each one's parent, -1 where it follows the committed
     tokens. A parent comes before its children, and siblings in the order in which they were drawn. Empty for a chain.
     """
 
     token_ids: tuple[int, ...] = ()
-    laws: tuple[SparseDistribution, ...] = ()
+    distributions: tuple[SparseDistribution, ...] = ()
     parents: tuple[int, ...] = ()
 
     def head(self, num_tokens: int) -> Draft:
         """The first `num_tokens` tokens, which are a chain or a tree themselves."""
-        return Draft(self.token_ids[:num_tokens], self.laws[:num_tokens], self.parents[:num_tokens])
+        return Draft(self.token_ids[:num_tokens], self.distributions[:num_tokens], self.parents[:num_tokens])
 
     def path(self, node: int) -> tuple[int, ...]:
         """The tokens from the first draft down to `node`, itself included; none for -1."""

@@ -57,7 +57,7 @@ class SpeculationMethod(StrEnum):
 
     @property
     def can_branch(self) -> bool:
-        """Whether its drafts may be trees: it has a law for every position, not one text."""
+        """Whether its drafts may be trees: it has a distribution for every position, not one text."""
         return self in (
             SpeculationMethod.MODEL,
             SpeculationMethod.MEDUSA,
@@ -86,7 +86,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The law of the next token, applied to the target's logits in one fixed order (`engine.sampling.sampler`).
+    """The sampling of the next token, applied to the target's logits in the order of `engine.sampling.sampler`.
 
     Neutral values switch a transform off. `seed` is always set: the ingress draws one when the client sends none, so a
     request that moves to another replica goes on with the same randomness.

@@ -60,8 +60,8 @@ def main() -> None:
         cache = CacheConfig(memory_bytes=CACHE_BYTES if args.agents is None else AGENT_CACHE_BYTES)
         suite = Suite(target, DEMO, args.dtype, cache, stack)
         methods = suite.methods(args.methods)
-        for workload, law in _cases(args):
-            for row in _race(methods, workload, args, law):
+        for workload, sampling in _cases(args):
+            for row in _race(methods, workload, args, sampling):
                 _print_row(row, is_first=row.method == PLAIN)
                 rows.append(row)
             _save(rows, args)
@@ -106,7 +106,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]]:
-    """Workloads and laws; a recording is greedy. Each number of streams takes a part of the same workload."""
+    """Workloads and samplings; a recording is greedy. Each number of streams takes a part of the same workload."""
     model, num_streams = DEMO / "target", max(args.streams)
     workloads = [] if args.skip_demo else [demo_text(model, num_streams)]
     if args.questions is not None:
@@ -121,22 +121,24 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]
             yield workload, SamplingParams(temperature=temperature, repetition_penalty=args.repetition_penalty)
 
 
-def _race(methods: Seq[Method], workload: Workload, args: argparse.Namespace, law: SamplingParams) -> Iterator[Row]:
+def _race(
+    methods: Seq[Method], workload: Workload, args: argparse.Namespace, sampling: SamplingParams
+) -> Iterator[Row]:
     for num_streams in args.streams:
         part = workload.at(num_streams)
         num_tokens = None if workload.is_recorded else args.tokens
         runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
         for method in methods:
-            _measure(method, part, 4, law)  # reads the prompts, and meets every kind of pass
+            _measure(method, part, 4, sampling)  # reads the prompts, and meets every kind of pass
         for _ in range(args.rounds):
             for method in methods:
-                runs[method.name].append(_measure(method, part, num_tokens, law))
+                runs[method.name].append(_measure(method, part, num_tokens, sampling))
         for name, measured in runs.items():
-            yield _row(workload.name, law.temperature, num_streams, name, measured, runs[PLAIN])
+            yield _row(workload.name, sampling.temperature, num_streams, name, measured, runs[PLAIN])
 
 
-def _measure(method: Method, workload: Workload, num_tokens: int | None, law: SamplingParams) -> Measured:
-    return Run(method.engine(), workload, num_tokens, law).measure(method.before_step)
+def _measure(method: Method, workload: Workload, num_tokens: int | None, sampling: SamplingParams) -> Measured:
+    return Run(method.engine(), workload, num_tokens, sampling).measure(method.before_step)
 
 
 def _row(

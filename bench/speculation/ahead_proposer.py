@@ -34,7 +34,7 @@ class AheadProposer:
         drafts = [next(made) if draft is None else draft for draft in found]
         self._look_ahead(shares, drafts)
         return [
-            Draft(draft.token_ids[: share.max_draft_tokens], draft.laws[: share.max_draft_tokens])
+            Draft(draft.token_ids[: share.max_draft_tokens], draft.distributions[: share.max_draft_tokens])
             for share, draft in zip(shares, drafts, strict=True)
         ]
 

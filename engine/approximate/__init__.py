@@ -1,5 +1,5 @@
 """What is not exact, and nothing else: reasoning steps that the draft writes and the target judges as a whole.
 
-Everything outside this package keeps the target's law. Nothing in here is built unless a deployment configures it, and
-nothing in here touches a request that has not asked for it.
+Everything outside this package keeps the target's distribution. Nothing in here is built unless a deployment configures
+it, and nothing in here touches a request that has not asked for it.
 """

@@ -25,7 +25,8 @@ class HiddenStateTaps:
 
 
 NO_TAP = HiddenStateTaps()
-UNKNOWN = -1e4  # the logit of a token that a head has no word for: no chance, but a law where a grammar leaves no other
+# The logit of a token that a head does not know: no chance, but a finite score where a grammar leaves no other.
+UNKNOWN = -1e4
 
 
 def joined(parts: Seq[Tensor]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""How far a model's positions reach before a token's law would depend on the sequences computed beside it."""
+"""How far a model's positions reach before a token's distribution would depend on the sequences computed beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Positions a model may use without a token's law depending on its batch mates; None where nothing limits them.
+    """Return how many positions keep a token's distribution free of its batch mates; None where nothing limits them.
 
     Rotary scalings that depend on the longest sequence of a pass are held below the length where they begin to change,
     and chunked attention below its first chunk.

@@ -69,6 +69,6 @@ def _first_path(draft: Draft) -> Draft:
     for node, parent in enumerate(draft.parents):
         if parent == (nodes[-1] if nodes else -1):
             nodes.append(node)
-    has_laws = len(draft.laws) == len(draft.token_ids)
-    laws = tuple(draft.laws[node] for node in nodes) if has_laws else ()
-    return Draft(tuple(draft.token_ids[node] for node in nodes), laws)
+    has_distributions = len(draft.distributions) == len(draft.token_ids)
+    distributions = tuple(draft.distributions[node] for node in nodes) if has_distributions else ()
+    return Draft(tuple(draft.token_ids[node] for node in nodes), distributions)

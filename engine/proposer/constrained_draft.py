@@ -11,19 +11,19 @@ from engine.sampling.sparse_distribution import one_hot
 def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
     """Cut a draft at its first forbidden token, or let forced tokens follow it, up to `max_tokens` in all.
 
-    A forbidden token that was drawn from a law stays as the rejected end of the draft: to leave it out would depend on
-    the draw and bias the output. One without a law is a function of the prefix, and so is everything put in its place.
-    A tree stays as it is: what is forbidden in it has no chance with the verifier.
+    A forbidden token that was drawn from a distribution stays as the rejected end of the draft: to leave it out would
+    depend on the draw and bias the output. One without a distribution is a function of the prefix, and so is everything
+    put in its place. A tree stays as it is: what is forbidden in it has no chance with the verifier.
     """
     if checked.draft.parents:
         return checked
-    token_ids, laws = checked.draft.token_ids, checked.draft.laws
+    token_ids, distributions = checked.draft.token_ids, checked.draft.distributions
     num_allowed = matcher.num_allowed(checked.token_ids)
-    if laws and num_allowed < len(token_ids):
+    if distributions and num_allowed < len(token_ids):
         num_kept = num_allowed + 1
-        return CheckedDraft(Draft(token_ids[:num_kept], laws[:num_kept]), num_allowed)
+        return CheckedDraft(Draft(token_ids[:num_kept], distributions[:num_kept]), num_allowed)
     kept_ids = token_ids[:num_allowed]
     forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
     drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
-    forced_laws = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if laws else ()
-    return CheckedDraft(Draft(drafted_ids, (*laws, *forced_laws)), len(drafted_ids))
+    forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
+    return CheckedDraft(Draft(drafted_ids, (*distributions, *forced_distributions)), len(drafted_ids))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from engine.sampling.grammar import TokenMask
 from protos.messages import SamplingParams
 
-GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; its law is the argmax to all purposes
+GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; its distribution is the argmax to all purposes
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LogitsRow:
     """One row of `[R, V]` logits.
 
     Its prefix is `token_ids` and then `draft_ids`; apart, so that the K + 1 rows of a verification share one list of

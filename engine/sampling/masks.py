@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.indexing import send, upload
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 
 
-def has_bias(row: Row) -> bool:
+def has_bias(row: LogitsRow) -> bool:
     return bool(row.sampling.logit_bias)
 
 
-def add_bias(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Add `logit_bias`; a repeated id counts each time, an id outside the vocabulary not at all."""
     biases = [(index, token_id, bias) for index, row in enumerate(rows) for token_id, bias in row.sampling.logit_bias]
     biases = [entry for entry in biases if entry[1] < scores.shape[1]]
@@ -28,11 +28,11 @@ def add_bias(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return scores.index_put(places, values, accumulate=True)
 
 
-def has_mask(row: Row) -> bool:
+def has_mask(row: LogitsRow) -> bool:
     return row.mask is not None
 
 
-def mask_forbidden_tokens(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def mask_forbidden_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """-inf for what the grammar does not allow after each row's own prefix, drafts included; all rows have a mask."""
     packed = torch.frombuffer(bytearray(b"".join(row.mask or b"" for row in rows)), dtype=torch.uint8)
     packed = send(packed.view(len(rows), -1), scores.device)  # [R, bytes]
@@ -47,11 +47,11 @@ def _byte_penalties(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.where(is_set == 1, 0.0, -math.inf).to(device, dtype)
 
 
-def has_banned_tokens(row: Row) -> bool:
+def has_banned_tokens(row: LogitsRow) -> bool:
     return bool(row.sampling.bad_words) or row.num_generated < row.sampling.min_tokens
 
 
-def mask_banned_tokens(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """-inf for the last token of each bad word that the prefix has begun, and for stop tokens before `min_tokens`.
 
     Where they are all that a grammar allows, the grammar wins: they stay possible.
@@ -64,7 +64,7 @@ def mask_banned_tokens(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return torch.where(masked.isneginf().all(dim=1, keepdim=True), scores, masked)
 
 
-def _banned_tokens(row: Row) -> Iterable[int]:
+def _banned_tokens(row: LogitsRow) -> Iterable[int]:
     yield from (word[-1] for word in row.sampling.bad_words if word and row.ends_with(word[:-1]))
     if row.num_generated < row.sampling.min_tokens:
         yield from row.sampling.stop_token_ids

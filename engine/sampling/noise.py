@@ -34,7 +34,7 @@ class Purpose(IntEnum):
     """What a number is used for; two uses at one position are independent because their purposes differ."""
 
     TARGET_GUMBEL = 0  # the token of a position, and its coupled draft
-    DRAFT = 1  # a draft drawn from a law that goes along, by pass; must not know the noise that verifies it
+    DRAFT = 1  # a draft drawn from a distribution that goes along, by pass; must not know the noise that verifies it
     ACCEPT = 2  # the coin of one draft; by pass in block verification
     RESIDUAL = 3  # the recovered token
 

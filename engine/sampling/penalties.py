@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, from the counts of each row's own prefix.
 
 The prefix of a draft row holds the drafts before it. Taking the committed tokens alone for all rows is cheaper and
-wrong: the second draft would be judged by another law than plain decoding uses.
+wrong: the second draft would be judged by another distribution than plain decoding uses.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 from engine.indexing import index_tensor, upload
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 
 
-def has_penalties(row: Row) -> bool:
-    law = row.sampling
-    return law.repetition_penalty != 1.0 or law.presence_penalty != 0.0 or law.frequency_penalty != 0.0
+def has_penalties(row: LogitsRow) -> bool:
+    sampling = row.sampling
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
-def penalize(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def penalize(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI has them; `[R, V]` -> `[R, V]`."""
-    laws = [row.sampling for row in rows]
-    if any(law.repetition_penalty != 1.0 for law in laws):
-        repetition = _column([law.repetition_penalty for law in laws], scores)
+    samplings = [row.sampling for row in rows]
+    if any(sampling.repetition_penalty != 1.0 for sampling in samplings):
+        repetition = _column([sampling.repetition_penalty for sampling in samplings], scores)
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(_is_seen(rows, scores), repeated, scores)
-    if any(law.frequency_penalty != 0.0 or law.presence_penalty != 0.0 for law in laws):
+    if any(sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 for sampling in samplings):
         generated = _count_generated(rows, scores)  # [R, V]
-        frequency = _column([law.frequency_penalty for law in laws], scores)
-        presence = _column([law.presence_penalty for law in laws], scores)
+        frequency = _column([sampling.frequency_penalty for sampling in samplings], scores)
+        presence = _column([sampling.presence_penalty for sampling in samplings], scores)
         scores = scores - frequency * generated - presence * (generated > 0)
     return scores
 
 
-def _is_seen(rows: Seq[Row], like: Tensor) -> Tensor:
+def _is_seen(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
     """Which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
     first_rows, places = _sequences_of(rows)
     num_tokens = like.shape[1]
@@ -50,7 +50,7 @@ def _is_seen(rows: Seq[Row], like: Tensor) -> Tensor:
     return seen[:, :num_tokens]
 
 
-def _count_generated(rows: Seq[Row], like: Tensor) -> Tensor:
+def _count_generated(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
     """How often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
     first_rows, places = _sequences_of(rows)
     counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[places]
@@ -59,9 +59,9 @@ def _count_generated(rows: Seq[Row], like: Tensor) -> Tensor:
     return counts
 
 
-def _sequences_of(rows: Seq[Row]) -> tuple[list[Row], list[int]]:
+def _sequences_of(rows: Seq[LogitsRow]) -> tuple[list[LogitsRow], list[int]]:
     """A row of each sequence, so that its committed tokens are read once, and each row's place among these."""
-    first_rows: dict[int, Row] = {}  # rows of one sequence share their list of committed tokens
+    first_rows: dict[int, LogitsRow] = {}  # rows of one sequence share their list of committed tokens
     for row in rows:
         first_rows.setdefault(id(row.token_ids), row)
     places = {key: place for place, key in enumerate(first_rows)}

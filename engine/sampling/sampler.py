@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.draft import SparseDistribution
 from engine.indexing import index_tensor
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.masks import (
     add_bias,
     has_banned_tokens,
@@ -43,8 +43,8 @@ from engine.sampling.truncation import (
 class Transform:
     """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`."""
 
-    is_needed: Callable[[Row], bool]
-    apply: Callable[[Tensor, Seq[Row]], Tensor]
+    is_needed: Callable[[LogitsRow], bool]
+    apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
 
 
 TRANSFORMS = (
@@ -61,20 +61,20 @@ TRANSFORMS = (
 
 @dataclass(frozen=True, slots=True)
 class SparseSample:
-    """Drawn drafts and the laws they were drawn from, one of each per row."""
+    """Drawn drafts and the distributions they were drawn from, one of each per row."""
 
     token_ids: tuple[int, ...]
-    laws: tuple[SparseDistribution, ...]
+    distributions: tuple[SparseDistribution, ...]
 
 
 class Sampler:
     """The one way from logits to tokens."""
 
-    def process(self, logits: Tensor, rows: Seq[Row]) -> Tensor:
+    def apply_processors(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
 
-        A row's law is the softmax of its scores, or their argmax where the row is greedy. The logits are left as they
-        are; when no row needs anything the result is the logits themselves, so do not write to it.
+        A row's distribution is the softmax of its scores, or their argmax where the row is greedy. The logits are left
+        as they are; when no row needs anything the result is the logits themselves, so do not write to it.
         """
         scores = logits
         for transform in TRANSFORMS:
@@ -90,18 +90,18 @@ class Sampler:
             scores[index] = transform.apply(scores[index], [rows[i] for i in chosen])
         return scores
 
-    def pick(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
+    def sample(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
 
         Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
-        they agree as often as their laws are alike (arXiv:2408.07978).
+        they agree as often as their distributions are alike (arXiv:2408.07978).
         """
         return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
 
-    def rank(self, scores: Tensor, rows: Seq[Row], purpose: Purpose, k: int) -> list[list[int]]:
+    def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
         """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.
 
-        Noise is keyed and left out as in `pick`, whose choice leads the ranking for TARGET_GUMBEL.
+        Noise is keyed and left out as in `sample`, whose choice leads the ranking for TARGET_GUMBEL.
         """
         top = self.perturb(scores, rows, purpose).topk(min(k, scores.shape[1]))
         return [
@@ -109,7 +109,7 @@ class Sampler:
             for token_ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ]
 
-    def perturb(self, scores: Tensor, rows: Seq[Row], purpose: Purpose) -> Tensor:
+    def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
         """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
         noisy = [index for index, row in enumerate(rows) if not row.is_greedy]
         if not noisy:
@@ -120,8 +120,8 @@ class Sampler:
         index = index_tensor(noisy, scores.device)
         return scores.index_add(0, index, noise.to(scores.dtype))
 
-    def law(self, scores: Tensor, rows: Seq[Row]) -> Tensor:
-        """Each row's law as probabilities `[R, V]`; one-hot at the argmax if greedy, zero if no token is possible."""
+    def probs(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+        """Probabilities of each row, `[R, V]`: one-hot at the argmax if greedy, all zero if no token is possible."""
         greedy = [index for index, row in enumerate(rows) if row.is_greedy]
         if len(greedy) == len(rows):
             return _one_hot_at_argmax(scores)
@@ -131,14 +131,14 @@ class Sampler:
             probs[index] = _one_hot_at_argmax(scores[index])
         return probs
 
-    def sample_sparse(self, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
+    def sample_sparse(self, scores: Tensor, rows: Seq[LogitsRow], k: int) -> SparseSample:
         """Draw a draft from each row's k likeliest tokens, for verification by rejection or in blocks.
 
-        The law is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the returned
-        law is exactly the one the token came from. The noise is independent of what verifies the draft, and new in
-        every pass: in block verification drafts beyond the committed ones have had their say already.
+        The distribution is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the
+        returned distribution is exactly the one the token came from. The noise is independent of what verifies the
+        draft, and new in every pass: in block verification drafts beyond the committed ones have had their say already.
         """
-        probs, token_ids = self.law(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
+        probs, token_ids = self.probs(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
         weights = quantize(probs)
         keys = pass_keys(rows, Purpose.DRAFT, scores.device)
         bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
@@ -146,7 +146,7 @@ class Sampler:
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
 
-def _noise(rows: Seq[Row], purpose: Purpose, like: Tensor) -> Tensor:
+def _noise(rows: Seq[LogitsRow], purpose: Purpose, like: Tensor) -> Tensor:
     """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
     keys = row_keys(rows, purpose, like.device)
     if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
@@ -159,12 +159,12 @@ def _one_hot_at_argmax(scores: Tensor) -> Tensor:
     return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
 
 
-def row_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+def row_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
     """The noise key of the token each row samples, `[R] int64`."""
     return _keys(rows, [row.position for row in rows], purpose, device)
 
 
-def pass_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
     """The noise key of each row's pass, `[R] int64`; `draft_lanes` tell the rows of one pass apart.
 
     A pass commits at least one token, so the next one starts at another position and meets none of its numbers, even
@@ -173,11 +173,11 @@ def pass_keys(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
     return _keys(rows, [row.pass_position for row in rows], purpose, device)
 
 
-def draft_lanes(rows: Seq[Row], device: torch.device) -> Tensor:
+def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
     """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
     return index_tensor((len(row.draft_ids) for row in rows), device)
 
 
-def _keys(rows: Seq[Row], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
+def _keys(rows: Seq[LogitsRow], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
     seeds = (row.sampling.seed for row in rows)
     return noise_keys(seeds, (row.sample_index for row in rows), positions, purpose, device)

@@ -1,7 +1,7 @@
-"""Drawing drafts from laws of integer weights, so that both sides of a rejection test hold the very same q.
+"""Drawing drafts from distributions of integer weights, so that both sides of a rejection test hold the very same q.
 
-A draft model's law is cut to its k likeliest tokens and rounded to weights that sum to 2**16 *before* the draw: the
-rounded law is the proposal, and nothing is lost by sending it.
+A draft model's distribution is cut to its k likeliest tokens and rounded to weights that sum to 2**16 *before* the
+draw: the rounded distribution is the proposal, and nothing is lost by sending it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ WEIGHT_BITS = WEIGHT_SUM.bit_length() - 1
 
 
 def quantize(probs: Tensor) -> Tensor:
-    """Integer weights for the largest probabilities of each law, largest first: `[R, k]` floats -> `[R, k] int64`.
+    """Return integer weights for the largest probabilities of each row, `[R, k]` floats -> `[R, k] int64`.
 
-    They are scaled to sum to `WEIGHT_SUM`. A token of positive probability weighs at least 1, one of probability zero
-    weighs 0; what rounding leaves goes to the first, and so does all of a law that allows no token.
+    Probabilities and weights lie in descending order. Weights are scaled to sum to `WEIGHT_SUM`. A token of positive
+    probability weighs at least 1, one of probability zero weighs 0; what rounding leaves goes to the first, and so does
+    all of a distribution that allows no token.
     """
     is_live = probs > 0
     spare = WEIGHT_SUM - is_live.sum(dim=1, keepdim=True)  # what is left when each live token has one
@@ -36,30 +37,31 @@ def choose(weights: Tensor, bits: Tensor) -> Tensor:
 
 
 def sparse_distributions(token_ids: Tensor, weights: Tensor) -> list[SparseDistribution]:
-    """The laws as plain data, without tokens of weight 0."""
-    return [_sparse_law(ids, row) for ids, row in zip(token_ids.tolist(), weights.tolist(), strict=True)]
+    """The distributions as plain data, without tokens of weight 0."""
+    return [_sparse_distribution(ids, row) for ids, row in zip(token_ids.tolist(), weights.tolist(), strict=True)]
 
 
-def _sparse_law(token_ids: Seq[int], weights: Seq[int]) -> SparseDistribution:
+def _sparse_distribution(token_ids: Seq[int], weights: Seq[int]) -> SparseDistribution:
     live = [(token_id, weight) for token_id, weight in zip(token_ids, weights, strict=True) if weight > 0]
     return SparseDistribution(tuple(token_id for token_id, _ in live), tuple(weight for _, weight in live))
 
 
-def is_consistent(law: SparseDistribution, token_id: int) -> bool:
-    """Whether the law is one, and the token can be a draw from it; what another process sends may be neither."""
+def is_consistent(q: SparseDistribution, token_id: int) -> bool:
+    """True if the weights are a distribution and the token can be a draw from it; another process may send neither."""
     return (
-        len(law.token_ids) == len(law.weights)
-        and len(set(law.token_ids)) == len(law.token_ids)
-        and all(weight > 0 for weight in law.weights)
-        and sum(law.weights) == WEIGHT_SUM
-        and token_id in law.token_ids
+        len(q.token_ids) == len(q.weights)
+        and len(set(q.token_ids)) == len(q.token_ids)
+        and all(weight > 0 for weight in q.weights)
+        and sum(q.weights) == WEIGHT_SUM
+        and token_id in q.token_ids
     )
 
 
 def one_hot(token_id: int) -> SparseDistribution:
-    """The law of a draft that is a function of the prefix and of public noise."""
+    """The distribution of a draft that is a function of the prefix and of public noise."""
     return SparseDistribution((token_id,), (WEIGHT_SUM,))
 
 
-def probability_of(law: SparseDistribution, token_id: int) -> float:
-    return law.weights[law.token_ids.index(token_id)] / WEIGHT_SUM if token_id in law.token_ids else 0.0
+def probability_of(q: SparseDistribution, token_id: int) -> float:
+    """Return q(token), 0 for a token that q does not list."""
+    return q.weights[q.token_ids.index(token_id)] / WEIGHT_SUM if token_id in q.token_ids else 0.0

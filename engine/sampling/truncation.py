@@ -1,7 +1,7 @@
-"""Temperature and the three ways to cut a law's tail: top-k, top-p, min-p.
+"""Temperature and the three ways to cut a distribution's tail: top-k, top-p, min-p.
 
-Each cut is a threshold on the scores: what is equal to the last kept score is kept too. So the law depends on the
-logits alone and not on the order in which a sort leaves equal scores, and draft, target and plain decoding agree on
+Each cut is a threshold on the scores: what is equal to the last kept score is kept too. So the distribution depends on
+the logits alone and not on the order in which a sort leaves equal scores, and draft, target and plain decoding agree on
 it.
 """
 
@@ -13,24 +13,24 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from engine.indexing import index_tensor, upload
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 
 _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
 
 
-def has_temperature(row: Row) -> bool:
+def has_temperature(row: LogitsRow) -> bool:
     return not row.is_greedy and row.sampling.temperature != 1.0
 
 
-def divide_by_temperature(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     return scores / _column([row.sampling.temperature for row in rows], scores)
 
 
-def has_top_k(row: Row) -> bool:
+def has_top_k(row: LogitsRow) -> bool:
     return not row.is_greedy and row.sampling.top_k > 0
 
 
-def keep_top_k(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the `top_k` largest scores of each row, and whatever equals the smallest of them; `[R, V]` -> `[R, V]`."""
     num_tokens = scores.shape[1]
     ranks = [min(row.sampling.top_k, num_tokens) - 1 for row in rows]
@@ -38,11 +38,11 @@ def keep_top_k(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return _cut_below(scores, largest.gather(1, index_tensor(ranks, scores.device)[:, None]))
 
 
-def has_top_p(row: Row) -> bool:
+def has_top_p(row: LogitsRow) -> bool:
     return not row.is_greedy and row.sampling.top_p < 1.0
 
 
-def keep_top_p(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the smallest set of largest probabilities whose sum reaches `top_p` (arXiv:1904.09751); at least one token.
 
     The probabilities are those of the scores given, so a cut before this one counts.
@@ -56,11 +56,11 @@ def keep_top_p(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return _cut_below(scores, largest.gather(1, last_kept))
 
 
-def has_min_p(row: Row) -> bool:
+def has_min_p(row: LogitsRow) -> bool:
     return not row.is_greedy and row.sampling.min_p > 0.0
 
 
-def keep_min_p(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the tokens at least `min_p` times as probable as the likeliest one (arXiv:2407.01082)."""
     log_min_p = _column([math.log(row.sampling.min_p) for row in rows], scores)
     return _cut_below(scores, scores.amax(dim=1, keepdim=True) + log_min_p)

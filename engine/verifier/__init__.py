@@ -18,8 +18,8 @@ class VerifyTask:
     """One sequence's rows of the step's logits, from `first_row`: after the committed tokens, then after each draft.
 
     The rows may end before the first draft outside the vocabulary, which no model can compute, or before the first that
-    the sequence's grammar forbids. A draft that was drawn from a law must stay in the task nevertheless: rejection and
-    block verification treat it as rejected, not as never made.
+    the sequence's grammar forbids. A draft that was drawn from a distribution must stay in the task nevertheless:
+    rejection and block verification treat it as rejected, not as never made.
     """
 
     sequence: Sequence

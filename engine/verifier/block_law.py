@@ -1,7 +1,8 @@
 """The formulas of block verification (arXiv:2403.10444, algorithm 2): how many drafts stand, judged together.
 
-All are pure. The verifier computes with exactly these functions, and the tests enumerate them. p is the target's law
-and q the draft's, rho the running ratio, h the probability that a coin lets a draft and all before it stand.
+All are pure. The verifier computes with exactly these functions, and the tests enumerate them. p is the target's
+distribution and q the draft's, rho the running ratio, h the probability that a coin lets a draft and all before it
+stand.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def running_ratios(target_probs: Seq[float], draft_probs: Seq[float]) -> list[fl
     return ratios
 
 
-def excess_mass(laws: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseDistribution]) -> Tensor:
-    """S = sum over t of max(0, rho p(t) - q(t)) in each chosen row of `laws [R, V]`: `[n] float64`.
+def excess_mass(target_probs: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseDistribution]) -> Tensor:
+    """S = sum over t of max(0, rho p(t) - q(t)) in each chosen row of `target_probs [R, V]`: `[n] float64`.
 
-    It is rho minus what the two laws share, and that takes only the few tokens of q.
+    It is rho minus what the two distributions share, and that takes only the few tokens of q.
     """
     entries = [
         (index, token_id, weight / WEIGHT_SUM)
@@ -39,9 +40,9 @@ def excess_mass(laws: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[
     if not entries:
         return ratios
     indices, token_ids, weights = zip(*entries, strict=True)
-    index = torch.tensor(indices, device=laws.device)
-    p = target_probs_of(laws, [row_ids[i] for i in indices], token_ids)
-    q = torch.tensor(weights, dtype=torch.float64, device=laws.device)
+    index = torch.tensor(indices, device=target_probs.device)
+    p = target_probs_of(target_probs, [row_ids[i] for i in indices], token_ids)
+    q = torch.tensor(weights, dtype=torch.float64, device=target_probs.device)
     shared = torch.zeros_like(ratios).index_add_(0, index, torch.minimum(ratios[index] * p, q))
     return (ratios - shared).clamp_(min=0)
 

@@ -20,22 +20,22 @@ from engine.verifier.trial import Outcome, Trial
 
 def verify_by_rejection(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
     """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    target_laws = sampler.law(scores, [row for trial in trials for row in trial.rows])  # [R, V]
+    target_probs = sampler.probs(scores, [row for trial in trials for row in trial.rows])  # [R, V]
     placed = place(trials)
-    counts = [law.count_accepted(stands) for stands in _toss_coins(target_laws, placed)]
-    final_ids = draw_final_tokens(target_laws, placed, counts)
+    counts = [law.count_accepted(stands) for stands in _toss_coins(target_probs, placed)]
+    final_ids = draw_final_tokens(target_probs, placed, counts)
     return [
         Outcome((*trial.draft_ids[:count], final_id), count)
         for trial, count, final_id in zip(trials, counts, final_ids, strict=True)
     ]
 
 
-def _toss_coins(target_laws: Tensor, placed: Seq[Placed]) -> list[list[bool]]:
+def _toss_coins(target_probs: Tensor, placed: Seq[Placed]) -> list[list[bool]]:
     """Whether each draft stands if all before it do, per trial."""
     rows = [row for each in placed for row in each.rows]
     if not rows:
         return [[] for _ in placed]
-    probs = drafted_probs(target_laws, placed)
-    coins = uniform(row_keys(rows, Purpose.ACCEPT, target_laws.device))
+    probs = drafted_probs(target_probs, placed)
+    coins = uniform(row_keys(rows, Purpose.ACCEPT, target_probs.device))
     answers = iter(law.is_accepted(coins, probs.target, probs.draft).tolist())
     return [[next(answers) for _ in each.proposals] for each in placed]

@@ -1,7 +1,7 @@
-"""The formulas of rejection verification: which draft stands, and the law of the token that follows.
+"""The formulas of rejection verification: which draft stands, and the distribution of the token that follows.
 
 All are pure and take any floating dtype. The verifier computes with exactly these functions, and the tests enumerate
-them. p is the target's law and q the draft's, both after every sampling parameter.
+them. p is the target's distribution and q the draft's, both after every sampling parameter.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ NO_PROPOSAL = SparseDistribution((), ())
 
 
 def proposals_of(draft: Draft) -> tuple[SparseDistribution, ...]:
-    """The law q of each drafted token, one-hot where none came with it.
+    """The distribution q of each drafted token, one-hot where none came with it.
 
-    A law that its token cannot have come from is not believed: one-hot is exact for any token that was chosen without
-    knowledge of the verifier's noise.
+    A distribution that its token cannot have come from is not believed: one-hot is exact for any token that was chosen
+    without knowledge of the verifier's noise.
     """
-    if len(draft.laws) != len(draft.token_ids):
+    if len(draft.distributions) != len(draft.token_ids):
         return tuple(one_hot(token_id) for token_id in draft.token_ids)
-    pairs = zip(draft.laws, draft.token_ids, strict=True)
-    return tuple(law if is_consistent(law, token_id) else one_hot(token_id) for law, token_id in pairs)
+    pairs = zip(draft.distributions, draft.token_ids, strict=True)
+    return tuple(q if is_consistent(q, token_id) else one_hot(token_id) for q, token_id in pairs)
 
 
-def target_probs_of(laws: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
-    """P of one token in each chosen row of `laws [R, V]`: `[n] float64`; 0 outside the vocabulary."""
-    rows = torch.tensor(row_ids, dtype=torch.int64, device=laws.device)
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=laws.device)
-    is_known = (ids >= 0) & (ids < laws.shape[1])
-    return torch.where(is_known, laws[rows, ids.clamp(0, laws.shape[1] - 1)].double(), 0.0)
+def target_probs_of(target_probs: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
+    """P of one token in each chosen row of `target_probs [R, V]`: `[n] float64`; 0 outside the vocabulary."""
+    rows = torch.tensor(row_ids, dtype=torch.int64, device=target_probs.device)
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=target_probs.device)
+    is_known = (ids >= 0) & (ids < target_probs.shape[1])
+    return torch.where(is_known, target_probs[rows, ids.clamp(0, target_probs.shape[1] - 1)].double(), 0.0)
 
 
-def draft_probs_of(laws: Seq[SparseDistribution], token_ids: Seq[int]) -> Tensor:
-    """Q of one token in each law: `[n] float64`."""
-    pairs = zip(laws, token_ids, strict=True)
-    return torch.tensor([probability_of(law, token_id) for law, token_id in pairs], dtype=torch.float64)
+def draft_probs_of(distributions: Seq[SparseDistribution], token_ids: Seq[int]) -> Tensor:
+    """Q of one token in each distribution: `[n] float64`."""
+    pairs = zip(distributions, token_ids, strict=True)
+    return torch.tensor([probability_of(q, token_id) for q, token_id in pairs], dtype=torch.float64)
 
 
 def is_accepted(coins: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -59,26 +59,26 @@ def final_row(first_row: int, num_accepted: int) -> int:
 
 
 def final_proposal(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
-    """The law of the draft that fell. A bonus competes with no draft: its q is zero everywhere, its residual is p."""
+    """The q of the draft that fell. A bonus competes with no draft: its q is zero everywhere, its residual is p."""
     return proposals[num_accepted] if num_accepted < len(proposals) else NO_PROPOSAL
 
 
-def dense_laws(laws: Seq[SparseDistribution], like: Tensor) -> Tensor:
-    """The laws as probabilities `[n, V]`, dtype and V of `like [*, V]`; mass outside the vocabulary is left out."""
+def dense_probs(distributions: Seq[SparseDistribution], like: Tensor) -> Tensor:
+    """The q as probabilities `[n, V]`, dtype and V of `like [*, V]`; mass outside the vocabulary is left out."""
     entries = [
         (index, token_id, weight / WEIGHT_SUM)
-        for index, law in enumerate(laws)
-        for token_id, weight in zip(law.token_ids, law.weights, strict=True)
+        for index, distribution in enumerate(distributions)
+        for token_id, weight in zip(distribution.token_ids, distribution.weights, strict=True)
         if 0 <= token_id < like.shape[1]
     ]
-    probs = like.new_zeros(len(laws), like.shape[1])
+    probs = like.new_zeros(len(distributions), like.shape[1])
     if entries:
         index, token_ids, values = zip(*entries, strict=True)
         probs[list(index), list(token_ids)] = like.new_tensor(values)
     return probs
 
 
-def recovered_law(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+def recovered_probs(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """norm(max(0, p - q)), `[n, V]`; p itself where rounding leaves nothing, as it can only where p and q agree."""
     excess = (target_probs - draft_probs).clamp_(min=0)
     mass = excess.sum(dim=1, keepdim=True)

@@ -16,7 +16,7 @@ from engine.verifier.trial import Outcome, Trial
 
 def verify_coupled_tree(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
     """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    sampled_ids = iter(sampler.pick(scores, [row for trial in trials for row in trial.rows]).tolist())
+    sampled_ids = iter(sampler.sample(scores, [row for trial in trials for row in trial.rows]).tolist())
     return [
         descend([next(sampled_ids) for _ in trial.rows], trial.draft_ids, trial.task.draft.parents) for trial in trials
     ]

@@ -1,9 +1,9 @@
 """The formulas of rejection in a tree: siblings are judged one after the other, each by what those before it left.
 
-Siblings are drawn from one law without replacement (Sequoia, arXiv:2402.12374; recursive rejection, arXiv:2402.14160):
-c_1 from q_1 = q, c_2 from q_2 = q without c_1, and so on. The first is tested against p_1 = p. Where c_j falls, the
-next is tested against p_{j+1} = norm(max(0, p_j - q_j)), and after the last the recovered token is drawn from it. Each
-step is the rejection rule of `rejection_law` for a target p_j, so what is emitted has the law p.
+Siblings are drawn from one distribution without replacement (Sequoia, arXiv:2402.12374; recursive rejection,
+arXiv:2402.14160): c_1 from q_1 = q, c_2 from q_2 = q without c_1, and so on. The first is tested against p_1 = p. Where
+c_j falls, the next is tested against p_{j+1} = norm(max(0, p_j - q_j)), and after the last the recovered token is drawn
+from it. Each step is the rejection rule of `rejection_law` for a target p_j, so what is emitted has the distribution p.
 """
 
 from __future__ import annotations
@@ -20,53 +20,55 @@ from engine.verifier import rejection_law
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A child of the node that the walk has reached; `law` is q_j, whose weights sum to what its elders have left."""
+    """A child of the node that the walk has reached; the weights of its q_j sum to what its elders have left."""
 
     node: int
     token_id: int
-    law: SparseDistribution
+    distribution: SparseDistribution
 
     @property
     def draft_prob(self) -> float:
         """q_j of its own token."""
-        return self.law.weights[self.law.token_ids.index(self.token_id)] / sum(self.law.weights)
+        return self.distribution.weights[self.distribution.token_ids.index(self.token_id)] / sum(
+            self.distribution.weights
+        )
 
 
 def siblings_of(draft: Draft, parent: int) -> list[Sibling]:
     """The children of `parent` in the order in which they were drawn.
 
-    A law that its token cannot have come from is not believed, nor one that is not its elder siblings': one-hot is
-    exact for any token that was chosen without knowledge of the verifier's noise.
+    A distribution that its token cannot have come from is not believed, nor one that is not its elder siblings':
+    one-hot is exact for any token that was chosen without knowledge of the verifier's noise.
     """
     nodes = [node for node, its_parent in enumerate(draft.parents) if its_parent == parent]
-    shared = _shared_law(draft, nodes)
+    shared = _shared_distribution(draft, nodes)
     left = shared
     siblings: list[Sibling] = []
     for node in nodes:
         token_id = draft.token_ids[node]
-        is_believed = token_id in left.token_ids and draft.laws[node] == shared
+        is_believed = token_id in left.token_ids and draft.distributions[node] == shared
         siblings.append(Sibling(node, token_id, left if is_believed else one_hot(token_id)))
         left = without(left, token_id)
     return siblings
 
 
-def _shared_law(draft: Draft, siblings: Seq[int]) -> SparseDistribution:
-    """The law that siblings were drawn from, that of the first; `NO_PROPOSAL` where it cannot be."""
-    if not siblings or len(draft.laws) != len(draft.token_ids):
+def _shared_distribution(draft: Draft, siblings: Seq[int]) -> SparseDistribution:
+    """The distribution that siblings were drawn from, that of the first; `NO_PROPOSAL` where it cannot be."""
+    if not siblings or len(draft.distributions) != len(draft.token_ids):
         return rejection_law.NO_PROPOSAL
     eldest = siblings[0]
-    is_drawn = is_consistent(draft.laws[eldest], draft.token_ids[eldest])
-    return draft.laws[eldest] if is_drawn else rejection_law.NO_PROPOSAL
+    is_drawn = is_consistent(draft.distributions[eldest], draft.token_ids[eldest])
+    return draft.distributions[eldest] if is_drawn else rejection_law.NO_PROPOSAL
 
 
-def without(law: SparseDistribution, token_id: int) -> SparseDistribution:
-    """What is left of a law to draw from once a token is drawn; its weights are the same."""
-    pairs = [pair for pair in zip(law.token_ids, law.weights, strict=True) if pair[0] != token_id]
+def without(distribution: SparseDistribution, token_id: int) -> SparseDistribution:
+    """What is left of a distribution to draw from once a token is drawn; its weights are the same."""
+    pairs = [pair for pair in zip(distribution.token_ids, distribution.weights, strict=True) if pair[0] != token_id]
     return SparseDistribution(tuple(token for token, _ in pairs), tuple(weight for _, weight in pairs))
 
 
 def residual(target_probs: Tensor, sibling: Sibling) -> Tensor:
-    """norm(max(0, p_j - q_j)), `[V]`: the law that the next sibling is tested against."""
-    draft_probs = rejection_law.dense_laws([sibling.law], target_probs[None])
-    scale = WEIGHT_SUM / sum(sibling.law.weights)
-    return rejection_law.recovered_law(target_probs[None], draft_probs * scale)[0]
+    """norm(max(0, p_j - q_j)), `[V]`: the distribution that the next sibling is tested against."""
+    draft_probs = rejection_law.dense_probs([sibling.distribution], target_probs[None])
+    scale = WEIGHT_SUM / sum(sibling.distribution.weights)
+    return rejection_law.recovered_probs(target_probs[None], draft_probs * scale)[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, row_keys
 from engine.verifier import rejection_law, tree_law
@@ -23,42 +23,42 @@ from engine.verifier.trial import Outcome, Trial
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """The nodes that stand, from the top down, and the law of the token after them, `[V]`."""
+    """The nodes that stand, from the top down, and the distribution of the token after them, `[V]`."""
 
     path: tuple[int, ...]
-    final_law: Tensor
+    final_probs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The child that stands, if one does, and otherwise the law of what takes their place, `[V]`."""
+    """The child that stands, if one does, and otherwise the distribution of what takes their place, `[V]`."""
 
     node: int | None
-    final_law: Tensor
+    final_probs: Tensor
 
 
 def verify_tree_by_rejection(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
     """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    target_laws = sampler.law(scores, [row for trial in trials for row in trial.rows])  # [R, V]
-    by_trial = target_laws.split([len(trial.rows) for trial in trials])
-    walks = [_walk(laws, trial) for laws, trial in zip(by_trial, trials, strict=True)]
+    target_probs = sampler.probs(scores, [row for trial in trials for row in trial.rows])  # [R, V]
+    by_trial = target_probs.split([len(trial.rows) for trial in trials])
+    walks = [_walk(distributions, trial) for distributions, trial in zip(by_trial, trials, strict=True)]
     last_rows = [trial.rows[_row_after(walk.path)] for walk, trial in zip(walks, trials, strict=True)]
-    final_ids = draw_tokens(torch.stack([walk.final_law for walk in walks]), last_rows)
+    final_ids = draw_tokens(torch.stack([walk.final_probs for walk in walks]), last_rows)
     return [
         Outcome((*trial.task.draft.path(_row_after(walk.path) - 1), final_id), len(walk.path), walk.path)
         for walk, trial, final_id in zip(walks, trials, final_ids, strict=True)
     ]
 
 
-def _walk(target_laws: Tensor, trial: Trial) -> _Walk:
-    """Descend while a child stands; `target_laws` are those of the trial's rows."""
+def _walk(target_probs: Tensor, trial: Trial) -> _Walk:
+    """Descend while a child stands; `target_probs` are those of the trial's rows."""
     path: list[int] = []
     while True:
         row = _row_after(path)
         siblings = tree_law.siblings_of(trial.task.draft, row - 1)
-        verdict = _judge(target_laws[row], siblings, _coins(trial.rows[row], len(siblings), target_laws.device))
+        verdict = _judge(target_probs[row], siblings, _coins(trial.rows[row], len(siblings), target_probs.device))
         if verdict.node is None:
-            return _Walk(tuple(path), verdict.final_law)
+            return _Walk(tuple(path), verdict.final_probs)
         path.append(verdict.node)
 
 
@@ -71,7 +71,7 @@ def _judge(target_probs: Tensor, siblings: Seq[Sibling], coins: Tensor) -> _Verd
     return _Verdict(None, target_probs)
 
 
-def _coins(row: Row, num_siblings: int, device: torch.device) -> Tensor:
+def _coins(row: LogitsRow, num_siblings: int, device: torch.device) -> Tensor:
     """A coin for each child that may follow a row, `[siblings] float64`; no other pass judges this position."""
     keys = row_keys([row], Purpose.ACCEPT, device).expand(num_siblings)
     return uniform(keys, torch.arange(num_siblings, device=device))

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from engine.sampling.grammar import TokenMask
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.verifier import VerifyTask
 from protos.messages import VerifyMode
 
@@ -25,7 +25,7 @@ class Trial:
 
     task: VerifyTask
     draft_ids: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LogitsRow, ...]
 
     @property
     def mode(self) -> VerifyMode:
@@ -66,10 +66,10 @@ def prepare(task: VerifyTask, num_tokens: int) -> Trial:
     return Trial(task, draft_ids, tuple(_row(task, index - 1, mask) for index, mask in enumerate(masks)))
 
 
-def _row(task: VerifyTask, node: int, mask: TokenMask | None) -> Row:
+def _row(task: VerifyTask, node: int, mask: TokenMask | None) -> LogitsRow:
     """The row that is judged after the committed tokens and the drafts that lead to `node`."""
     sequence = task.sequence
-    return Row(
+    return LogitsRow(
         sampling=sequence.sampling,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,

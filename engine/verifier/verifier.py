@@ -42,7 +42,7 @@ class Verifier:
         """Verify every task against its rows of `logits [R, V] float32`; outcomes in the order of the tasks.
 
         A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
-        law, so the caller may cut off what lies beyond a stop token or a length limit.
+        distribution, so the caller may cut off what lies beyond a stop token or a length limit.
         """
         trials = [prepare(task, logits.shape[1]) for task in tasks]
         order = sorted(range(len(trials)), key=lambda index: _rule(trials[index]))
@@ -56,11 +56,13 @@ class Verifier:
         """
         trials = [prepare(task, logits.shape[1]) for task in tasks]
         rows = [trial.rows[0] for trial in trials]
-        return self._sampler.pick(self._sampler.process(_select(logits, trials), rows), rows)
+        return self._sampler.sample(self._sampler.apply_processors(_select(logits, trials), rows), rows)
 
     def _outcomes(self, logits: Tensor, trials: Seq[Trial]) -> list[Outcome]:
         """Outcomes of trials that are sorted by rule."""
-        scores = self._sampler.process(_select(logits, trials), [row for trial in trials for row in trial.rows])
+        scores = self._sampler.apply_processors(
+            _select(logits, trials), [row for trial in trials for row in trial.rows]
+        )
         outcomes: list[Outcome] = []
         first_row = 0
         for (is_tree, mode), group in groupby(trials, key=_rule):

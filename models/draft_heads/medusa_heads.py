@@ -59,7 +59,9 @@ class MedusaLesson:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """The mean loss of all heads on windows [B, T]; a head learns the target's law at the rows that it foresees.
+        """Return the mean loss of all heads on windows [B, T].
+
+        A head learns the target's distribution at the rows that it foresees.
 
         Each call takes one row in `ROW_STRIDE`, at random: most of the time goes into the vocabulary, and neighbouring
         rows of a window teach nearly the same.

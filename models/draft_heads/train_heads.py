@@ -166,7 +166,7 @@ given that all before it were accepted. Greedy text of so small a target falls i
 ## How it was made
 
 `python -m models.draft_heads.train_heads {" ".join(sys.argv[1:])}`: {spent}; {machine(torch.device("cpu"))}.
-Distilled from the target's own law over its training corpus and over text that it wrote.
+Distilled from the target's own distribution over its training corpus and over text that it wrote.
 It must be trained again with the target.
 """
 

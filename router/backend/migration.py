@@ -1,7 +1,7 @@
 """A stream that outlives its pair: if the pair is lost, another goes on from the committed tokens.
 
 The committed ids and the seed are a sequence's whole state. With coupled verification the continuation is, token for
-token, what the lost pair would have said; with other modes it follows the same law.
+token, what the lost pair would have said; with other modes it follows the same distribution.
 """
 
 from __future__ import annotations

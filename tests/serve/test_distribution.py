@@ -1,8 +1,8 @@
-"""The served distribution, black-box: requests over HTTP against the target's exact law, by an anytime-valid test.
+"""An anytime-valid test of the served distribution: requests over HTTP against the target's exact probabilities.
 
 A tiny pair of vocabulary 16 whose draft is right about two times in three. All classes of parameters are sent at once,
-so that every batch is mixed; the joint law of the first three tokens is compared, because a stale penalty or a wrong
-recovered token shows only after the first. A correct server fails one run in a million.
+so that every batch is mixed; the joint distribution of the first three tokens is compared, because a stale penalty or a
+wrong recovered token shows only after the first. A correct server fails one run in a million.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from protos.messages import SamplingParams
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.serve.plain_law import law_of_first_tokens
+from tests.serve.reference_probs import probs_of_first_tokens
 from tests.serve.sequential_test import SequentialTest
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster
 
@@ -32,7 +32,7 @@ NUM_CHOICES = 10  # times 28 classes: what one pair takes at a time
 NUM_REQUESTS = 60  # per class: 600 samples
 ALPHA = 1e-6
 
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1": {},
     "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "top-k 5": {"top_k": 5},
@@ -65,11 +65,11 @@ def application(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def exact_laws(application: Application) -> dict[str, torch.Tensor]:
+def exact_probs(application: Application) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(application.target, dtype=torch.float32)
     return {
-        name: law_of_first_tokens(model, PROMPT, SamplingParams(**options), NUM_TOKENS)
-        for name, options in LAWS.items()
+        name: probs_of_first_tokens(model, PROMPT, SamplingParams(**options), NUM_TOKENS)
+        for name, options in SAMPLINGS.items()
     }
 
 
@@ -103,15 +103,18 @@ def cell_of(token_ids: list[int]) -> int:
 
 
 @pytest.mark.timeout(600)
-async def test_every_parameter_under_every_verification_has_the_targets_law(
-    application: Application, exact_laws: dict[str, torch.Tensor]
+async def test_every_parameter_under_every_verification_has_the_targets_distribution(
+    application: Application, exact_probs: dict[str, torch.Tensor]
 ) -> None:
-    tests = {(law, mode): SequentialTest(exact_laws[law]) for law in LAWS for mode in SPECULATIONS}
+    tests = {(sampling, mode): SequentialTest(exact_probs[sampling]) for sampling in SAMPLINGS for mode in SPECULATIONS}
     limit = math.log(len(tests) / ALPHA)
     async with httpx.AsyncClient(base_url=application.served.url, timeout=120.0) as client:
         for round_index in range(NUM_REQUESTS):
             seeds = {key: 1000 * round_index + index for index, key in enumerate(tests)}
-            requests = [sample(client, LAWS[law], SPECULATIONS[mode], seed) for (law, mode), seed in seeds.items()]
+            requests = [
+                sample(client, SAMPLINGS[sampling], SPECULATIONS[mode], seed)
+                for (sampling, mode), seed in seeds.items()
+            ]
             for (key, test), cells in zip(tests.items(), await asyncio.gather(*requests), strict=True):
                 test.add(cells)
                 assert test.log_evidence < limit, f"{key} after {test.num_samples} samples"
@@ -122,9 +125,9 @@ def test_the_samples_suffice_to_refute_stale_penalties(tmp_path: Path) -> None:
     """Power: were each draft judged without the draft before it, the number of samples taken here would show it."""
     write_checkpoint(tmp_path, seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    sampling = SamplingParams(**LAWS["presence 2"])
-    test = SequentialTest(law_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS))
-    stale = law_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS, num_stale=1)
+    sampling = SamplingParams(**SAMPLINGS["presence 2"])
+    test = SequentialTest(probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS))
+    stale = probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS, num_stale=1)
     generator = torch.Generator().manual_seed(0)
     test.add(torch.multinomial(stale, NUM_REQUESTS * NUM_CHOICES, replacement=True, generator=generator).tolist())
-    assert test.log_evidence > math.log(len(LAWS) * len(SPECULATIONS) / ALPHA)
+    assert test.log_evidence > math.log(len(SAMPLINGS) * len(SPECULATIONS) / ALPHA)

@@ -34,13 +34,16 @@ class Measured:
 class Run:
     """Feeds the streams of a workload to an engine, each turn when the one before it has ended."""
 
-    def __init__(self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, law: SamplingParams) -> None:
-        """`law` is how all streams are sampled, but for their seeds and lengths: at most `num_tokens`, and all of a
-        recording for None.
+    def __init__(
+        self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, sampling: SamplingParams
+    ) -> None:
+        """Prepare a run of all streams with one `sampling`, but for their seeds and lengths.
+
+        A stream generates at most `num_tokens`, and all of a recording for None.
         """
         self._engine = engine
         self._num_tokens = num_tokens
-        self._law = law
+        self._sampling = sampling
         self._waiting = [deque(stream) for stream in workload.streams]
         self._num_turns = 0
         self._answers: dict[str, Seq[int]] = {}
@@ -92,5 +95,5 @@ class Run:
         lengths = (self._num_tokens, None if turn.answer is None else len(turn.answer))
         max_tokens = min(length for length in lengths if length is not None)
         # The same salt for all runs: prompts are read once, and what is timed is decoding.
-        sampling = replace(self._law, max_tokens=max_tokens, seed=index)
+        sampling = replace(self._sampling, max_tokens=max_tokens, seed=index)
         return GenerateRequest(f"{index}/{self._num_turns}", turn.prompt, sampling)

@@ -9,7 +9,8 @@ Both run on our own kernel on AVX-512 or AMX (`engine.model.linear.native_quanti
 weights too; elsewhere on torch's operators: that of int4 computes in bfloat16, wins for up to four rows and is slow
 with many.
 
-The law that is served is that of the quantised weights; everything above this file is exact with respect to it.
+The distribution that is served is that of the quantised weights; everything above this file is exact with respect to
+it.
 """
 
 from __future__ import annotations

@@ -232,6 +232,6 @@ class DraftBudget:
 
 def class_of(sequence: Sequence) -> str:
     """Requests that are expected to fare alike: who guesses for them, and whether they are greedy."""
-    law = "greedy" if sequence.is_greedy else "sampled"
+    kind = "greedy" if sequence.is_greedy else "sampled"
     method = "prediction" if sequence.request.prediction_token_ids else sequence.method
-    return f"{method}-{law}"
+    return f"{method}-{kind}"

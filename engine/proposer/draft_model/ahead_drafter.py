@@ -30,7 +30,7 @@ from engine.proposer.draft_model.draft_model import DraftModel, Read, Reading
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.fan_out import fan_out
 from engine.proposer.growth.chain import Chain, masked, row_after
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sequence.sequence import Sequence
 from protos.messages import VerifyMode
 
@@ -188,7 +188,7 @@ class AheadDrafter:
         return chains
 
 
-def _rows(place: _Place) -> list[Row]:
+def _rows(place: _Place) -> list[LogitsRow]:
     """One for each position where the pass may end."""
     sequence = place.mirror.spoken
     drafts = place.draft_ids

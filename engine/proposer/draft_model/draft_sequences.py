@@ -75,7 +75,7 @@ class DraftSequences:
         return True
 
     def check_integrity(self) -> None:
-        """Assert the laws of the pool; for tests, O(N)."""
+        """Assert the invariants of the pool; for tests, O(N)."""
         self.blocks.check_integrity([mirror.sequence for mirror in self._by_id.values()])
 
     def _matcher(self, sequence: Sequence) -> GrammarMatcher | None:

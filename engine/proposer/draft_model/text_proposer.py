@@ -2,7 +2,7 @@
 
 String-level exact match (arXiv:2502.05202): the draft model reads what is committed in its own tokens and says its
 likeliest continuation; the target's tokens for that continuation are the draft. They are a function of the committed
-tokens alone, so their law is one-hot and every verifier is exact.
+tokens alone, so their distribution is one-hot and every verifier is exact.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TextProposer:
         return self._model.model_version
 
     def check_integrity(self) -> None:
-        """Assert the laws of the draft model's pool; for tests, O(N)."""
+        """Assert the invariants of the draft model's pool; for tests, O(N)."""
         self._model.mirrors.check_integrity()
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import Draft, SparseDistribution
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
@@ -17,7 +17,7 @@ from engine.span import Span
 from protos.messages import VerifyMode
 
 _MAX_STEPS = 16  # of one plan
-_LAW_SIZE = 32  # of T=1 drafts, laws of 8, 32 and 128 tokens accept 63, 68 and 71% in a synthetic study
+_DISTRIBUTION_SIZE = 32  # at T=1, 8, 32 and 128 tokens accept 63, 68 and 71% of drafts in a synthetic study
 
 
 class Chain:
@@ -36,7 +36,7 @@ class Chain:
         self.sequence = sequence
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
-        self.laws: list[SparseDistribution] = []
+        self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
         self._lead = lead
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
@@ -57,9 +57,9 @@ class Chain:
         return self.row.position - 1 + self._lead
 
     def draft(self) -> Draft:
-        return Draft(tuple(self.token_ids), tuple(self.laws))
+        return Draft(tuple(self.token_ids), tuple(self.distributions))
 
-    def next_row(self) -> Row:
+    def next_row(self) -> LogitsRow:
         """`row`, with what the grammar allows there."""
         return masked(self.row, self.sequence)
 
@@ -70,14 +70,14 @@ def next_steps(chains: Seq[Chain]) -> list[Span]:
     return [Span([0] * num_steps, chain.next_place, chain.block_table, num_steps) for chain in chains]
 
 
-def row_after(sequence: Sequence, prefix_ids: Seq[int], draft_ids: Seq[int]) -> Row:
+def row_after(sequence: Sequence, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:
     """The row of the sequence that samples what follows `prefix_ids`, taken as committed, and then `draft_ids`."""
-    return Row(
+    return LogitsRow(
         sequence.sampling, prefix_ids, sequence.num_prompt_tokens, sequence.request.sample_index, draft_ids=draft_ids
     )
 
 
-def masked(row: Row, sequence: Sequence) -> Row:
+def masked(row: LogitsRow, sequence: Sequence) -> LogitsRow:
     """The row with what the sequence's grammar allows behind its prefix; `row` itself where that is anything.
 
     The matcher of `sequence` has read the committed tokens; the prefix may be longer.
@@ -97,27 +97,27 @@ class ChainSampler:
     def extend(self, chains: Seq[Chain], logits: Tensor) -> Tensor:
         """Append one token to each chain and return them, [B] int64; `logits` are [B, V] float32.
 
-        Chains for coupled verification pick with the noise the target will use; all others are drawn from a
-        sparse law that goes along, with noise of their own.
+        Chains for coupled verification sample with the noise the target will use; all others are drawn from a
+        sparse distribution that goes along, with noise of their own.
         """
         rows = [chain.next_row() for chain in chains]
-        scores = self._sampler.process(logits, rows)
+        scores = self._sampler.apply_processors(logits, rows)
         if all(chain.is_coupled for chain in chains):
-            picked = self._sampler.pick(scores, rows)
+            token_ids = self._sampler.sample(scores, rows)
         else:
-            picked = self._choose_mixed(chains, scores, rows)
-        for chain, token_id in zip(chains, picked.tolist(), strict=True):
+            token_ids = self._choose_mixed(chains, scores, rows)
+        for chain, token_id in zip(chains, token_ids.tolist(), strict=True):
             chain.token_ids.append(token_id)
-        return picked
+        return token_ids
 
-    def rank(self, rows: Seq[Row], is_coupled: Seq[bool], logits: Tensor, k: int) -> list[list[int]]:
+    def rank(self, rows: Seq[LogitsRow], is_coupled: Seq[bool], logits: Tensor, k: int) -> list[list[int]]:
         """The up to `k` tokens per row that the target will most likely say there, likeliest first.
 
         The target's token is the argmax of its scores plus a noise that is public: in coupled verification that of
         every token, elsewhere that of the recovered or bonus token. So the draft ranks its own scores plus that noise
         (and draws no draft from it).
         """
-        scores = self._sampler.process(logits, rows)
+        scores = self._sampler.apply_processors(logits, rows)
         ranked: list[list[int]] = [[]] * len(rows)
         for purpose, flag in ((Purpose.TARGET_GUMBEL, True), (Purpose.RESIDUAL, False)):
             chosen = [index for index, each in enumerate(is_coupled) if each is flag]
@@ -127,14 +127,14 @@ class ChainSampler:
                     ranked[index] = token_ids
         return ranked
 
-    def _choose_mixed(self, chains: Seq[Chain], scores: Tensor, rows: Seq[Row]) -> Tensor:
-        picked = torch.empty(len(chains), dtype=torch.long, device=scores.device)
+    def _choose_mixed(self, chains: Seq[Chain], scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+        token_ids = torch.empty(len(chains), dtype=torch.long, device=scores.device)
         coupled = [index for index, chain in enumerate(chains) if chain.is_coupled]
         if coupled:
-            picked[coupled] = self._sampler.pick(scores[coupled], [rows[index] for index in coupled])
+            token_ids[coupled] = self._sampler.sample(scores[coupled], [rows[index] for index in coupled])
         drawn = [index for index, chain in enumerate(chains) if not chain.is_coupled]
-        sample = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], _LAW_SIZE)
-        picked[drawn] = torch.tensor(sample.token_ids, device=scores.device)
-        for index, law in zip(drawn, sample.laws, strict=True):
-            chains[index].laws.append(law)
-        return picked
+        sample = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], _DISTRIBUTION_SIZE)
+        token_ids[drawn] = torch.tensor(sample.token_ids, device=scores.device)
+        for index, distribution in zip(drawn, sample.distributions, strict=True):
+            chains[index].distributions.append(distribution)
+        return token_ids

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from engine.draft import Draft, SparseDistribution
 from engine.proposer.growth.chain import masked, row_after
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sequence.sequence import Sequence
 from engine.span import Span
 
@@ -28,7 +28,7 @@ class Child:
 
     token_id: int
     log_confidence: float = 0.0
-    law: SparseDistribution | None = None
+    distribution: SparseDistribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Tree:
         return [self._nodes[node].parent for node in self.level]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LogitsRow]:
         """The rows that choose the children of the level."""
         return [self._row(node) for node in self.level]
 
@@ -124,7 +124,7 @@ class Tree:
         children = [self._nodes[node].child for node in chosen]
         return Draft(
             tuple(child.token_id for child in children),
-            tuple(child.law for child in children if child.law is not None),
+            tuple(child.distribution for child in children if child.distribution is not None),
             tuple(places.get(self._nodes[node].parent, ROOT) for node in chosen),
         )
 
@@ -139,7 +139,7 @@ class Tree:
     def _node(self, node: int) -> Node | None:
         return None if node == ROOT else self._nodes[node]
 
-    def _row(self, node: int) -> Row:
+    def _row(self, node: int) -> LogitsRow:
         path: list[int] = []
         while node != ROOT:
             path.append(self._nodes[node].child.token_id)

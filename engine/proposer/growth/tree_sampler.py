@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from engine.proposer.growth.tree import Child, Tree
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, random_bits
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 
-_LAW_SIZE = 32  # as for chains
-_NUM_BITS = 62 - WEIGHT_BITS  # of a coin that is scaled by what a law has left
+_DISTRIBUTION_SIZE = 32  # as for chains
+_NUM_BITS = 62 - WEIGHT_BITS  # of a coin that is scaled by what a distribution has left
 _LANES_PER_RANK = 1 << 16  # more than drafts are deep
 
 
@@ -28,7 +28,7 @@ class TreeSampler:
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
         are_matched = [tree.spoken.is_matched for tree in trees for _ in tree.level]
-        scores = self._sampler.process(logits, rows)
+        scores = self._sampler.apply_processors(logits, rows)
         children: list[list[Child]] = [[]] * len(rows)
         for choose_children, flag in ((self._best, True), (self._drawn, False)):
             chosen = [index for index, each in enumerate(are_matched) if each is flag]
@@ -40,7 +40,7 @@ class TreeSampler:
         for tree in trees:
             tree.add([next(remaining) for _ in tree.level])
 
-    def _best(self, scores: Tensor, rows: Seq[Row], wanted: Seq[int]) -> list[list[Child]]:
+    def _best(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
         """The tokens with the highest scores under the target's noise, which the target will probably say.
 
         Confidence is the softmax of the noisy scores with the temperature taken out again, for draft and target differ
@@ -57,15 +57,16 @@ class TreeSampler:
             for ids, logs, number in zip(top.indices.tolist(), confidences, wanted, strict=True)
         ]
 
-    def _drawn(self, scores: Tensor, rows: Seq[Row], wanted: Seq[int]) -> list[list[Child]]:
-        """Draws from each row's sparse law without replacement, fewer than wanted where the law has fewer tokens.
+    def _drawn(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
+        """Draws from each row's sparse distribution without replacement, fewer than wanted where the distribution has
+        fewer tokens.
 
         The first is what a chain would draw. Noise is that of `Sampler.sample_sparse`, a lane for each draw; nodes at
         one depth share it, and only one of them is ever judged.
         """
-        probs, token_ids = self._sampler.law(scores, rows).topk(min(_LAW_SIZE, scores.shape[1]))  # [R, k]
+        probs, token_ids = self._sampler.probs(scores, rows).topk(min(_DISTRIBUTION_SIZE, scores.shape[1]))  # [R, k]
         left = quantize(probs)
-        laws = sparse_distributions(token_ids, left)
+        distributions = sparse_distributions(token_ids, left)
         keys, lanes = pass_keys(rows, Purpose.DRAFT, scores.device), draft_lanes(rows, scores.device)
         children: list[list[Child]] = [[] for _ in rows]
         for rank in range(max(wanted)):
@@ -75,6 +76,6 @@ class TreeSampler:
             drawn = token_ids.gather(1, columns)[:, 0].tolist()
             for index, is_drawn in enumerate((total > 0).tolist()):
                 if is_drawn and rank < wanted[index]:
-                    children[index].append(Child(drawn[index], law=laws[index]))
+                    children[index].append(Child(drawn[index], distribution=distributions[index]))
             left = left.scatter(1, columns, 0)
         return children

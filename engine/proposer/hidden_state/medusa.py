@@ -1,7 +1,7 @@
-"""Drafts by Medusa heads: every position's law comes from one hidden state, so a round is one small product.
+"""Drafts by Medusa heads: every position's distribution comes from one hidden state, so a round is one small product.
 
-The laws of later positions do not know the earlier drafts. That costs acceptance and no exactness: each draft is drawn
-from the law that goes along with it, or picked by the noise that verifies it.
+The distributions of later positions do not know the earlier drafts. That costs acceptance and no exactness: each draft
+is drawn from the distribution that goes along with it, or sampled with the noise that verifies it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MedusaProposer(StateProposer):
                 self._chain_sampler.extend([chains[row] for row in growing], logits[growing, depth])
 
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
-        """All nodes of a level have the law of their depth's head."""
+        """All nodes of a level have the distribution of their depth's head."""
         logits = self._heads.logits(states, max(tree.max_depth for tree in trees))  # [B, K, V]
         for depth in range(logits.shape[1]):
             growing = [row for row, tree in enumerate(trees) if tree.level]

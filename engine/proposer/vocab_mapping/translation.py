@@ -1,7 +1,7 @@
 """How a draft model that computes in its own token ids drafts in the target's, token by token.
 
-Everything that chooses a draft (penalties, masks, noise, laws) works on logits over the target's vocabulary; only what
-the draft model is fed is written in its own ids.
+Everything that chooses a draft (penalties, masks, noise, distributions) works on logits over the target's vocabulary;
+only what the draft model is fed is written in its own ids.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class SameVocabulary:
 class SharedTokens:
     """Drafts are made of the tokens that both vocabularies have (token-level intersection, arXiv:2502.05202).
 
-    The draft's law is masked to them and renormalised before anything is drawn from it, so the law that goes along is
-    the one that was drawn from. What the draft reads has the target's borders of tokens: one token for a shared one,
-    for others its own spelling of the same bytes. So it only ever grows, as the target's tokens do.
+    The draft's distribution is masked to them and renormalised before anything is drawn from it, so the distribution
+    that goes along is the one that was drawn from. What the draft reads has the target's borders of tokens: one token
+    for a shared one, for others its own spelling of the same bytes. So it only ever grows, as the target's tokens do.
     """
 
     is_identity = False

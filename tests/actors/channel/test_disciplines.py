@@ -32,7 +32,7 @@ K = 3
 FAN_OUT = 3
 PATIENCE_S = 30.0  # of these tests, on a busy machine; nothing lasts as long
 MAX_TOKENS = 32
-LAWS = (
+SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.5),
@@ -135,9 +135,9 @@ def await_connection(channel: ChannelProposer) -> None:
 def requests(num_tokens: int = MAX_TOKENS) -> list[GenerateRequest]:
     return [
         GenerateRequest(
-            str(index), tuple(range(3 + index, 12 + 3 * index)), replace(law, seed=index, max_tokens=num_tokens)
+            str(index), tuple(range(3 + index, 12 + 3 * index)), replace(sampling, seed=index, max_tokens=num_tokens)
         )
-        for index, law in enumerate(LAWS)
+        for index, sampling in enumerate(SAMPLINGS)
     ]
 
 
@@ -159,7 +159,7 @@ def reference(folders: Folders) -> Texts:
 
 
 @pytest.mark.parametrize("fan_out", [None, 1, FAN_OUT])
-def test_a_batch_of_all_laws_says_what_the_target_alone_says(
+def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
     fan_out: int | None, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(folders, folder / "draft.sock", fan_out) as server:

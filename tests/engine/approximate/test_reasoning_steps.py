@@ -77,7 +77,7 @@ def requests(max_tokens: int = 40, *, approximate: Seq[bool], **sampling: object
 
 
 def run(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    """The chunks of each request, the laws of the pool checked after every step."""
+    """The chunks of each request, the invariants of the pool checked after every step."""
     chunks: dict[str, list[TokenChunk]] = {each.request_id: [] for each in asked}
     for each in asked:
         engine.add(each)

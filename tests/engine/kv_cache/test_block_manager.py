@@ -314,7 +314,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.slow.cached.clear()
 
     @invariant()
-    def laws_hold(self) -> None:
+    def invariants_hold(self) -> None:
         self.blocks.check_integrity(self.live)
         self.blocks.check_parents(self.roots)
 

@@ -78,11 +78,11 @@ def draft_model(folder: Path) -> ModelProposer:
 
 
 def request(name: str, grammar: Grammar | None, **sampling: object) -> GenerateRequest:
-    law = SamplingParams(
+    sampling = SamplingParams(
         **{"seed": len(name), "max_tokens": MAX_TOKENS, "stop_token_ids": (END_ID,), **sampling},  # type: ignore[arg-type]
         grammar=grammar,
     )
-    return GenerateRequest(name, (1, 2, 3), law)
+    return GenerateRequest(name, (1, 2, 3), sampling)
 
 
 def schema_request(index: int, **sampling: object) -> GenerateRequest:
@@ -147,18 +147,18 @@ def test_every_kind_of_grammar_is_obeyed(folder: Path, tokenizer: Tokenizer) -> 
         assert re.fullmatch(r"\[(ab|ba|c){1,5}\]", texts["gbnf"])
 
 
-LAWS = (
+SAMPLINGS = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 1.0, "bad_words": ((5,), (90, 91)), "num_logprobs": 2},
 )
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_speculation_changes_no_token(law: dict[str, object], folder: Path, draft_folder: Path) -> None:
-    plain = token_ids(run(build(folder), every_kind(**law)))
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_speculation_changes_no_token(sampling: dict[str, object], folder: Path, draft_folder: Path) -> None:
+    plain = token_ids(run(build(folder), every_kind(**sampling)))
     for proposer in (NoProposer(), NgramProposer(min_size=1), draft_model(draft_folder)):
-        assert token_ids(run(build(folder, proposer), every_kind(**law))) == plain
+        assert token_ids(run(build(folder, proposer), every_kind(**sampling))) == plain
 
 
 def test_preemption_changes_no_token(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Under a grammar the target's law is its masked law, and every verifier emits just that; mistakes in it are seen."""
+"""Every verifier emits exactly the masked distribution of a grammar; mistakes in the masks are seen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine import engine_core
 from engine.draft import Draft
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.verifier import VerifyTask, trial
 from protos.messages import VerifyMode
 from tests.engine.fixtures import tabular
@@ -36,7 +36,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_one_pass_emits_the_masked_law(check: str) -> None:
+def test_one_pass_emits_the_masked_distribution(check: str) -> None:
     CHECKS[check]()
 
 
@@ -55,7 +55,7 @@ def test_a_forced_token_is_drafted_where_nobody_drafts() -> None:
 def mask_is_applied_to_the_first_row_only(patch: pytest.MonkeyPatch) -> None:
     real = trial._row
 
-    def first_only(task: VerifyTask, num_drafts: int, mask: TokenMask | None) -> Row:
+    def first_only(task: VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
         return real(task, num_drafts, mask if num_drafts == 0 else None)
 
     patch.setattr(trial, "_row", first_only)
@@ -87,8 +87,8 @@ def forbidden_draws_are_left_out(patch: pytest.MonkeyPatch) -> None:
 
     def leave_out(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
         kept = real(checked, max_tokens, matcher)
-        ids, laws = kept.token_ids, kept.draft.laws[: kept.num_valid]
-        return CheckedDraft(Draft(ids, laws), len(ids))
+        ids, distributions = kept.token_ids, kept.draft.distributions[: kept.num_valid]
+        return CheckedDraft(Draft(ids, distributions), len(ids))
 
     patch.setattr(tabular, "constrain", leave_out)
 

@@ -208,7 +208,7 @@ def test_one_flipped_input_bit_flips_half_of_the_output(word: Callable[[int], tu
         assert abs(num_flipped / (256 * 63) - 0.5) < 6 * 0.5 / math.sqrt(256 * 63)
 
 
-def test_noise_follows_the_gumbel_law() -> None:
+def test_noise_follows_the_gumbel_distribution() -> None:
     """Kolmogorov-Smirnov against exp(-exp(-x)) at alpha 1e-6, then the first two moments."""
     noise = gumbel(noise_keys(range(20), [0] * 20, [0] * 20, Purpose.TARGET_GUMBEL), 10_000).flatten().double()
     u = (-(-noise).exp()).exp().sort().values

@@ -128,7 +128,7 @@ def arrivals(seed: int, count: int = 24) -> list[Arrival]:
 
 
 def live(core: EngineCore, arrived: Seq[Arrival]) -> dict[str, Life]:
-    """Run to the end, with all laws checked after every step."""
+    """Run to the end, with all invariants checked after every step."""
     lives = {each.request.request_id: Life(each.patience) for each in arrived}
     for step in range(2000):
         for each in arrived:

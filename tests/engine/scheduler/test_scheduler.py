@@ -620,7 +620,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (sent, chunk.finish_reason) == (expected, reason)
 
     @invariant()
-    def laws_hold(self) -> None:
+    def invariants_hold(self) -> None:
         self.bench.scheduler.check_integrity()
 
     def teardown(self) -> None:

@@ -1,7 +1,7 @@
 """Lengths that look at the drafts they cut bias the output; those of the budget do not.
 
 Rejection and block verification are exact for lengths that were fixed before the drafts were drawn. A scheduler that
-drops a drawn draft because of what it is conditions on it: the law of what is left is no longer q.
+drops a drawn draft because of what it is conditions on it: the distribution of what is left is no longer q.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.engine.fixtures.tabular import (
     PROMPT,
     chi_square_tail,
     draft_by_sampling,
-    joint_law,
+    joint_probs,
     new_sequence,
     pair_library,
 )
@@ -34,26 +34,26 @@ NUM_TOKENS, V, K, N = 3, 3, 3, 6000
 Cut = Callable[[Draft], Draft]
 
 
-def emitted_law(p: Tensor, q: Tensor, is_kept: Callable[[int], bool]) -> Tensor:
-    """The law of one token when a drawn draft is verified if it is kept and forgotten if not."""
-    law = torch.zeros_like(p)
-    recovered = rejection_law.recovered_law(p[None], q[None])[0]
+def emitted_probs(p: Tensor, q: Tensor, is_kept: Callable[[int], bool]) -> Tensor:
+    """The distribution of one token when a drawn draft is verified if it is kept and forgotten if not."""
+    distribution = torch.zeros_like(p)
+    recovered = rejection_law.recovered_probs(p[None], q[None])[0]
     for token_id, chance in enumerate(q.tolist()):
         if not is_kept(token_id):
-            law += chance * p
+            distribution += chance * p
             continue
         accepted = min(1.0, float(p[token_id]) / chance)
-        law[token_id] += chance * accepted
-        law += chance * (1.0 - accepted) * recovered
-    return law
+        distribution[token_id] += chance * accepted
+        distribution += chance * (1.0 - accepted) * recovered
+    return distribution
 
 
 def test_the_look_ahead_scheduler_of_dspark_is_biased_and_a_blind_one_is_not() -> None:
     p, q = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    look_ahead = emitted_law(p, q, is_kept=lambda token_id: token_id == 0)
+    look_ahead = emitted_probs(p, q, is_kept=lambda token_id: token_id == 0)
     assert torch.allclose(look_ahead, torch.tensor([0.85, 0.15], dtype=torch.float64))
     for length in (0, 1):
-        assert torch.allclose(emitted_law(p, q, is_kept=lambda _, length=length: length == 1), p)
+        assert torch.allclose(emitted_probs(p, q, is_kept=lambda _, length=length: length == 1), p)
 
 
 def keep(draft: Draft) -> Draft:
@@ -63,11 +63,11 @@ def keep(draft: Draft) -> Draft:
 def drop_unlikely(draft: Draft) -> Draft:
     """The mutant: a draft ends before its first token that the draft itself found unlikely."""
     length = 0
-    for law, token_id in zip(draft.laws, draft.token_ids, strict=True):
-        if probability_of(law, token_id) < 0.35 and law.weights != (WEIGHT_SUM,):
+    for distribution, token_id in zip(draft.distributions, draft.token_ids, strict=True):
+        if probability_of(distribution, token_id) < 0.35 and distribution.weights != (WEIGHT_SUM,):
             break
         length += 1
-    return Draft(draft.token_ids[:length], draft.laws[:length])
+    return Draft(draft.token_ids[:length], draft.distributions[:length])
 
 
 def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
@@ -79,7 +79,7 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
     budget.plan(sequences)
     while active := [sequence for sequence in sequences if sequence.num_output_tokens < NUM_TOKENS]:
         drafts = [
-            cut(Draft(draft.token_ids[:length], draft.laws[:length]))
+            cut(Draft(draft.token_ids[:length], draft.distributions[:length]))
             for draft, length in zip(
                 draft_by_sampling(pair.draft, active, K), [each.draft_allowance for each in active], strict=True
             )
@@ -110,15 +110,15 @@ def one_pass(
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-def test_lengths_that_follow_what_was_accepted_leave_the_law_as_it_is(verify: VerifyMode) -> None:
+def test_lengths_that_follow_what_was_accepted_leave_the_distribution_as_it_is(verify: VerifyMode) -> None:
     tokens, lengths = generate(verify, keep)
     assert len(lengths) > 1, "the budget tells the sequences apart, or this proves nothing"
-    law = joint_law(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
-    assert chi_square_tail(tokens, law) > 1e-4
+    distribution = joint_probs(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
+    assert chi_square_tail(tokens, distribution) > 1e-4
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_a_budget_that_drops_drawn_drafts_is_caught(verify: VerifyMode) -> None:
     tokens, _ = generate(verify, drop_unlikely)
-    law = joint_law(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
-    assert chi_square_tail(tokens, law) < 1e-6
+    distribution = joint_probs(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
+    assert chi_square_tail(tokens, distribution) < 1e-6

@@ -19,7 +19,7 @@ from tests.engine.fixtures.exactness_checks import (
     check_samples,
     check_zero_coins,
     draft_by_malice,
-    enumerated_law,
+    enumerated_probs,
     expected_tokens,
 )
 from tests.engine.fixtures.tabular import (
@@ -27,7 +27,7 @@ from tests.engine.fixtures.tabular import (
     TabularModel,
     detectable_variation,
     draft_by_sampling,
-    joint_law,
+    joint_probs,
     new_sequence,
     no_draft,
     one_pass,
@@ -37,7 +37,7 @@ from tests.engine.fixtures.tabular import (
 
 BLOCK = VerifyMode.BLOCK
 PEAKED, FLAT, ZEROS, EQUAL, CERTAIN = range(5)
-LAWS = {
+SAMPLINGS = {
     "temperature": SamplingParams(temperature=0.6),
     "top-p": SamplingParams(top_p=0.8),
     "penalties": SamplingParams(presence_penalty=2.0, frequency_penalty=0.5, repetition_penalty=1.3),
@@ -51,30 +51,32 @@ LAWS = {
 
 
 @pytest.mark.parametrize(("num_tokens", "num_drafts"), [(3, 1), (3, 2), (3, 3), (4, 2), (5, 1)])
-def test_a_pass_emits_exactly_the_target_law(num_tokens: int, num_drafts: int) -> None:
+def test_a_pass_emits_exactly_the_target_distribution(num_tokens: int, num_drafts: int) -> None:
     pairs = pair_library(num_tokens)
     check_enumeration(num_tokens, num_drafts, pairs=pairs if num_tokens**num_drafts < 20 else pairs[:3], verify=BLOCK)
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_every_kind_of_sampling_parameter_keeps_the_law_exact(name: str) -> None:
-    check_enumeration(3, 2, LAWS[name], verify=BLOCK)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_kind_of_sampling_parameter_keeps_the_distribution_exact(name: str) -> None:
+    check_enumeration(3, 2, SAMPLINGS[name], verify=BLOCK)
 
 
 @pytest.mark.parametrize("draft_ids", [(), (0,), (2, 1), (1, 1, 0), (3,), (1, -1, 0), (0, 2**40)])
-def test_a_draft_without_laws_is_certain_and_exact_even_outside_the_vocabulary(draft_ids: tuple[int, ...]) -> None:
+def test_a_draft_without_distributions_is_certain_and_exact_even_outside_the_vocabulary(
+    draft_ids: tuple[int, ...],
+) -> None:
     for pair in pair_library(3):
-        emitted = enumerated_law(pair, SamplingParams(), 3, certain_path(draft_ids), BLOCK)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 3)) < 1e-12
+        emitted = enumerated_probs(pair, SamplingParams(), 3, certain_path(draft_ids), BLOCK)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 3)) < 1e-12
 
 
-def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
+def test_a_distribution_with_mass_outside_the_vocabulary_is_exact() -> None:
     q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
     halves = SparseDistribution((1, 2), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
     paths = [(Draft((token_id, x), (q, halves)), p) for token_id, p in ((0, 0.125), (3, 0.375)) for x in (1, 2)]
     for pair in pair_library(3):
-        emitted = enumerated_law(pair, SamplingParams(), 3, paths, BLOCK)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 3)) < 1e-12
+        emitted = enumerated_probs(pair, SamplingParams(), 3, paths, BLOCK)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 3)) < 1e-12
 
 
 def test_blocks_commit_at_least_what_rejection_commits() -> None:
@@ -112,7 +114,7 @@ def test_the_expected_number_of_tokens_is_that_of_the_running_ratios() -> None:
         Experiment(pair_library(4)[PEAKED], 3, 3, 6_000, verify=BLOCK),
         Experiment(pair_library(4)[ZEROS], 2, 3, 4_000, verify=BLOCK),
         Experiment(pair_library(4)[EQUAL], 2, 3, 2_000, verify=BLOCK),
-        Experiment(pair_library(4)[PEAKED], 3, 3, 4_000, replace(LAWS["everything"], temperature=1.5), BLOCK),
+        Experiment(pair_library(4)[PEAKED], 3, 3, 4_000, replace(SAMPLINGS["everything"], temperature=1.5), BLOCK),
     ],
 )
 def test_samples_of_the_real_verifier_follow_the_target(experiment: Experiment) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.draft import NO_DRAFT, Draft
 from engine.sampling import sampler
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
@@ -55,13 +55,15 @@ def mutant(*checks: str) -> Callable[[Patch], None]:
 
 @mutant("enumeration")
 def residual_is_not_scaled(patch: pytest.MonkeyPatch) -> None:
-    real = placed.final_laws
+    real = placed.final_probs
 
-    def unscaled(laws: Tensor, trials: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None) -> Tensor:
-        return real(laws, trials, counts)
+    def unscaled(
+        distributions: Tensor, trials: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None
+    ) -> Tensor:
+        return real(distributions, trials, counts)
 
-    patch.setattr(placed, "final_laws", unscaled)
-    patch.setattr(exactness_checks, "final_laws", unscaled)
+    patch.setattr(placed, "final_probs", unscaled)
+    patch.setattr(exactness_checks, "final_probs", unscaled)
 
 
 # ---- which drafts stand -------------------------------------------------------------------------------------------
@@ -87,15 +89,15 @@ def the_last_draft_always_stands(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("enumeration")
-def the_last_draft_is_judged_by_its_own_law(patch: pytest.MonkeyPatch) -> None:
+def the_last_draft_is_judged_by_its_own_distribution(patch: pytest.MonkeyPatch) -> None:
     real = block_law.excess_mass
 
-    def with_last_law(
-        laws: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_law.SparseDistribution]
+    def with_last_distribution(
+        distributions: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_law.SparseDistribution]
     ) -> Tensor:
-        return real(laws, row_ids, rho, [*proposals[:-1], proposals[0]])
+        return real(distributions, row_ids, rho, [*proposals[:-1], proposals[0]])
 
-    patch.setattr(block_law, "excess_mass", with_last_law)
+    patch.setattr(block_law, "excess_mass", with_last_distribution)
 
 
 @mutant("enumeration", "samples, flat")
@@ -160,7 +162,7 @@ def drafts_of_a_pass_share_one_coin(patch: pytest.MonkeyPatch) -> None:
 def draft_knows_the_coin_that_judges_it(patch: pytest.MonkeyPatch) -> None:
     real = sampler.pass_keys
 
-    def coins(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    def coins(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
         return real(rows, Purpose.ACCEPT, device)
 
     patch.setattr(sampler, "pass_keys", coins)
@@ -204,10 +206,10 @@ def drafting_in_the_running_pass() -> Drafting:
                 for sequence, start, drafted in zip(sequences, passes, drafts, strict=True)
             ]
             logits = model.logits([[*row.token_ids, *row.draft_ids] for row in rows])
-            sample = sampler_.sample_sparse(sampler_.process(logits, rows), rows, model.num_tokens)
+            sample = sampler_.sample_sparse(sampler_.apply_processors(logits, rows), rows, model.num_tokens)
             drafts = [
-                Draft((*drafted.token_ids, token_id), (*drafted.laws, law))
-                for drafted, token_id, law in zip(drafts, sample.token_ids, sample.laws, strict=True)
+                Draft((*drafted.token_ids, token_id), (*drafted.distributions, distribution))
+                for drafted, token_id, distribution in zip(drafts, sample.token_ids, sample.distributions, strict=True)
             ]
         starts.update((sequence.request_id, len(sequence.token_ids)) for sequence in sequences)
         return drafts

@@ -21,7 +21,7 @@ from engine.verifier.verifier import Verifier
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
-    LAWS,
+    SAMPLINGS,
     big_model,
     check_coupled_equality,
     check_samples,
@@ -74,7 +74,7 @@ def test_the_equality_check_of_the_mutants_is_the_same_claim() -> None:
     check_coupled_equality(draft_by_coupling, similar_model(), 2)
 
 
-@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_perfect_draft_is_accepted_whole(sampling: SamplingParams) -> None:
     sequences = [new_sequence(replace(sampling, seed=seed)) for seed in range(8)]
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_coupled_drafts_of_a_similar_model_are_accepted_more_often_than_independ
 
 def test_the_batch_around_a_sequence_changes_no_token() -> None:
     alone = []
-    for sampling in LAWS:
+    for sampling in SAMPLINGS:
         sequence = new_sequence(replace(sampling, seed=-1), sample_index=1)
         while sequence.num_output_tokens < 24:
             one_pass(big_model(), [sequence], draft_by_coupling(similar_model(), [sequence], 3))

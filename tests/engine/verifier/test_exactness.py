@@ -37,7 +37,7 @@ from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
 NUM_PROMPTS = 16
 MAX_TOKENS = 24
 
-LAWS = (
+SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_p=0.9),
@@ -203,7 +203,9 @@ def prompts() -> list[tuple[int, ...]]:
 
 def requests() -> list[GenerateRequest]:
     return [
-        GenerateRequest(str(index), prompt, replace(LAWS[index % len(LAWS)], seed=index, max_tokens=MAX_TOKENS))
+        GenerateRequest(
+            str(index), prompt, replace(SAMPLINGS[index % len(SAMPLINGS)], seed=index, max_tokens=MAX_TOKENS)
+        )
         for index, prompt in enumerate(prompts())
     ]
 

@@ -18,14 +18,14 @@ from tests.engine.fixtures.exactness_checks import (
     check_samples,
     check_zero_coins,
     draft_by_malice,
-    enumerated_law,
+    enumerated_probs,
 )
 from tests.engine.fixtures.tabular import (
     Experiment,
     chi_square_tail,
     detectable_variation,
     draft_by_sampling,
-    joint_law,
+    joint_probs,
     new_sequence,
     no_draft,
     one_pass,
@@ -35,7 +35,7 @@ from tests.engine.fixtures.tabular import (
 
 PEAKED, FLAT, ZEROS, EQUAL, CERTAIN = range(5)
 
-LAWS = {
+SAMPLINGS = {
     "temperature": SamplingParams(temperature=0.6),
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.8),
@@ -51,29 +51,31 @@ LAWS = {
 
 @pytest.mark.parametrize("num_tokens", [3, 5])
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
-def test_a_pass_emits_exactly_the_target_law(num_tokens: int, num_drafts: int) -> None:
+def test_a_pass_emits_exactly_the_target_distribution(num_tokens: int, num_drafts: int) -> None:
     pairs = pair_library(num_tokens)
     check_enumeration(num_tokens, num_drafts, pairs=pairs if num_tokens**num_drafts < 100 else pairs[:3:2])
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_every_sampling_parameter_keeps_the_law_exact(name: str) -> None:
-    check_enumeration(3, 2, LAWS[name])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_sampling_parameter_keeps_the_distribution_exact(name: str) -> None:
+    check_enumeration(3, 2, SAMPLINGS[name])
 
 
 @pytest.mark.parametrize("draft_ids", [(), (0,), (2, 1), (1, 1, 0), (3,), (1, -1, 0), (0, 2**40)])
-def test_a_draft_without_laws_is_certain_and_exact_even_outside_the_vocabulary(draft_ids: tuple[int, ...]) -> None:
+def test_a_draft_without_distributions_is_certain_and_exact_even_outside_the_vocabulary(
+    draft_ids: tuple[int, ...],
+) -> None:
     for pair in pair_library(3):
-        emitted = enumerated_law(pair, SamplingParams(), 3, certain_path(draft_ids))
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 3)) < 1e-12
+        emitted = enumerated_probs(pair, SamplingParams(), 3, certain_path(draft_ids))
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 3)) < 1e-12
 
 
-def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
+def test_a_distribution_with_mass_outside_the_vocabulary_is_exact() -> None:
     q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
     paths = [(Draft((0,), (q,)), 0.25), (Draft((3,), (q,)), 0.75)]
     for pair in pair_library(3):
-        emitted = enumerated_law(pair, SamplingParams(), 2, paths)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 2)) < 1e-12
+        emitted = enumerated_probs(pair, SamplingParams(), 2, paths)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 2)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_a_law_with_mass_outside_the_vocabulary_is_exact() -> None:
         Experiment(pair_library(4)[ZEROS], num_drafts=3, num_tokens=3, num_sequences=10_000),
         Experiment(pair_library(5)[FLAT], num_drafts=1, num_tokens=3, num_sequences=10_000),
         Experiment(pair_library(4)[EQUAL], num_drafts=2, num_tokens=3, num_sequences=5_000),
-        Experiment(pair_library(4)[PEAKED], 2, 3, 10_000, replace(LAWS["everything"], temperature=1.5)),
+        Experiment(pair_library(4)[PEAKED], 2, 3, 10_000, replace(SAMPLINGS["everything"], temperature=1.5)),
         Experiment(pair_library(4)[PEAKED], 4, 3, 10_000, SamplingParams(presence_penalty=2.0)),
     ],
 )
@@ -107,7 +109,7 @@ def test_successive_passes_use_independent_randomness() -> None:
     """Five tokens take several passes, whose coins and noise must not be seen twice."""
     experiment = Experiment(pair_library(3)[PEAKED], num_drafts=2, num_tokens=5, num_sequences=10_000)
     tokens = experiment.run(draft_by_sampling)
-    expected = joint_law(experiment.pair.target, experiment.sampling, 5)
+    expected = joint_probs(experiment.pair.target, experiment.sampling, 5)
     assert chi_square_tail(tokens, expected) > ALPHA
 
 
@@ -141,11 +143,11 @@ def test_greedy_emits_the_argmax_whatever_is_drafted() -> None:
         SparseDistribution((), ()),
     ],
 )
-def test_a_law_that_cannot_be_is_not_believed(q: SparseDistribution) -> None:
+def test_a_distribution_that_cannot_be_is_not_believed(q: SparseDistribution) -> None:
     assert law.proposals_of(Draft((0,), (q,))) == (SparseDistribution((0,), (WEIGHT_SUM,)),)
 
 
-def test_laws_that_do_not_match_their_tokens_in_number_are_not_believed() -> None:
+def test_distributions_that_do_not_match_their_tokens_in_number_are_not_believed() -> None:
     q = SparseDistribution((0, 1), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
     assert law.proposals_of(Draft((0, 1), (q,))) == (
         SparseDistribution((0,), (WEIGHT_SUM,)),
@@ -156,4 +158,4 @@ def test_laws_that_do_not_match_their_tokens_in_number_are_not_believed() -> Non
 
 def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     p = torch.tensor([[0.25, 0.75]])
-    assert torch.equal(law.recovered_law(p, p.clone()), p)
+    assert torch.equal(law.recovered_probs(p, p.clone()), p)

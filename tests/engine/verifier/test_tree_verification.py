@@ -1,4 +1,4 @@
-"""Trees: the target's law by rejection, enumerated to the last bit; the very same tokens when coupled."""
+"""Trees: the target's distribution by rejection, enumerated to the last bit; the very same tokens when coupled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.engine.fixtures.tabular import (
     Pair,
     TabularModel,
     filled_up,
-    joint_law,
+    joint_probs,
     new_sequence,
     no_draft,
     pair_library,
@@ -52,7 +52,7 @@ SHAPES = {
 def drawn_trees(pair: Pair, sampling: SamplingParams, parents: Seq[int]) -> list[tuple[Draft, float]]:
     """Every tree of a shape that the pair can draw without replacement, with its probability.
 
-    Where a law has no token left, a node and what would be below it are missing.
+    Where a distribution has no token left, a node and what would be below it are missing.
     """
     grown = [_Grown(NO_DRAFT, {-1: -1}, 1.0)]
     for node, parent in enumerate(parents):
@@ -73,13 +73,13 @@ def _draw(pair: Pair, sampling: SamplingParams, before: _Grown, node: int, paren
     if parent not in before.places:
         return [before]
     tree, place = before.tree, before.places[parent]
-    q = _law_after(pair, sampling, tree, place)
+    q = _distribution_after(pair, sampling, tree, place)
     taken = [token for token, its_parent in zip(tree.token_ids, tree.parents, strict=True) if its_parent == place]
     left = {token: weight for token, weight in zip(q.token_ids, q.weights, strict=True) if token not in taken}
     places = {**before.places, node: len(tree.token_ids)}
     return [
         _Grown(
-            Draft((*tree.token_ids, token_id), (*tree.laws, q), (*tree.parents, place)),
+            Draft((*tree.token_ids, token_id), (*tree.distributions, q), (*tree.parents, place)),
             places,
             before.prob * weight / sum(left.values()),
         )
@@ -87,34 +87,36 @@ def _draw(pair: Pair, sampling: SamplingParams, before: _Grown, node: int, paren
     ] or [before]
 
 
-def _law_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseDistribution:
+def _distribution_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseDistribution:
     sampler = Sampler()
     row = row_of(new_sequence(sampling), tree.path(parent))
-    scores = sampler.process(pair.draft.logits([[*row.token_ids, *row.draft_ids]]), [row])
-    return sampler.sample_sparse(scores, [row], pair.draft.num_tokens).laws[0]
+    scores = sampler.apply_processors(pair.draft.logits([[*row.token_ids, *row.draft_ids]]), [row])
+    return sampler.sample_sparse(scores, [row], pair.draft.num_tokens).distributions[0]
 
 
-def emitted_law(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
-    """The joint law of what one pass emits, filled up by plain decoding; every tree and every pattern of coins."""
+def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
+    """The joint distribution of what one pass emits, filled up by plain decoding, over every tree and all coins."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
         trial = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), pair.target.num_tokens)
         logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in trial.rows])
         sampler = Sampler()
-        laws = sampler.law(sampler.process(logits, trial.rows), trial.rows)
-        for accepted, final_law, prob in _walks(laws, trial.task.draft, -1, 1.0):
-            for token_id in final_law.nonzero()[:, 0].tolist():
-                emitted[(*accepted, token_id)[:num_tokens]] += tree_prob * prob * final_law[token_id]
+        distributions = sampler.probs(sampler.apply_processors(logits, trial.rows), trial.rows)
+        for accepted, final_probs, prob in _walks(distributions, trial.task.draft, -1, 1.0):
+            for token_id in final_probs.nonzero()[:, 0].tolist():
+                emitted[(*accepted, token_id)[:num_tokens]] += tree_prob * prob * final_probs[token_id]
     return filled_up(pair.target, sampling, num_tokens, emitted)
 
 
-def _walks(laws: Tensor, draft: Draft, parent: int, prob: float) -> Iterator[tuple[tuple[int, ...], Tensor, float]]:
-    """Accepted tokens, the law of the token after them, and the probability of that."""
-    p = laws[parent + 1]
+def _walks(
+    distributions: Tensor, draft: Draft, parent: int, prob: float
+) -> Iterator[tuple[tuple[int, ...], Tensor, float]]:
+    """Accepted tokens, the distribution of the token after them, and the probability of that."""
+    p = distributions[parent + 1]
     for sibling in tree_law.siblings_of(draft, parent):
         accept_prob = _share_of_coins(p, sibling)
         if accept_prob > 0:
-            yield from _walks(laws, draft, sibling.node, prob * accept_prob)
+            yield from _walks(distributions, draft, sibling.node, prob * accept_prob)
         prob *= 1 - accept_prob
         p = tree_law.residual(p, sibling)
     if prob > 0:
@@ -135,12 +137,12 @@ def _share_of_coins(target_probs: Tensor, sibling: tree_law.Sibling) -> float:
 def check_enumeration(name: str, num_tokens: int = 3, sampling: SamplingParams = SamplingParams()) -> None:
     for pair in pair_library(num_tokens):
         trees = drawn_trees(pair, sampling, SHAPES[name])
-        emitted = emitted_law(pair, sampling, trees, 3)
-        assert total_variation(emitted, joint_law(pair.target, sampling, 3)) < 1e-12, pair.name
+        emitted = emitted_probs(pair, sampling, trees, 3)
+        assert total_variation(emitted, joint_probs(pair.target, sampling, 3)) < 1e-12, pair.name
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_pass_with_a_drawn_tree_emits_exactly_the_target_law(name: str) -> None:
+def test_a_pass_with_a_drawn_tree_emits_exactly_the_target_distribution(name: str) -> None:
     check_enumeration(name)
 
 
@@ -156,8 +158,8 @@ def test_sampling_parameters_keep_a_tree_exact(sampling: SamplingParams) -> None
 def check_grammar(name: str) -> None:
     """Trees are drawn without the grammar, so that forbidden tokens stand beside allowed ones, and above them."""
     for pair in pair_library(4)[:2]:
-        emitted = emitted_law(pair, CONSTRAINED, drawn_trees(pair, CONSTRAINED, SHAPES[name]), 3)
-        assert total_variation(emitted, joint_law(pair.target, CONSTRAINED, 3)) < 1e-12, pair.name
+        emitted = emitted_probs(pair, CONSTRAINED, drawn_trees(pair, CONSTRAINED, SHAPES[name]), 3)
+        assert total_variation(emitted, joint_probs(pair.target, CONSTRAINED, 3)) < 1e-12, pair.name
 
 
 @pytest.mark.parametrize("name", ["two roots", "a branch below"])
@@ -173,7 +175,7 @@ def test_a_mask_of_another_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
-def test_certain_trees_under_a_grammar_leave_its_law_alone(verify: VerifyMode) -> None:
+def test_certain_trees_under_a_grammar_leave_its_distribution_alone(verify: VerifyMode) -> None:
     experiment = Experiment(pair_library(4)[1], 6, 4, num_sequences=500, sampling=CONSTRAINED, verify=verify)
     check_samples(experiment, draft_tree_by_malice)
     if verify is VerifyMode.COUPLED:
@@ -181,26 +183,28 @@ def test_certain_trees_under_a_grammar_leave_its_law_alone(verify: VerifyMode) -
 
 
 @pytest.mark.parametrize("token_ids", [(0, 1, 2, 2, 1), (1, 1, 0, 0, 2), (0, 2, 3), (3, 0, 1), (0, -1)])
-def test_a_tree_without_laws_is_certain_and_exact_even_with_twins_and_strangers(token_ids: tuple[int, ...]) -> None:
+def test_a_tree_without_distributions_is_certain_and_exact_even_with_twins_and_strangers(
+    token_ids: tuple[int, ...],
+) -> None:
     tree = Draft(token_ids, (), SHAPES["branches above and below"][: len(token_ids)])
     for pair in pair_library(3):
-        emitted = emitted_law(pair, SamplingParams(), [(tree, 1.0)], 3)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 3)) < 1e-12
+        emitted = emitted_probs(pair, SamplingParams(), [(tree, 1.0)], 3)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 3)) < 1e-12
 
 
-def test_a_drawn_sibling_outside_the_vocabulary_is_rejected_by_its_law() -> None:
+def test_a_drawn_sibling_outside_the_vocabulary_is_rejected_by_its_distribution() -> None:
     q = SparseDistribution((0, 3), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4))
     trees = [(Draft((0, 3), (q, q), (-1, -1)), 0.25), (Draft((3,), (q,), (-1,)), 0.75)]
     for pair in pair_library(3):
-        emitted = emitted_law(pair, SamplingParams(), trees, 2)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 2)) < 1e-12
+        emitted = emitted_probs(pair, SamplingParams(), trees, 2)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 2)) < 1e-12
 
 
-def test_siblings_that_name_different_laws_are_not_believed() -> None:
+def test_siblings_that_name_different_distributions_are_not_believed() -> None:
     q, other = SparseDistribution((0, 1), (WEIGHT_SUM // 2,) * 2), SparseDistribution((1, 2), (WEIGHT_SUM // 2,) * 2)
     first, second = tree_law.siblings_of(Draft((0, 1), (q, other), (-1, -1)), -1)
-    assert first.law == q
-    assert second.law == SparseDistribution((1,), (WEIGHT_SUM,))
+    assert first.distribution == q
+    assert second.distribution == SparseDistribution((1,), (WEIGHT_SUM,))
 
 
 def test_width_pays_only_because_siblings_are_drawn_without_replacement() -> None:
@@ -216,8 +220,8 @@ def test_width_pays_only_because_siblings_are_drawn_without_replacement() -> Non
 def _accept_prob(pair: Pair, tree: Draft) -> float:
     row = row_of(new_sequence(SamplingParams()))
     p = pair.target.logits([row.token_ids]).softmax(dim=1)
-    laws = p.expand(len(tree.token_ids) + 1, -1)
-    return sum(prob for accepted, _, prob in _walks(laws, tree, -1, 1.0) if accepted)
+    distributions = p.expand(len(tree.token_ids) + 1, -1)
+    return sum(prob for accepted, _, prob in _walks(distributions, tree, -1, 1.0) if accepted)
 
 
 # ---- mutants ------------------------------------------------------------------------------------------------------
@@ -228,16 +232,16 @@ def siblings_face_the_original_target(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tree_law, "residual", lambda p, sibling: p if sibling.node == 0 else real(p, sibling))
 
 
-def drawn_siblings_stay_in_the_law(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tree_law, "without", lambda law, token_id: law)
+def drawn_siblings_stay_in_the_distribution(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tree_law, "without", lambda distribution, token_id: distribution)
 
 
-def the_law_left_is_not_renormalised(patch: pytest.MonkeyPatch) -> None:
+def the_distribution_left_is_not_renormalised(patch: pytest.MonkeyPatch) -> None:
     real = tree_law.without
 
-    def unscaled(law: SparseDistribution, token_id: int) -> SparseDistribution:
-        left = real(law, token_id)
-        return SparseDistribution((*left.token_ids, 99), (*left.weights, sum(law.weights) - sum(left.weights)))
+    def unscaled(distribution: SparseDistribution, token_id: int) -> SparseDistribution:
+        left = real(distribution, token_id)
+        return SparseDistribution((*left.token_ids, 99), (*left.weights, sum(distribution.weights) - sum(left.weights)))
 
     patch.setattr(tree_law, "without", unscaled)
 
@@ -251,8 +255,8 @@ def the_recovered_token_comes_from_the_target(patch: pytest.MonkeyPatch) -> None
     "mutant",
     [
         siblings_face_the_original_target,
-        drawn_siblings_stay_in_the_law,
-        the_law_left_is_not_renormalised,
+        drawn_siblings_stay_in_the_distribution,
+        the_distribution_left_is_not_renormalised,
         the_recovered_token_comes_from_the_target,
     ],
 )
@@ -282,7 +286,7 @@ def draft_tree_by_coupling(
         rank = parents[:node].count(parents[node])
         rows = [row_of(sequence, tree.path(parents[node])) for sequence, tree in zip(sequences, trees, strict=True)]
         logits = model.logits([[*row.token_ids, *row.draft_ids] for row in rows])
-        noisy = sampler.perturb(sampler.process(logits, rows), rows, Purpose.TARGET_GUMBEL)
+        noisy = sampler.perturb(sampler.apply_processors(logits, rows), rows, Purpose.TARGET_GUMBEL)
         best = noisy.topk(rank + 1).indices[:, rank].tolist()
         trees = [
             Draft((*tree.token_ids, token_id), (), tuple(parents[: node + 1]))

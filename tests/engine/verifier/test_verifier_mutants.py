@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.draft import Draft, SparseDistribution
 from engine.sampling import masks, penalties, sampler
 from engine.sampling.grammar import TokenMask
-from engine.sampling.logits_row import Row
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler, SparseSample
 from engine.sampling.sparse_distribution import one_hot
@@ -61,7 +61,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Drafted(SparseDistribution):
-    """A law that remembers its token."""
+    """A distribution that remembers its token."""
 
     drafted_id: int = -1
 
@@ -90,7 +90,7 @@ def mutant(*checks: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Non
 
 @mutant("enumeration", "samples")
 def residual_is_p(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "recovered_law", lambda p, q: p)
+    patch.setattr(law, "recovered_probs", lambda p, q: p)
 
 
 @mutant("enumeration", "samples")
@@ -99,7 +99,7 @@ def residual_is_absolute(patch: pytest.MonkeyPatch) -> None:
         excess = (p - q).abs()
         return excess / excess.sum(dim=1, keepdim=True).clamp(min=1e-30)
 
-    patch.setattr(law, "recovered_law", absolute)
+    patch.setattr(law, "recovered_probs", absolute)
 
 
 @mutant("enumeration", "samples")
@@ -122,7 +122,7 @@ def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration", "samples")
 def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
-    real = law.recovered_law
+    real = law.recovered_probs
 
     def marked(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
         if num_accepted < len(proposals):
@@ -134,7 +134,7 @@ def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
         return torch.where(q.sum(dim=1, keepdim=True) < 0, -q, real(p, q))
 
     patch.setattr(law, "final_proposal", marked)
-    patch.setattr(law, "recovered_law", from_draft)
+    patch.setattr(law, "recovered_probs", from_draft)
 
 
 @mutant("enumeration", "samples")
@@ -155,8 +155,8 @@ def token_comes_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration", "samples")
 def accepts_iff_argmax(patch: pytest.MonkeyPatch) -> None:
-    def is_argmax(laws: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
-        return (laws[list(row_ids)].argmax(dim=1) == torch.tensor(token_ids)).double()
+    def is_argmax(distributions: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
+        return (distributions[list(row_ids)].argmax(dim=1) == torch.tensor(token_ids)).double()
 
     patch.setattr(law, "target_probs_of", is_argmax)
 
@@ -176,15 +176,17 @@ def accepts_drafts_after_a_rejected_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(law, "count_accepted", sum)
 
 
-# ---- the draft's law ----------------------------------------------------------------------------------------------
+# ---- the draft's distribution ---------------------------------------------------------------------------------------
 
 
-def _draw_from(patch: pytest.MonkeyPatch, distort: Callable[[Tensor, Seq[Row]], Tensor]) -> None:
-    """Draw from a distorted law and report the undistorted one."""
+def _draw_from(patch: pytest.MonkeyPatch, distort: Callable[[Tensor, Seq[LogitsRow]], Tensor]) -> None:
+    """Draw from a distorted distribution and report the undistorted one."""
     real = Sampler.sample_sparse
 
-    def dishonest(self: Sampler, scores: Tensor, rows: Seq[Row], k: int) -> SparseSample:
-        return SparseSample(real(self, distort(scores, rows), rows, k).token_ids, real(self, scores, rows, k).laws)
+    def dishonest(self: Sampler, scores: Tensor, rows: Seq[LogitsRow], k: int) -> SparseSample:
+        return SparseSample(
+            real(self, distort(scores, rows), rows, k).token_ids, real(self, scores, rows, k).distributions
+        )
 
     patch.setattr(Sampler, "sample_sparse", dishonest)
 
@@ -207,7 +209,7 @@ def draft_is_the_argmax_and_reported_as_drawn(patch: pytest.MonkeyPatch) -> None
 # ---- the rows -----------------------------------------------------------------------------------------------------
 
 
-def _without_drafts(rows: Seq[Row]) -> list[Row]:
+def _without_drafts(rows: Seq[LogitsRow]) -> list[LogitsRow]:
     return [replace(row, draft_ids=()) for row in rows]
 
 
@@ -228,7 +230,7 @@ def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
     real = trial._row
 
-    def untruncated(task: trial.VerifyTask, num_drafts: int, mask: TokenMask | None) -> Row:
+    def untruncated(task: trial.VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
         row = real(task, num_drafts, mask)
         return replace(row, sampling=replace(row.sampling, top_p=1.0))
 
@@ -242,7 +244,7 @@ def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
 def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
     real = sampler.row_keys
 
-    def by_step(rows: Seq[Row], purpose: Purpose, device: torch.device) -> Tensor:
+    def by_step(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
         return real(_without_drafts(rows), purpose, device)
 
     patch.setattr(sampler, "row_keys", by_step)
@@ -328,6 +330,6 @@ def test_dropping_unlikely_drafts_after_drawing_them_is_seen() -> None:
 
 
 def _up_to_unlikely(draft: Draft) -> Draft:
-    probs = law.draft_probs_of(draft.laws, draft.token_ids).tolist()
+    probs = law.draft_probs_of(draft.distributions, draft.token_ids).tolist()
     count = next((i for i, prob in enumerate(probs) if prob < 0.35), len(probs))
-    return Draft(draft.token_ids[:count], draft.laws[:count])
+    return Draft(draft.token_ids[:count], draft.distributions[:count])

@@ -234,12 +234,12 @@ def refused(target: Path, head: Path) -> str:
 
 
 NUM_SEQUENCES = 3000
-LAW = SamplingParams(temperature=1.3, top_k=3, max_tokens=4)
+SAMPLING = SamplingParams(temperature=1.3, top_k=3, max_tokens=4)
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-def test_sampled_text_has_the_targets_law(verify: VerifyMode, tmp_path: Path) -> None:
-    """The laws that go with the drafts are those they were drawn from, over the head's own vocabulary."""
+def test_sampled_text_has_the_targets_distribution(verify: VerifyMode, tmp_path: Path) -> None:
+    """The distributions that go with the drafts are those they were drawn from, over the head's own vocabulary."""
     target = tmp_path / "target"
     write_checkpoint(target, seed=0)
     weights = load_file(target / "model.safetensors")
@@ -255,7 +255,9 @@ def test_sampled_text_has_the_targets_law(verify: VerifyMode, tmp_path: Path) ->
     )
     engine = EngineCore.from_config(config)
     for seed in range(NUM_SEQUENCES):
-        sampling = SamplingParams(temperature=LAW.temperature, top_k=LAW.top_k, max_tokens=LAW.max_tokens, seed=seed)
+        sampling = SamplingParams(
+            temperature=SAMPLING.temperature, top_k=SAMPLING.top_k, max_tokens=SAMPLING.max_tokens, seed=seed
+        )
         engine.add(GenerateRequest(str(seed), tuple(TEXT), sampling))
     texts: dict[str, tuple[int, ...]] = {}
     while engine.has_work:
@@ -263,13 +265,13 @@ def test_sampled_text_has_the_targets_law(verify: VerifyMode, tmp_path: Path) ->
             texts[chunk.request_id] = texts.get(chunk.request_id, ()) + chunk.token_ids
     drafts = engine.stats().drafts
     assert 0.1 < drafts.num_accepted_tokens / drafts.num_draft_tokens < 0.9
-    expected, places = exact_law(target)
+    expected, places = exact_probs(target)
     generated = torch.tensor([[places[text[:i]][text[i]] for i in range(4)] for text in texts.values()])
     assert chi_square_tail(generated, expected) > 1e-6
 
 
-def exact_law(target: Path) -> tuple[Tensor, dict[tuple[int, ...], dict[int, int]]]:
-    """The joint law [3, 3, 3, 3] of four tokens by rank, and the rank of each token behind each prefix."""
+def exact_probs(target: Path) -> tuple[Tensor, dict[tuple[int, ...], dict[int, int]]]:
+    """The joint distribution [3, 3, 3, 3] of four tokens by rank, and the rank of each token behind each prefix."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     joint = torch.zeros(3, 3, 3, 3, dtype=torch.float64)
     ranks: dict[tuple[int, ...], dict[int, int]] = {}
@@ -282,7 +284,7 @@ def exact_law(target: Path) -> tuple[Tensor, dict[tuple[int, ...], dict[int, int
                 with torch.no_grad():
                     top = model(torch.tensor([[*TEXT, *prefix]])).logits[0, -1].topk(3)
                 ranks[prefix] = {token: place for place, token in enumerate(top.indices.tolist())}
-                probs[prefix] = (top.values.double() / LAW.temperature).softmax(0)
+                probs[prefix] = (top.values.double() / SAMPLING.temperature).softmax(0)
             prob *= float(probs[prefix][rank])
             prefix = (*prefix, list(ranks[prefix])[rank])
         joint[path] = prob

@@ -35,7 +35,7 @@ P = 8
 MAX_TOKENS = 20
 NUM_PROMPTS = 8
 EAGLE3_TAPS = (1, 2)  # of a target with two layers
-LAWS = (
+SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=1.0, presence_penalty=1.0, top_p=0.9),
@@ -115,10 +115,10 @@ def requests(setup: Setup) -> list[GenerateRequest]:
     found = []
     for index in range(NUM_PROMPTS):
         own = torch.randint(1, VOCAB_SIZE, (3 + 2 * index,), generator=generator).tolist()
-        law = replace(LAWS[index % len(LAWS)], seed=index, max_tokens=MAX_TOKENS)
+        sampling = replace(SAMPLINGS[index % len(SAMPLINGS)], seed=index, max_tokens=MAX_TOKENS)
         wish = SpeculationParams(method=setup.methods[index % len(setup.methods)] if setup.methods else None)
         prompt = (*(shared if index % 2 else ()), *own)
-        found.append(GenerateRequest(str(index), prompt, law, wish if index > 1 else SpeculationParams()))
+        found.append(GenerateRequest(str(index), prompt, sampling, wish if index > 1 else SpeculationParams()))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Medusa heads: both published formats, what is refused, and the laws of their drafts."""
+"""Medusa heads: both published formats, what is refused, and the distributions of their drafts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,19 @@ from engine.verifier import rejection_law as law
 from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.exactness_checks import check_coupled_equality, check_samples, enumerated_law, similar_model
+from tests.engine.fixtures.exactness_checks import (
+    check_coupled_equality,
+    check_samples,
+    enumerated_probs,
+    similar_model,
+)
 from tests.engine.fixtures.heads_fixtures import HIDDEN_SIZE, lm_head_of, random, write_medusa, write_vllm_medusa
 from tests.engine.fixtures.tabular import (
     NUM_PHASES,
     Experiment,
     Pair,
     TabularModel,
-    joint_law,
+    joint_probs,
     new_sequence,
     pair_library,
     total_variation,
@@ -115,7 +120,7 @@ def test_a_cut_vocabulary_is_spread_over_the_targets(
     x = HIDDEN + F.silu(HIDDEN @ load_file(tmp_path / "m" / "model.safetensors")["blocks.0.layers.0.weight"].T)
     torch.testing.assert_close(logits[:, 0, :10], x @ lm_head_of(target_folder)[:10].T)
     assert bool((logits[:, 0, 10:] == UNKNOWN).all())
-    assert float("-inf") < UNKNOWN, "a grammar may leave cut tokens alone, and then they need a law"
+    assert float("-inf") < UNKNOWN, "a grammar may leave cut tokens alone, and then they need a distribution"
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path, target: Any) -> None
         load(tmp_path / "m", target)
 
 
-# ---- laws ---------------------------------------------------------------------------------------------------------
+# ---- distributions --------------------------------------------------------------------------------------------------
 
 
 class TabularHeads:
@@ -243,9 +248,9 @@ def draft_trees(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) 
 
 
 def all_paths(pair: Pair, verify: VerifyMode) -> list[tuple[Draft, float]]:
-    """Every chain of two drafts with its probability under the laws that the proposer reports."""
+    """Every chain of two drafts with its probability under the distributions that the proposer reports."""
     (drawn,) = draft(pair.draft, [new_sequence(SamplingParams(), verify)], 2)
-    first, second = drawn.laws
+    first, second = drawn.distributions
     paths = []
     for a, b in product(first.token_ids, second.token_ids):
         q = law.draft_probs_of([first, second], [a, b]).prod().item()
@@ -254,11 +259,11 @@ def all_paths(pair: Pair, verify: VerifyMode) -> list[tuple[Draft, float]]:
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-def test_one_pass_emits_exactly_the_targets_law(verify: VerifyMode) -> None:
-    """The second head's law is the same whatever the first drafted, and does not fit the text: that must not show."""
+def test_one_pass_emits_exactly_the_targets_distribution(verify: VerifyMode) -> None:
+    """The second head's distribution is the same whatever the first drafted, and does not fit the text."""
     for pair in pair_library(3):
-        emitted = enumerated_law(pair, SamplingParams(), 3, all_paths(pair, verify), verify)
-        assert total_variation(emitted, joint_law(pair.target, SamplingParams(), 3)) < 1e-12, pair.name
+        emitted = enumerated_probs(pair, SamplingParams(), 3, all_paths(pair, verify), verify)
+        assert total_variation(emitted, joint_probs(pair.target, SamplingParams(), 3)) < 1e-12, pair.name
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
@@ -270,11 +275,11 @@ def test_samples_of_trees_follow_the_target() -> None:
     check_samples(Experiment(PEAKED, num_drafts=2, num_tokens=2, num_sequences=500), draft_trees)
 
 
-def test_a_second_draft_from_the_law_of_the_first_fails_the_samples() -> None:
-    """The mutant: tokens of one head go along with the law of another."""
+def test_a_second_draft_from_the_distribution_of_the_first_fails_the_samples() -> None:
+    """The mutant: tokens of one head go along with the distribution of another."""
 
     def mutant(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:
-        return [Draft(each.token_ids, each.laws[::-1]) for each in draft(model, sequences, num_drafts)]
+        return [Draft(each.token_ids, each.distributions[::-1]) for each in draft(model, sequences, num_drafts)]
 
     with pytest.raises(AssertionError):
         check_samples(Experiment(PEAKED, num_drafts=2, num_tokens=3, num_sequences=1_500), mutant)

@@ -24,21 +24,21 @@ from tests.engine.fixtures.checkpoints import write_checkpoint
 
 def test_tokens_are_drawn_without_reading_anything_back() -> None:
     """Tensors without memory cannot be read. A cut by top-p and penalties are: they look at the device on the way."""
-    laws = [
+    samplings = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, seed=3),
         SamplingParams(top_k=3, min_p=0.1, logit_bias=((1, 1.0),)),
         SamplingParams(min_tokens=9, stop_token_ids=(2,)),
     ]
     tasks = []
-    for row, law in enumerate(laws):
+    for row, sampling in enumerate(samplings):
         sequence = Sequence(
-            GenerateRequest(str(row), (1, 2), law), num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0
+            GenerateRequest(str(row), (1, 2), sampling), num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0
         )
         tasks.append(VerifyTask(sequence, NO_DRAFT, row))
-    drawn = Verifier(Sampler()).draw(torch.empty(len(laws), 16, device="meta"), tasks)
-    assert (drawn.shape, drawn.dtype, drawn.device.type) == ((len(laws),), torch.int64, "meta")
-    logits = torch.randn(len(laws), 16)
+    drawn = Verifier(Sampler()).draw(torch.empty(len(samplings), 16, device="meta"), tasks)
+    assert (drawn.shape, drawn.dtype, drawn.device.type) == ((len(samplings),), torch.int64, "meta")
+    logits = torch.randn(len(samplings), 16)
     expected = [outcome.token_ids[0] for outcome in Verifier(Sampler()).verify(logits, tasks)]
     assert Verifier(Sampler()).draw(logits, tasks).tolist() == expected
 

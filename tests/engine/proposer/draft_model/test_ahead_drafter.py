@@ -72,19 +72,22 @@ class Afterwards:
     drafter: Drafter
 
     def agrees(self, sequence: Sequence, prepared: PreparedDraft, num_drafts: int = K) -> bool:
-        """The same tokens, drawn from the same laws but for the last bits of a rounding."""
+        """The same tokens, drawn from the same distributions but for the last bits of a rounding."""
         copy = Sequence(sequence.request, num_draft_tokens=num_drafts, verify=sequence.verify, arrival_s=0.0)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
         self.drafter.proposer.open(copy)
         (draft,) = self.drafter.proposer.propose([share(copy, num_drafts)])
         self.drafter.proposer.close(copy.request_id)
         return draft.token_ids == prepared.draft.token_ids and all(
-            _are_close(*laws) for laws in zip(draft.laws, prepared.draft.laws, strict=True)
+            _are_close(*distributions)
+            for distributions in zip(draft.distributions, prepared.draft.distributions, strict=True)
         )
 
 
 def _are_close(left: SparseDistribution, right: SparseDistribution) -> bool:
-    ours, theirs = (dict(zip(law.token_ids, law.weights, strict=True)) for law in (left, right))
+    ours, theirs = (
+        dict(zip(distribution.token_ids, distribution.weights, strict=True)) for distribution in (left, right)
+    )
     return all(abs(ours.get(token_id, 0) - theirs.get(token_id, 0)) <= 8 for token_id in ours | theirs)
 
 
@@ -262,5 +265,5 @@ def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
     table = [*sequence.block_table[: branch.start // branch.block_size], *block_ids]
     chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome)
     chain.token_ids += branch.after
-    chain.draft = lambda: Draft(tuple(chain.token_ids[num_outcome:]), tuple(chain.laws))  # type: ignore[method-assign]
+    chain.draft = lambda: Draft(tuple(chain.token_ids[num_outcome:]), tuple(chain.distributions))  # type: ignore[method-assign]
     return chain

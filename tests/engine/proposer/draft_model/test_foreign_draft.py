@@ -36,12 +36,12 @@ from tests.engine.fixtures.checkpoints import Folders
 from tests.engine.fixtures.drafters import share
 from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
-from tests.serve.plain_law import law_of_first_tokens
+from tests.serve.reference_probs import probs_of_first_tokens
 
 K = 3
 MAX_TOKENS = 24
 ALPHA = 1e-4
-LAWS = (
+SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.5),
@@ -104,15 +104,15 @@ def generate(engine: EngineCore, requests: Seq[GenerateRequest]) -> Texts:
     return texts
 
 
-def requests(laws: Seq[SamplingParams] = LAWS) -> list[GenerateRequest]:
+def requests(samplings: Seq[SamplingParams] = SAMPLINGS) -> list[GenerateRequest]:
     dice = random.Random(0)
     return [
         GenerateRequest(
             str(index),
             tuple(dice.choices(range(1, 40), k=5 + index)),
-            replace(law, seed=index, max_tokens=MAX_TOKENS),
+            replace(sampling, seed=index, max_tokens=MAX_TOKENS),
         )
-        for index, law in enumerate(laws * 2)
+        for index, sampling in enumerate(samplings * 2)
     ]
 
 
@@ -141,13 +141,13 @@ def test_shared_noise_goes_by_the_targets_ids(folders: Folders, monkeypatch: pyt
 
     mutant = intersection(folders)
     assert isinstance(mutant, ModelProposer)
-    monkeypatch.setattr(mutant._model.sampler._sampler, "pick", pick_by_other_ids)
+    monkeypatch.setattr(mutant._model.sampler._sampler, "sample", sample_by_other_ids)
     engine = new_engine(folders, mutant)
     assert generate(engine, warm) == plain
     assert engine.stats().drafts.acceptance_length < coupled - 0.3
 
 
-def pick_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
+def sample_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
     noise = gumbel(row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), scores.shape[1])
     return (scores + noise.roll(1, dims=1)).argmax(dim=1)
 
@@ -211,34 +211,38 @@ def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> Non
         load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, None, 3)
 
 
-# ---- verification by ratios: samples against the exact law ----------------------------------------------------------
+# ---- verification by ratios: samples against the exact distribution -------------------------------------------------
 
-NUM_SAMPLES = 2000  # a law in which two tokens of 12 change places has TV > 0.1: found with certainty (chi-square)
+NUM_SAMPLES = (
+    2000  # a distribution in which two tokens of 12 change places has TV > 0.1: found with certainty (chi-square)
+)
 PROMPT = (1, 5, 3)
 
 
 def p_value(folders: Folders, proposer: Proposer, verify: VerifyMode) -> float:
     """Of the first two tokens of NUM_SAMPLES requests."""
-    law = law_of_first_tokens(AutoModelForCausalLM.from_pretrained(folders.target), list(PROMPT), SamplingParams(), 2)
+    probs = probs_of_first_tokens(
+        AutoModelForCausalLM.from_pretrained(folders.target), list(PROMPT), SamplingParams(), 2
+    )
     sampled = [
         GenerateRequest(str(seed), PROMPT, SamplingParams(seed=seed, max_tokens=4)) for seed in range(NUM_SAMPLES)
     ]
     texts = generate(new_engine(folders, proposer, verify), sampled)
     pairs = torch.tensor([token_ids[:2] for token_ids in texts.values()])
-    return chi_square_tail(pairs, law.view(12, 12))
+    return chi_square_tail(pairs, probs.view(12, 12))
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-def test_drafts_of_shared_tokens_leave_the_law_as_it_is(small: Folders, verify: VerifyMode) -> None:
+def test_drafts_of_shared_tokens_leave_the_distribution_as_it_is(small: Folders, verify: VerifyMode) -> None:
     assert p_value(small, intersection(small), verify) > ALPHA
 
 
-def test_drafts_through_text_leave_the_law_as_it_is(small: Folders) -> None:
+def test_drafts_through_text_leave_the_distribution_as_it_is(small: Folders) -> None:
     assert p_value(small, text(small), VerifyMode.REJECTION) > ALPHA
 
 
-def test_a_law_that_is_mapped_otherwise_than_its_draw_is_found_out(small: Folders) -> None:
-    """The adversary maps what it drew by one table and the law that goes along by another."""
+def test_a_distribution_that_is_mapped_otherwise_than_its_draw_is_found_out(small: Folders) -> None:
+    """The adversary maps what it drew by one table and the distribution that goes along by another."""
     proposer = intersection(small)
 
     class Mutant:
@@ -248,12 +252,15 @@ def test_a_law_that_is_mapped_otherwise_than_its_draw_is_found_out(small: Folder
             return [self._remap(draft) for draft in proposer.propose(shares)]
 
         def _remap(self, draft: Draft) -> Draft:
-            laws = [
+            distributions = [
                 replace(
-                    law, token_ids=(*law.token_ids[1:], law.token_ids[0]) if len(law.token_ids) > 1 else law.token_ids
+                    distribution,
+                    token_ids=(*distribution.token_ids[1:], distribution.token_ids[0])
+                    if len(distribution.token_ids) > 1
+                    else distribution.token_ids,
                 )
-                for law in draft.laws
+                for distribution in draft.distributions
             ]
-            return Draft(draft.token_ids, tuple(laws))
+            return Draft(draft.token_ids, tuple(distributions))
 
     assert p_value(small, Mutant(), VerifyMode.REJECTION) < ALPHA

@@ -147,14 +147,14 @@ def test_closing_frees_the_blocks_and_unknown_sequences_are_ignored(folder: Path
     assert drafter.proposer.propose([share(sequence, 4)]) == [NO_DRAFT]
 
 
-def test_drafts_for_rejection_come_with_the_law_they_were_drawn_from(folder: Path) -> None:
+def test_drafts_for_rejection_come_with_the_distribution_they_were_drawn_from(folder: Path) -> None:
     drafter = new_drafter(folder)
     sequence = new_sequence(drafter, "a", sampling=SAMPLED, verify=VerifyMode.REJECTION)
     (draft,) = drafter.proposer.propose([share(sequence, 4)])
-    assert len(draft.token_ids) == len(draft.laws) == 4
-    for token_id, law in zip(draft.token_ids, draft.laws, strict=True):
-        assert sum(law.weights) == WEIGHT_SUM
-        assert token_id in law.token_ids
+    assert len(draft.token_ids) == len(draft.distributions) == 4
+    for token_id, distribution in zip(draft.token_ids, draft.distributions, strict=True):
+        assert sum(distribution.weights) == WEIGHT_SUM
+        assert token_id in distribution.token_ids
 
 
 def test_both_ways_of_verification_share_a_round(folder: Path, oracle: Oracle) -> None:
@@ -162,7 +162,7 @@ def test_both_ways_of_verification_share_a_round(folder: Path, oracle: Oracle) -
     modes = (VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.REJECTION)
     sequences = [new_sequence(drafter, str(index), sampling=SAMPLED, verify=mode) for index, mode in enumerate(modes)]
     drafts = drafter.proposer.propose([share(sequence, 4) for sequence in sequences])
-    assert [len(draft.laws) for draft in drafts] == [4, 0, 4]
+    assert [len(draft.distributions) for draft in drafts] == [4, 0, 4]
     assert drafts[1].token_ids == oracle.draft(sequences[1])
 
 

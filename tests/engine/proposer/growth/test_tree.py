@@ -1,4 +1,4 @@
-"""Trees as a draft model grows them: their shapes, their laws, and what comes of them in the real verifier."""
+"""Trees as a draft model grows them: their shapes, their distributions, and what comes of them in the real verifier."""
 
 from __future__ import annotations
 
@@ -87,25 +87,25 @@ def test_a_dynamic_tree_changes_no_coupled_token() -> None:
     assert coupled_run(big_model(), branch, similar_model(), 4) == plain
 
 
-def test_siblings_differ_and_come_from_one_law() -> None:
+def test_siblings_differ_and_come_from_one_distribution() -> None:
     sequences = [new_sequence(SamplingParams(seed=seed), VerifyMode.REJECTION) for seed in range(50)]
     for draft in draw(PEAKED.draft, sequences, 2):
         for parent in set(draft.parents):
             siblings = [node for node, its_parent in enumerate(draft.parents) if its_parent == parent]
             assert len({draft.token_ids[node] for node in siblings}) == len(siblings)
-            assert len({draft.laws[node] for node in siblings}) == 1
+            assert len({draft.distributions[node] for node in siblings}) == 1
 
 
-def test_a_law_with_too_few_tokens_leaves_the_shape_incomplete() -> None:
+def test_a_distribution_with_too_few_tokens_leaves_the_shape_incomplete() -> None:
     sequence = new_sequence(SamplingParams(top_k=1), VerifyMode.REJECTION)
     (draft,) = draw(PEAKED.draft, [sequence], 2)
     assert draft.parents == (-1, 0)
 
 
-def test_greedy_trees_are_the_likeliest_in_every_mode_and_have_no_laws() -> None:
+def test_greedy_trees_are_the_likeliest_in_every_mode_and_have_no_distributions() -> None:
     sequences = [new_sequence(SamplingParams(temperature=0.0), verify) for verify in VerifyMode]
     drafts = branch(PEAKED.draft, sequences, 3)
-    assert drafts[0].laws == ()
+    assert drafts[0].distributions == ()
     assert drafts == [drafts[0]] * len(drafts)
 
 

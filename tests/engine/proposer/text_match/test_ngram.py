@@ -21,7 +21,7 @@ def sequence_of(*token_ids: int, request_id: str = "a") -> Sequence:
 
 def propose(proposer: NgramProposer, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
     (draft,) = proposer.propose([ScheduledSequence(sequence, 0, len(sequence.token_ids), num_tokens)])
-    assert draft.laws == ()
+    assert draft.distributions == ()
     return draft.token_ids
 
 

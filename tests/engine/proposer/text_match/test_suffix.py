@@ -35,7 +35,7 @@ def new_sequence(
 
 def drafts(proposer: SuffixProposer, sequence: Sequence, num_tokens: int = 8) -> tuple[int, ...]:
     (draft,) = proposer.propose([ScheduledSequence(sequence, 0, len(sequence.token_ids), num_tokens)])
-    assert draft.laws == ()
+    assert draft.distributions == ()
     return draft.token_ids
 
 

@@ -1,4 +1,4 @@
-"""The exact law of a target's first tokens, by enumeration in float64 and without any of the engine's code."""
+"""The exact distribution of a target's first tokens, by enumeration in float64 and without any of the engine's code."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from protos.messages import SamplingParams
 
 
 @torch.inference_mode()
-def law_of_first_tokens(
+def probs_of_first_tokens(
     model: PreTrainedModel, prompt: list[int], sampling: SamplingParams, num_tokens: int, num_stale: int = 0
 ) -> Tensor:
     """Probability of every sequence of tokens, `[V ** num_tokens] float64`, the first token most significant.
 
-    With `num_stale` the penalties overlook that many of the latest tokens: the law of a famous bug, for tests of power.
+    With `num_stale` the penalties overlook that many of the latest tokens: the distribution of a famous bug, for tests
+    of power.
     """
-    laws = torch.ones(1, dtype=torch.float64)
+    probs = torch.ones(1, dtype=torch.float64)
     prefixes: list[list[int]] = [[]]
     for _ in range(num_tokens):
         logits = model(torch.tensor([prompt + prefix for prefix in prefixes])).logits[:, -1].double()
         seen = [prefix[: max(0, len(prefix) - num_stale)] for prefix in prefixes]
-        steps = torch.stack([next_law(row, prompt, ids, sampling) for row, ids in zip(logits, seen, strict=True)])
-        laws = (laws[:, None] * steps).flatten()
+        steps = torch.stack([next_probs(row, prompt, ids, sampling) for row, ids in zip(logits, seen, strict=True)])
+        probs = (probs[:, None] * steps).flatten()
         prefixes = [[*prefix, token_id] for prefix in prefixes for token_id in range(logits.shape[1])]
-    return laws
+    return probs
 
 
-def next_law(logits: Tensor, prompt: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
+def next_probs(logits: Tensor, prompt: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
     """One step, written as the documentation of each parameter reads: `[V]` -> `[V]`."""
     scores = logits.clone()
     counts = Counter(generated)
@@ -47,15 +48,15 @@ def next_law(logits: Tensor, prompt: list[int], generated: list[int], sampling: 
         scores[list(sampling.stop_token_ids)] = -math.inf
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
-    law = (scores / sampling.temperature).softmax(0)
+    probs = (scores / sampling.temperature).softmax(0)
     if sampling.top_k:
-        law = _keep(law, law >= law.sort(descending=True).values[sampling.top_k - 1])
+        probs = _keep(probs, probs >= probs.sort(descending=True).values[sampling.top_k - 1])
     if sampling.top_p < 1:
-        ordered = law.sort(descending=True).values
+        ordered = probs.sort(descending=True).values
         num_kept = int((ordered.cumsum(0) < sampling.top_p).sum()) + 1
-        law = _keep(law, law >= ordered[num_kept - 1])
-    return _keep(law, law >= sampling.min_p * law.max())
+        probs = _keep(probs, probs >= ordered[num_kept - 1])
+    return _keep(probs, probs >= sampling.min_p * probs.max())
 
 
-def _keep(law: Tensor, is_kept: Tensor) -> Tensor:
-    return torch.where(is_kept, law, 0.0) / law[is_kept].sum()
+def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
+    return torch.where(is_kept, probs, 0.0) / probs[is_kept].sum()
