@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import FastAPI
 from grpc_health.v1 import health_pb2
@@ -37,7 +38,9 @@ class Ingress:
     `prefill` is here for its metrics alone: the pairs call it.
     """
 
-    def __init__(self, pair: DeploymentHandle, config: IngressConfig, prefill: DeploymentHandle | None = None) -> None:
+    def __init__(
+        self, pair: DeploymentHandle[Any], config: IngressConfig, prefill: DeploymentHandle[Any] | None = None
+    ) -> None:
         self._api_keys = ApiKeys.from_file(config.api_keys_file)
         metrics = IngressMetrics()
         application = ApplicationWatch()

@@ -1,7 +1,7 @@
 """A stream that outlives its pair: if the pair is lost, another goes on from the committed tokens.
 
 The committed ids and the seed are a sequence's whole state. With coupled verification the continuation is, token for
-token, what the lost pair would have said; with other modes it follows the same distribution.
+token, that of the lost pair; with other modes it follows the same distribution.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MigratingBackend:
 
     A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
     accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, or its
-    own deadline has passed. `on_move` hears of every attempt after the first.
+    own deadline has passed. `on_move` is called for every attempt after the first.
     """
 
     def __init__(self, inner: Backend, limits: IngressLimits, on_move: Callable[[], None] = lambda: None) -> None:
@@ -44,36 +44,27 @@ class MigratingBackend:
         return await self._inner.metrics_texts()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """As the inner backend's; chunks already yielded are never yielded again."""
-        journey = _Journey(request, self._limits)
-        while not journey.is_finished:
+        """Yield as the inner backend does; chunks already yielded are never yielded again."""
+        state = MigrationState(request, self._limits)
+        while not state.is_finished:
             try:
-                async with aclosing(self._attempt(journey)) as chunks:
-                    async for batch in chunks:
-                        yield batch
+                async with aclosing(self._inner.generate(state.next_request())) as batches:
+                    while not state.is_finished:
+                        yield await state.next_batch(batches)
             except (UnavailableError, OverloadedError) as error:
-                pause_s = journey.pause_before_next_attempt_s(error)
-                num_committed = len(journey.committed)
-                logger.warning(
-                    "%s: %s Asking again in %.2f s, %d tokens on.", request.request_id, error, pause_s, num_committed
-                )
-                self._on_move()
-                await asyncio.sleep(pause_s)
+                await self._pause(state, error)
 
-    async def _attempt(self, journey: _Journey) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """One pair's part of the stream."""
-        async with aclosing(self._inner.generate(journey.next_request())) as chunks:
-            timeout_s = self._limits.first_token_timeout_s
-            while not journey.is_finished:
-                batch = await _next_batch(chunks, timeout_s)
-                _refuse_early_end(batch)
-                timeout_s = self._limits.inter_token_timeout_s
-                journey.record(batch)
-                yield batch
+    async def _pause(self, state: MigrationState, error: ServingError) -> None:
+        """Wait until the next attempt is due. Raises `error` if there is to be none."""
+        pause_s = state.pause_before_next_attempt_s(error)
+        num_committed = len(state.committed)
+        logger.warning("%s: %s Asking again in %.2f s, %d tokens on.", state.request_id, error, pause_s, num_committed)
+        self._on_move()
+        await asyncio.sleep(pause_s)
 
 
-class _Journey:
-    """One sequence on its way: what is committed, and how much patience is left."""
+class MigrationState:
+    """One sequence across its pairs: the committed tokens, and the attempts and time that are left to go on."""
 
     def __init__(self, request: GenerateRequest, limits: IngressLimits) -> None:
         self._request = request
@@ -82,20 +73,17 @@ class _Journey:
         self._broken_since_s: float | None = None
         self._num_attempts = 0
         self._was_accepted = False
+        self._silence_s = 0.0  # the longest wait for the next batch
         self.committed = list(request.output_token_ids)
         self.is_finished = False
 
-    def record(self, batch: Sequence[TokenChunk]) -> None:
-        """Remember what has been committed; any progress restores the patience."""
-        for chunk in batch:
-            self.committed.extend(chunk.token_ids)
-            self.is_finished |= chunk.finish_reason is not None
-        self._was_accepted = True
-        self._broken_since_s = None
-        self._num_attempts = 0
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
 
     def next_request(self) -> GenerateRequest:
-        """The request for the next pair: the same, from the committed tokens on, within what is left of its time."""
+        """Return the request for the next pair: the same, from the committed tokens on, within the time left of it."""
+        self._silence_s = self._limits.first_token_timeout_s
         timeout_s = self._request.timeout_s
         if timeout_s is not None:
             timeout_s -= time.monotonic() - self._started_s
@@ -104,12 +92,40 @@ class _Journey:
                     f"timeout_s, {self._request.timeout_s}, passed before the answer was complete."
                 )
         sampling = self._request.sampling
-        if self.committed:  # the first chunk has come, and with it what was wanted of the prompt
+        if self.committed:  # the first chunk has come, and with it the logprobs of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)
         return replace(self._request, output_token_ids=tuple(self.committed), timeout_s=timeout_s, sampling=sampling)
 
+    async def next_batch(self, batches: AsyncGenerator[Sequence[TokenChunk], None]) -> Sequence[TokenChunk]:
+        """Read and record the pair's next batch.
+
+        Raises:
+            UnavailableError: the pair was silent for too long, ended its stream, or gave the sequence up.
+            DeadlineExceededError: the request's time is over.
+        """
+        try:
+            async with asyncio.timeout(self._silence_s):
+                batch = await anext(batches)
+        except StopAsyncIteration:
+            raise UnavailableError("The pair ended its stream before the answer was complete.") from None
+        except TimeoutError:
+            raise UnavailableError(f"The pair has been silent for {self._silence_s} s.") from None
+        _refuse_early_end(batch)
+        self._record(batch)
+        return batch
+
+    def _record(self, batch: Sequence[TokenChunk]) -> None:
+        """Keep the committed tokens; any progress restores the attempts and the time of a migration."""
+        for chunk in batch:
+            self.committed.extend(chunk.token_ids)
+            self.is_finished |= chunk.finish_reason is not None
+        self._silence_s = self._limits.inter_token_timeout_s
+        self._was_accepted = True
+        self._broken_since_s = None
+        self._num_attempts = 0
+
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
-        """Seconds until the next attempt. Raises `error` if there is to be none."""
+        """Return the seconds until the next attempt. Raises `error` if there is to be none."""
         if isinstance(error, OverloadedError) and not self._was_accepted and self._num_attempts == 0:
             raise error
         now_s = time.monotonic()
@@ -119,23 +135,13 @@ class _Journey:
         is_late = now_s - self._broken_since_s > self._limits.migration_deadline_s
         if is_late or self._num_attempts > self._limits.max_migrations:
             raise error
-        return min(_FIRST_PAUSE_S * 2 ** (self._num_attempts - 1), _LONGEST_PAUSE_S)
+        return min(_FIRST_PAUSE_S * 2.0 ** (self._num_attempts - 1), _LONGEST_PAUSE_S)
 
 
 def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:
-    """Nothing of a batch that says so is committed: the pair gave the sequence up, or its time is over."""
+    """Raise if the pair gave the sequence up or its time is over: nothing of such a batch is committed."""
     reasons = {chunk.finish_reason for chunk in batch}
     if FinishReason.ABORT in reasons:
         raise UnavailableError("The pair gave the sequence up.")
     if FinishReason.TIMEOUT in reasons:
         raise DeadlineExceededError("The request's time-out passed before the answer was complete.")
-
-
-async def _next_batch(chunks: AsyncGenerator[Sequence[TokenChunk], None], timeout_s: float) -> Sequence[TokenChunk]:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(chunks)
-    except StopAsyncIteration:
-        raise UnavailableError("The pair ended its stream before the answer was complete.") from None
-    except TimeoutError:
-        raise UnavailableError(f"The pair has been silent for {timeout_s} s.") from None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
-from typing import cast
+from typing import Any, cast
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -36,10 +36,10 @@ class ServeBackend:
 
     def __init__(
         self,
-        handle: DeploymentHandle,
+        handle: DeploymentHandle[Any],
         routing: RequestRouting,
         is_deleted: Callable[[], Awaitable[bool]],
-        prefill: DeploymentHandle | None = None,
+        prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
         self._handle = handle
         self._prefill = prefill
@@ -53,7 +53,7 @@ class ServeBackend:
         call = self._routing.open(request)
         # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
         # id Serve's router serves only the first.
-        stream = cast(DeploymentResponseGenerator, Context().run(self._generate.remote, call))
+        stream = cast("DeploymentResponseGenerator[Any]", Context().run(self._generate.remote, call))
         is_accepted = is_finished = False
         try:
             batch = _batch_of(await self._first(call, stream))
@@ -72,14 +72,15 @@ class ServeBackend:
                 self._routing.refused(call)
             await _end(stream, is_finished)
 
-    async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator) -> TokenChunk | list[TokenChunk]:
+    async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator[Any]) -> TokenChunk | list[TokenChunk]:
         """The first item. Serve waits for a replica that may take the request, be there one or not."""
         first = asyncio.ensure_future(anext(stream))
         try:
             while not (await asyncio.wait({first}, timeout=_PATIENCE_S))[0]:
                 if not call.is_taken and await self._is_deleted():
                     raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
-            return first.result()
+            item: TokenChunk | list[TokenChunk] = first.result()
+            return item
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)  # whatever it says now, nobody wants to know
@@ -124,12 +125,12 @@ def _has_end(batch: list[TokenChunk]) -> bool:
     return any(chunk.finish_reason is not None for chunk in batch)
 
 
-async def _metrics_of(handle: DeploymentHandle) -> list[str | BaseException]:
+async def _metrics_of(handle: DeploymentHandle[Any]) -> list[str | BaseException]:
     results: list[str | BaseException] = await handle.broadcast("metrics_text").results_async(return_exceptions=True)
     return list(results)
 
 
-async def _end(stream: DeploymentResponseGenerator, is_finished: bool) -> None:
+async def _end(stream: DeploymentResponseGenerator[Any], is_finished: bool) -> None:
     """Read a finished stream's end, so that Serve counts it as done; cancel any other."""
     if is_finished:
         with suppress(Exception):
@@ -137,11 +138,11 @@ async def _end(stream: DeploymentResponseGenerator, is_finished: bool) -> None:
                 async for _ in stream:
                     pass
                 return
-    stream.cancel()
+    stream.cancel()  # type: ignore[no-untyped-call]  # Ray's
 
 
 def _in_our_words(error: BaseException) -> BaseException:
-    """What the caller should see of an error that came through Serve."""
+    """Return the caller's view of an error that came through Serve."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ServingError):
         return cause
@@ -150,19 +151,28 @@ def _in_our_words(error: BaseException) -> BaseException:
             "All pairs are busy and their queues are full; try again later.",
             retry_after_s=cause.retry_after_s or _RETRY_AFTER_S,
         )
-    if isinstance(cause, StopAsyncIteration):
-        return UnavailableError("The pair that took this request said nothing.", retry_after_s=_RETRY_AFTER_S)
-    if isinstance(cause, RayActorError | DeploymentUnavailableError):
-        return UnavailableError("The pair that served this request is gone.", retry_after_s=_RETRY_AFTER_S)
-    if isinstance(cause, RequestCancelledError | asyncio.CancelledError) and not _is_caller_cancelled():
-        return UnavailableError("The pair that served this request gave it up.", retry_after_s=_RETRY_AFTER_S)
+    if (loss := _loss(cause)) is not None:
+        return UnavailableError(loss, retry_after_s=_RETRY_AFTER_S)
     if isinstance(cause, asyncio.CancelledError):
         return cause
     logger.error("a pair failed", exc_info=error)
     return EngineError(f"The engine failed: {cause}")
 
 
+def _loss(cause: BaseException) -> str | None:
+    """Return how the pair was lost; None for an error of another kind."""
+    match cause:
+        case StopAsyncIteration():
+            return "The pair that took this request said nothing."
+        case RayActorError() | DeploymentUnavailableError():
+            return "The pair that served this request is gone."
+        case RequestCancelledError() | asyncio.CancelledError() if not _is_caller_cancelled():
+            return "The pair that served this request gave it up."
+        case _:
+            return None
+
+
 def _is_caller_cancelled() -> bool:
-    """Whether the cancellation is ours, not the pair's: Serve reports both as `CancelledError`."""
+    """True if the cancellation is the caller's, not the pair's: Serve reports both as `CancelledError`."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,36 +1,37 @@
-"""Several streams read as one, each item as soon as it is there."""
+"""Streams that can be closed, and several of them read as one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
 
 _MAX_PENDING = 64  # a client that reads slowly holds the streams back, not the memory
 
 
-async def fan_in(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yields the items of all streams as they come. The first error ends all of them; closing closes all of them."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield item
-        return
+class Stream(AsyncIterable[Item_co], Protocol[Item_co]):
+    """An asynchronous iterable that can be closed early, as async generators can."""
+
+    async def aclose(self) -> None: ...
+
+
+async def fan_in(streams: Sequence[Stream[Item]]) -> AsyncGenerator[Item, None]:
+    """Yield the items of all streams as they come. The first error ends all of them; closing closes all of them."""
     queue: asyncio.Queue[Item | _End] = asyncio.Queue(_MAX_PENDING)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    num_open = len(tasks)
     try:
-        num_open = len(tasks)
         while num_open:
             received = await queue.get()
-            if not isinstance(received, _End):
-                yield received
-            elif received.error is not None:
-                raise received.error
-            else:
+            if isinstance(received, _End):
+                received.raise_error()
                 num_open -= 1
+            else:
+                yield received
     finally:
         for task in tasks:
             task.cancel()
@@ -38,18 +39,22 @@ async def fan_in(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
 
 
 class _End:
-    """Says that one stream is over, and why."""
+    """The end of one stream, and the error that ended it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+        self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
-async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | _End]) -> None:
+async def _pump(stream: Stream[Item], queue: asyncio.Queue[Item | _End]) -> None:
     async with aclosing(stream):
         try:
             async for item in stream:
                 await queue.put(item)
-        except Exception as error:  # handed to the reader, who raises it
+        except Exception as error:  # the reader raises it
             await queue.put(_End(error))
         else:
             await queue.put(_End())

@@ -89,7 +89,7 @@ class GenerationService:
                 prompts=tuple(prompts),
                 max_tokens=body.max_tokens,
                 num_logprobs=body.logprobs,
-                does_echo=bool(body.echo),
+                has_echo=bool(body.echo),
                 grammar=body.grammar,
                 prediction_token_ids=await self._prediction(body),
             )

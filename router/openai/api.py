@@ -21,7 +21,7 @@ from router.openai.disconnect import unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import read_body
-from router.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter, event_texts
+from router.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter
 from router.requests.generate_params import check_token_ids
 from router.requests.openai_requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -62,12 +62,12 @@ class OpenAIApi:
         generation = await self._service.chat(body)
         return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
 
-    async def _answer(self, request: Request, generation: Generation, answer: ResponseWriter) -> Response:
+    async def _answer(self, request: Request, generation: Generation, writer: ResponseWriter) -> Response:
         logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
         if generation.fields.stream:
-            return await unless_disconnected(request, start_stream(event_texts(generation, answer)))
+            return await unless_disconnected(request, start_stream(generation, writer))
         choices = await unless_disconnected(request, generation.choices())
-        return _json(answer.whole(choices))
+        return _json(writer.full(choices))
 
     async def models(self) -> Response:
         """The one model served here, as a list."""

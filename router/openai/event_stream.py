@@ -1,67 +1,83 @@
-"""Server-sent events, as OpenAI streams them."""
+"""Server-sent events, as OpenAI streams them: from the deltas of a generation to bytes."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
+from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import EngineError, ServingError
+from router.generation.delta import Delta
+from router.generation.fan_in import Stream
+from router.generation.generation import Generation
 from router.openai.errors import error_object
+from router.openai.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Sends each text of `events` as one event, then `[DONE]`. The generator is closed however the response ends.
-
-    An error inside the stream becomes one last event with OpenAI's error object, without `[DONE]`.
-    """
+    """A response that sends events; `deltas`, which they are made of, are closed however the response ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        self._source = events
-        super().__init__(_encoded(events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, deltas: Stream[Delta], events: AsyncGenerator[bytes, None]) -> None:
+        self._deltas = deltas
+        super().__init__(events, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._source):
+        async with aclosing(self._deltas):
             await super().__call__(scope, receive, send)
 
 
-async def start_stream(events: AsyncGenerator[str, None]) -> EventStream:
-    """A response whose first event is already there, so that an error before it is answered with its own status."""
+async def start_stream(generation: Generation, writer: ResponseWriter) -> EventStream:
+    """Return a response whose first event is there already: an error before it is answered with its own status."""
+    deltas = generation.deltas()
     try:
-        first = await anext(events)
+        first = await _first_chunks(deltas, writer)
     except BaseException:
-        await events.aclose()
+        await deltas.aclose()
         raise
-    return EventStream(_resumed(first, events))
+    return EventStream(deltas, _events(first, deltas, writer))
 
 
-async def _resumed(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event
+async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> list[BaseModel]:
+    async for delta in deltas:
+        if chunks := list(writer.chunks(delta)):
+            return chunks
+    return []
 
 
-async def _encoded(events: AsyncGenerator[str, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    first: Iterable[BaseModel], deltas: Stream[Delta], writer: ResponseWriter
+) -> AsyncGenerator[bytes, None]:
+    """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object instead."""
     try:
-        async for event in events:
-            yield b"data: " + event.encode() + b"\n\n"
+        for chunk in first:
+            yield _event(chunk)
+        async for delta in deltas:
+            for chunk in writer.chunks(delta):
+                yield _event(chunk)
+        for chunk in writer.last_chunks():
+            yield _event(chunk)
         yield _DONE
     except ServingError as error:
         yield _error_event(error)
     except Exception:  # the edge of the process: the client gets a last word, the log the fault
         logger.exception("a stream failed")
         yield _error_event(EngineError("The server failed while it streamed this answer; the fault is ours."))
+
+
+def _event(chunk: BaseModel) -> bytes:
+    return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 def _error_event(error: ServingError) -> bytes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 from openai.types.chat import chat_completion
@@ -36,27 +35,17 @@ OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 class ResponseWriter(Protocol):
     """One endpoint's way to write a generation."""
 
-    def whole(self, choices: Sequence[Delta]) -> BaseModel:
-        """The answer in one body, `choices` being complete."""
+    def full(self, choices: Sequence[Delta]) -> BaseModel:
+        """Return the answer in one body; `choices` are complete."""
         ...
 
     def chunks(self, delta: Delta) -> Iterable[BaseModel]:
-        """The chunks for what one choice gained; none, while there is nothing to show."""
+        """Yield the chunks for what one choice gained; none while there is nothing to show."""
         ...
 
-    def usage_chunk(self) -> BaseModel:
-        """The last chunk, for a client that asked for usage."""
+    def last_chunks(self) -> Iterable[BaseModel]:
+        """Yield what follows the last delta: one chunk with the usage for a client that asked for it."""
         ...
-
-
-async def event_texts(generation: Generation, answer: ResponseWriter) -> AsyncGenerator[str, None]:
-    """Runs the generation and yields the JSON of each chunk."""
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            for chunk in answer.chunks(delta):
-                yield chunk.model_dump_json(exclude_unset=True)
-    if generation.fields.does_include_usage:
-        yield answer.usage_chunk().model_dump_json(exclude_unset=True)
 
 
 class _Format:
@@ -95,15 +84,15 @@ class _Format:
         """The last chunk holds the metrics, unless one with the usage follows it."""
         if delta.finish_reason is not None:
             self._num_open -= 1
-        if self._fields.does_include_usage:
+        if self._fields.has_usage_chunk:
             return self._usage_so_far()
         return self._metrics() if self._num_open == 0 else {}
 
     def _usage_so_far(self) -> dict[str, Any]:
         """`usage` of a chunk before the last: null, for a client that wants it once; absent for one that does not."""
-        if not self._fields.does_include_usage:
+        if not self._fields.has_usage_chunk:
             return {}
-        is_wanted = self._fields.does_include_usage_so_far
+        is_wanted = self._fields.has_running_usage
         return {"usage": usage_object(self._generation.usage) if is_wanted else None}
 
     def _token_ids(self, delta: Delta) -> dict[str, Any]:
@@ -118,15 +107,16 @@ class _Format:
 class CompletionWriter(_Format):
     """`/v1/completions`; whole answers and chunks have the same shape."""
 
-    def whole(self, choices: Sequence[Delta]) -> TextCompletion:
+    def full(self, choices: Sequence[Delta]) -> TextCompletion:
         return self._completion([self._choice(choice) for choice in choices], self._accounts())
 
     def chunks(self, delta: Delta) -> Iterable[TextCompletion]:
         if self._has_news(delta):
             yield self._completion([self._choice(delta)], self._chunk_accounts(delta))
 
-    def usage_chunk(self) -> TextCompletion:
-        return self._completion([], self._accounts())
+    def last_chunks(self) -> Iterable[TextCompletion]:
+        if self._fields.has_usage_chunk:
+            yield self._completion([], self._accounts())
 
     def _completion(self, choices: list[TextChoice], accounts: dict[str, Any]) -> TextCompletion:
         return TextCompletion(object="text_completion", choices=choices, **self._envelope(), **accounts)
@@ -148,10 +138,10 @@ class ChatWriter(_Format):
         super().__init__(generation, tokenizer)
         self._started: set[int] = set()
 
-    def whole(self, choices: Sequence[Delta]) -> Chat:
+    def full(self, choices: Sequence[Delta]) -> Chat:
         return Chat(
             object="chat.completion",
-            choices=[self._whole_choice(choice) for choice in choices],
+            choices=[self._full_choice(choice) for choice in choices],
             **self._envelope(),
             **self._accounts(),
         )
@@ -170,8 +160,9 @@ class ChatWriter(_Format):
                 **self._token_ids(delta),
             )
 
-    def usage_chunk(self) -> ChatChunk:
-        return ChatChunk(object="chat.completion.chunk", choices=[], **self._envelope(), **self._accounts())
+    def last_chunks(self) -> Iterable[ChatChunk]:
+        if self._fields.has_usage_chunk:
+            yield ChatChunk(object="chat.completion.chunk", choices=[], **self._envelope(), **self._accounts())
 
     def _chunk(self, index: int, delta: ChoiceDelta, accounts: dict[str, Any], **choice: Any) -> ChatChunk:
         fields = {"finish_reason": None, "logprobs": None, **choice}
@@ -186,7 +177,7 @@ class ChatWriter(_Format):
         content = chat_logprobs(delta, self._tokenizer)
         return None if content is None else ChoiceLogprobs(content=content, refusal=None)
 
-    def _whole_choice(self, delta: Delta) -> ChatChoice:
+    def _full_choice(self, delta: Delta) -> ChatChoice:
         content = chat_logprobs(delta, self._tokenizer)
         reason = _openai_reason(delta.finish_reason)
         assert reason is not None

@@ -48,7 +48,7 @@ class GenerateParams:
     max_tokens: int | None
     is_chat: bool = False
     num_logprobs: int | None = None
-    does_echo: bool = False
+    has_echo: bool = False
     grammar: Grammar | None = None
     tool_names: frozenset[str] = frozenset()  # tools whose calls are looked for in the answer
     prediction_token_ids: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ def _sampling(
         min_tokens=fields.min_tokens or 0,
         num_logprobs=params.num_logprobs,
         grammar=params.grammar,
-        num_prompt_logprobs=params.num_logprobs if params.does_echo else None,
+        num_prompt_logprobs=params.num_logprobs if params.has_echo else None,
     )
 
 

@@ -145,9 +145,9 @@ class GenerationFields(Constraints):
         return self
 
     @property
-    def does_include_usage(self) -> bool:
+    def has_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def does_include_usage_so_far(self) -> bool:
-        return self.does_include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def has_running_usage(self) -> bool:
+        return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
