@@ -109,5 +109,5 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     keys: bytes
 
 
-ToTarget = Add | Abort | Ping | AskSnapshot
-ToShell = Ready | StepOutput | Refused | Pong | Status | Snapshot
+ShellToTarget = Add | Abort | Ping | AskSnapshot
+TargetToShell = Ready | StepOutput | Refused | Pong | Status | Snapshot

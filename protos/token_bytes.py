@@ -13,25 +13,25 @@ from collections.abc import Callable, Iterator
 
 from tokenizers import Tokenizer as TokenizerCore
 
-Spelling = Callable[[str], bytes]
+TokenBytes = Callable[[str], bytes]
 
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def find_token_bytes(core: TokenizerCore) -> Spelling | None:
+def find_token_bytes(core: TokenizerCore) -> TokenBytes | None:
     """The function from a token's name to its bytes, told from the tokenizer's decoder; None for an unusual decoder."""
     kinds = {}
     for decoder in _decoders(core):
         kinds[decoder["type"]] = decoder
     if "ByteLevel" in kinds:
-        return spell_byte_level
+        return byte_level_bytes
     if "Metaspace" in kinds or _SPACE_MARK in json.dumps(kinds.get("Replace"), ensure_ascii=False):
-        return spell_sentencepiece
+        return sentencepiece_bytes
     return None
 
 
-def spell_byte_level(name: str) -> bytes:
+def byte_level_bytes(name: str) -> bytes:
     """Bytes of a byte-level token; a name with a character that stands for no byte (an added token) is plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in name])
@@ -39,7 +39,7 @@ def spell_byte_level(name: str) -> bytes:
         return name.encode()
 
 
-def spell_sentencepiece(name: str) -> bytes:
+def sentencepiece_bytes(name: str) -> bytes:
     """Bytes of a SentencePiece token: a byte token's byte, or the text with its space marks turned into spaces."""
     if match := _BYTE_TOKEN.fullmatch(name):
         return bytes([int(match[1], 16)])

@@ -20,11 +20,11 @@ from actors.shell_messages import (
     Pong,
     Ready,
     Refused,
+    ShellToTarget,
     Snapshot,
     Status,
     StepOutput,
-    ToShell,
-    ToTarget,
+    TargetToShell,
 )
 from protos.errors import RequestError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard
@@ -63,7 +63,7 @@ class TargetClient:
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
         self._pongs: deque[asyncio.Future[Pong]] = deque()
-        self._codec: FrameCodec[ToShell] = FrameCodec(ToShell)
+        self._codec: FrameCodec[TargetToShell] = FrameCodec(TargetToShell)
         self._task = asyncio.create_task(self._stay_connected(), name="target-client")
 
     @property
@@ -130,7 +130,7 @@ class TargetClient:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    def _send(self, message: ToTarget) -> None:
+    def _send(self, message: ShellToTarget) -> None:
         assert self._writer is not None, "connected"
         self._writer.write(self._codec.encode(message))
 
@@ -147,13 +147,13 @@ class TargetClient:
             await asyncio.sleep(_RECONNECT_INTERVAL_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        self._codec = FrameCodec(ToShell)
+        self._codec = FrameCodec(TargetToShell)
         while data := await reader.read(_READ_BYTES):
             for message in self._codec.feed(data):
                 self._handle(message)
         raise ConnectionLostError("the target closed the connection")
 
-    def _handle(self, message: ToShell) -> None:
+    def _handle(self, message: TargetToShell) -> None:
         match message:
             case StepOutput():
                 self._deliver(message)

@@ -15,10 +15,10 @@ from actors.shell_messages import (
     Pong,
     Ready,
     Refused,
+    ShellToTarget,
     Snapshot,
     Status,
     StepOutput,
-    ToTarget,
 )
 from protos.messages import ModelCard
 
@@ -39,13 +39,13 @@ class ShellServer:
         self._card = card
         self._draft_stats = draft_stats
         self._epoch = time.time_ns()
-        self._connection: FrameConnection[ToTarget] | None = None
+        self._connection: FrameConnection[ShellToTarget] | None = None
         self._is_closing = threading.Event()
 
     def run(self, loop: EngineLoop) -> None:
         """Accept and serve shells until `close`."""
         while not self._is_closing.is_set():
-            connection = self._listener.accept(ToTarget, _POLL_S)
+            connection = self._listener.accept(ShellToTarget, _POLL_S)
             if connection is not None:
                 self._serve(connection, loop)
         self._listener.close()
@@ -64,7 +64,7 @@ class ShellServer:
         """Make `run` return within half a second."""
         self._is_closing.set()
 
-    def _serve(self, connection: FrameConnection[ToTarget], loop: EngineLoop) -> None:
+    def _serve(self, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         try:
             connection.send(Ready(self._card, self._epoch), _SEND_TIMEOUT_S)
             self._connection = connection
@@ -78,7 +78,7 @@ class ShellServer:
             connection.close()
             loop.submit(AbortAll())
 
-    def _handle(self, message: ToTarget, connection: FrameConnection[ToTarget], loop: EngineLoop) -> None:
+    def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         if isinstance(message, Ping):
             connection.send(Pong(loop.step_age_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
         else:

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="per round at the ingress")
     parser.add_argument("--rounds", type=int, default=3, help="per router at the ingress")
     options = parser.parse_args()
-    print(f"naming the blocks of {PROMPT_TOKENS} tokens: {_naming_s() * 1000:.2f} ms")
+    print(f"block keys of {PROMPT_TOKENS} tokens: {_keys_s() * 1000:.2f} ms")
     cluster = LocalCluster()
     try:
         cluster.start(num_cpus=4)
@@ -91,13 +91,13 @@ def main() -> None:
         cluster.stop()
 
 
-def _naming_s() -> float:
-    names = PromptKeys()
-    names.learn(CARD)
+def _keys_s() -> float:
+    prompt_keys = PromptKeys()
+    prompt_keys.learn(CARD)
     requests = [GenerateRequest(str(number), prompt(number)) for number in range(NUM_PROMPTS)]
     started_s = time.process_time()
     for request in requests:
-        names.keys_of(request)
+        prompt_keys.keys_of(request)
     return (time.process_time() - started_s) / NUM_PROMPTS
 
 
@@ -122,10 +122,10 @@ async def _print_choices(num_workers: int, num_choices: int, reports_per_s: floa
 
 
 def _calls() -> Iterator[RoutedCall]:
-    names = PromptKeys()
-    names.learn(CARD)
+    prompt_keys = PromptKeys()
+    prompt_keys.learn(CARD)
     requests = [GenerateRequest("", prompt(number)) for number in range(NUM_PROMPTS)]
-    keys = [names.keys_of(request) for request in requests]
+    keys = [prompt_keys.keys_of(request) for request in requests]
     for number in itertools.count():
         request = GenerateRequest(str(number), requests[number % NUM_PROMPTS].prompt_token_ids)
         yield RoutedCall(request, keys[number % NUM_PROMPTS])

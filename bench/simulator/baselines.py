@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from router.routing.load import FleetLoad
-from router.routing.policy import CostConfig, Decision, Policy, RouteQuery, cost_terms, rank, shuffle
+from router.routing.policy import CostConfig, Decision, Policy, PolicyInput, cost_terms, rank, shuffle
 from router.routing.selector import Ranker
 
 _CONFIG = CostConfig()
@@ -23,19 +23,19 @@ class SimulatedPolicy:
     uses_index: bool
 
 
-def power_of_two(query: RouteQuery, fleet: FleetLoad) -> Decision:
+def power_of_two(request: PolicyInput, fleet: FleetLoad) -> Decision:
     """Ray Serve's default: of two workers drawn at random the one with fewer requests, waiting and running."""
-    order = np.argsort(shuffle(query.seed, fleet))
+    order = np.argsort(shuffle(request.seed, fleet))
     if len(order) > 1 and fleet.num_requests[order[1]] < fleet.num_requests[order[0]]:
         order[[0, 1]] = order[[1, 0]]
-    return Decision("p2c", query, fleet, cost_terms(query, fleet, _CONFIG), order)
+    return Decision("p2c", request, fleet, cost_terms(request, fleet, _CONFIG), order)
 
 
-def longest_prefix(query: RouteQuery, fleet: FleetLoad) -> Decision:
+def longest_prefix(request: PolicyInput, fleet: FleetLoad) -> Decision:
     """The worker that holds most of the prompt, however busy; equals at random."""
-    terms = cost_terms(query, fleet, _CONFIG)
-    order = np.lexsort((shuffle(query.seed, fleet), -terms.cached_tokens))
-    return Decision("longest_prefix", query, fleet, terms, order)
+    terms = cost_terms(request, fleet, _CONFIG)
+    order = np.lexsort((shuffle(request.seed, fleet), -terms.cached_tokens))
+    return Decision("longest_prefix", request, fleet, terms, order)
 
 
 def _ours(name: str, policy: Policy) -> SimulatedPolicy:

@@ -214,7 +214,7 @@ class _SessionOrder:
 
 def route_outcome(decision: Decision, achieved_blocks: int) -> RouteOutcome:
     """A decision and what came of it, in the audit's terms."""
-    block_size = decision.query.block_size
+    block_size = decision.request.block_size
     best = decision.ranked(1)[0]
     others_s = np.delete(decision.terms.total_s, decision.order[0])
     return RouteOutcome(

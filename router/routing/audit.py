@@ -1,4 +1,4 @@
-"""Was the routing any good: reuse achieved against reuse that was there, counted per request after the fact.
+"""The quality of routing: reuse achieved against reuse that was possible, counted per request afterwards.
 
 Achievable is the most that any live worker held when the request was routed, so `achieved / achievable` shows what load
 balancing gave up and what stale knowledge lost.
@@ -13,7 +13,7 @@ _MIN_REQUESTS_FOR_ALARM = 20
 
 @dataclass(frozen=True, slots=True)
 class RouteOutcome:
-    """One routed request: what the router expected, and what the engine found.
+    """One routed request: the router's expectation, and the engine's finding.
 
     Attributes:
         predicted_blocks: leading blocks the index gave for the chosen worker.
@@ -33,18 +33,18 @@ class RouteOutcome:
 
     @property
     def is_stale(self) -> bool:
-        """The index promised blocks that the engine no longer had."""
+        """True if the index promised blocks that the engine no longer had."""
         return self.achieved_blocks < self.predicted_blocks
 
     @property
     def is_misroute(self) -> bool:
-        """Had the router known what the engine held, another worker would have been cheaper."""
+        """True if another worker would have been cheaper, had the router known the engine's blocks."""
         lost_s = (self.predicted_blocks - self.achieved_blocks) * self.block_prefill_s
         return self.is_stale and self.cost_s + lost_s > self.runner_up_cost_s
 
     @property
     def is_unforeseen(self) -> bool:
-        """The engine hit where the router thought every block cold."""
+        """True if the engine hit where the router thought every block cold."""
         return self.predicted_blocks == 0 < self.achieved_blocks
 
 
@@ -68,16 +68,13 @@ class RouteAudit:
 
     @property
     def efficiency(self) -> float:
-        """Achieved over achievable blocks; 1 where nothing was achievable.
-
-        Above 1 when engines hit more than was known.
-        """
+        """Achieved over achievable blocks; 1 where there were none, above 1 where engines hit more than was known."""
         return self.num_achieved_blocks / self.num_achievable_blocks if self.num_achievable_blocks else 1.0
 
     @property
     def is_blind(self) -> bool:
-        """Engines hit again and again what the router thinks cold, and never what it predicts.
+        """True if engines keep hitting what the router thinks cold, and never what it predicts.
 
-        The two name blocks differently.
+        Their block keys differ then.
         """
         return self.num_unforeseen_hits >= _MIN_REQUESTS_FOR_ALARM and self.num_expected_hits == 0

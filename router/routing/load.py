@@ -1,4 +1,4 @@
-"""How much work stands before a new request on each worker: what it said, plus what was sent since, minus what it did.
+"""The work that stands before a new request on each worker: its last signal, plus work sent since, minus work done.
 
 A load signal is old when it arrives. Between signals a worker's backlog is carried forward by its own measured rate:
 
@@ -39,8 +39,10 @@ _ROW = np.dtype(
 class FleetLoad:
     """The candidates' loads at one moment; every array is [W], in the order of `worker_ids`.
 
-    `rows` finds a worker's place in them.
-    `backlog_tokens` are uncached prompt tokens that stand before a new request; `prefill_tokens_per_s` is never 0.
+    Attributes:
+        rows: index of each worker in the arrays.
+        backlog_tokens: uncached prompt tokens that stand before a new request.
+        prefill_tokens_per_s: never 0.
     """
 
     worker_ids: tuple[str, ...]
@@ -59,7 +61,7 @@ class FleetLoad:
 
 @dataclass(frozen=True, slots=True)
 class SentWork:
-    """A request just sent to a worker, as the router estimates it."""
+    """The router's estimate of the work of a request just sent to a worker."""
 
     request_id: str
     uncached_tokens: int
@@ -68,15 +70,15 @@ class SentWork:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """Where the rows of one set of candidates are in the table."""
+    """The table rows of one set of candidates."""
 
     worker_ids: tuple[str, ...]
-    places: dict[str, int]  # in worker_ids
+    rows: dict[str, int]  # worker id -> index in worker_ids
     table_rows: NDArray[np.intp]  # [W]
 
 
 class LoadTable:
-    """The latest word of every worker, corrected by what this router has sent since.
+    """The latest signal of every worker, corrected by the work that this router has sent since.
 
     Args:
         transit_s: how long a request may be under way. One sent less than this before a signal was measured still
@@ -95,7 +97,7 @@ class LoadTable:
         self._last_gather: _Gather | None = None
 
     def update(self, load: WorkerLoad) -> None:
-        """Take a signal in; one that is older than the last, or of an older epoch, changes nothing."""
+        """Take in a signal; one that is older than the last, or of an older epoch, changes nothing."""
         last = self._signals.get(load.worker_id)
         if last and (load.epoch, load.measured_at_s) < (last.epoch, last.measured_at_s):
             return
@@ -107,19 +109,19 @@ class LoadTable:
         self._rebuild(load, sent)
 
     def sent(self, worker_id: str, work: SentWork) -> None:
-        """Put a request's work on a worker until a signal measured after `work.sent_at_s` replaces the estimate."""
+        """Add a request's work to a worker until a signal measured after `work.sent_at_s` replaces the estimate."""
         self._sent.setdefault(worker_id, []).append(work)
         self._add(self._row(worker_id), work)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """Take back a request that the worker refused or never got; unknown ones are ignored."""
+        """Remove a request that the worker refused or never got; unknown ones are ignored."""
         sent = self._sent.get(worker_id, [])
         kept = [work for work in sent if work.request_id != request_id]
         signal = self._signals.get(worker_id)
         if len(kept) == len(sent):
             return
         sent[:] = kept
-        self._rebuild(signal or _silent(worker_id), kept)
+        self._rebuild(signal or _idle_load(worker_id), kept)
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that is gone; unknown workers are ignored."""
@@ -131,14 +133,17 @@ class LoadTable:
         self._last_gather = None
 
     def view(self, worker_ids: Sequence[str], now_s: float) -> FleetLoad:
-        """The loads of these workers at `now_s`; a worker that never spoke is idle, at the mean rate of the others."""
+        """Return the loads of these workers at `now_s`.
+
+        A worker without a signal counts as idle, at the mean rate of the others.
+        """
         gather = self._gather(tuple(worker_ids))
         rows = self._table[gather.table_rows]  # [W], a copy
         rates = self._rates(rows)
         drained = self._speed(rates, rows) * np.maximum(now_s - rows["as_of_s"], 0.0)
         return FleetLoad(
             worker_ids=gather.worker_ids,
-            rows=gather.places,
+            rows=gather.rows,
             backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
             num_requests=rows["num_requests"],
             decode_tokens=rows["decode_tokens"],
@@ -183,15 +188,16 @@ class LoadTable:
 
     @staticmethod
     def _speed(rates: FloatArray, rows: NDArray[np.void]) -> FloatArray:
-        """Tokens of prefill per second while the worker also decodes."""
-        return rates / (1.0 + rows["decode_slowdown"] * rows["decode_tokens"])
+        """Return the tokens of prefill per second while the worker also decodes."""
+        speed: FloatArray = rates / (1.0 + rows["decode_slowdown"] * rows["decode_tokens"])
+        return speed
 
     def _gather(self, worker_ids: tuple[str, ...]) -> _Gather:
-        """Where these workers are, remembered for the next request: the candidates seldom change."""
+        """Find the rows of these workers; the last result is kept, since candidates seldom change."""
         if self._last_gather is None or self._last_gather.worker_ids != worker_ids:
             table_rows = np.array([self._row(worker_id) for worker_id in worker_ids], dtype=np.intp)
-            places = {worker_id: place for place, worker_id in enumerate(worker_ids)}
-            self._last_gather = _Gather(worker_ids, places, table_rows)
+            rows = {worker_id: row for row, worker_id in enumerate(worker_ids)}
+            self._last_gather = _Gather(worker_ids, rows, table_rows)
         return self._last_gather
 
     def _row(self, worker_id: str) -> int:
@@ -205,8 +211,8 @@ class LoadTable:
         return row
 
 
-def _silent(worker_id: str) -> WorkerLoad:
-    """The load of a worker that has not spoken yet."""
+def _idle_load(worker_id: str) -> WorkerLoad:
+    """Return the load of a worker without a signal."""
     return WorkerLoad(worker_id, 0, 0.0, 0, 0, 0, 0)
 
 

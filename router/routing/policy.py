@@ -1,14 +1,14 @@
-"""Which worker should serve a request: the cost of each in seconds, and the order that follows from it.
+"""The choice of a worker for a request: the cost of each in seconds, and the order that follows from it.
 
     cost(worker) = queue + prefill + interference + others
     queue        = backlog tokens / prefill rate                   work that stands before the request
     prefill      = uncached tokens / prefill rate                  its own prompt, less the blocks the worker holds
     interference = (queue + prefill) * slowdown * decode tokens    what running streams take from prefill
-    others       = prefill * weight * share of workers with work   what this prefill costs those who come after
+    others       = prefill * weight * share of workers with work   what this prefill costs later requests
 
 The first three are the predicted seconds to the first token. Without the fourth every request would look after itself
 alone: it would leave its prefix to save a moment, and compute again what all the others then wait for. Where every
-other worker is idle nobody waits, and the term is nothing.
+other worker is idle no request waits, and the term is nothing.
 
 Pure functions of their arguments: no clock, no state, no side effect; the simulator and the serving router call the
 same ones. Everything is an array over workers [W], so a decision over a thousand workers costs little more than one
@@ -32,7 +32,7 @@ _SPEED_STEP = np.log(1.05)  # decode speeds within 5% count as equal
 
 
 class Policy(StrEnum):
-    """How workers are ordered."""
+    """The order of the workers."""
 
     PREFIX = "prefix"  # by the whole cost
     LOAD = "load"  # by the cost with every cache taken as empty: least work
@@ -41,14 +41,14 @@ class Policy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RouteQuery:
-    """What a policy may know of a request.
+class PolicyInput:
+    """All that a policy knows of a request.
 
     Attributes:
         prefix_blocks: leading blocks that each worker holds (`PrefixIndex.matches`); empty where there is no answer.
-        seed: keys the shuffle of equals; equal seeds give equal decisions in every process.
+        seed: keys the shuffle of equal workers; equal seeds give equal decisions in every process.
         turn: the request's ordinal number, for `round_robin`.
-        last_worker_id: the worker of the session's last request; decides only among equals.
+        last_worker_id: the worker of the session's last request; decides only among equal workers.
     """
 
     num_tokens: int
@@ -97,7 +97,7 @@ class CostTerms:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """One worker's share of a decision."""
+    """One worker's numbers in a decision."""
 
     worker_id: str
     cached_tokens: int
@@ -110,7 +110,7 @@ class Decision:
     """A ranking of the candidates, best first, and the numbers behind it; `order` indexes `fleet.worker_ids`."""
 
     policy: str
-    query: RouteQuery
+    request: PolicyInput
     fleet: FleetLoad
     terms: CostTerms
     order: IntArray  # [W]
@@ -118,14 +118,14 @@ class Decision:
     @property
     def worker_id(self) -> str:
         """The chosen worker."""
-        return self.fleet.worker_ids[self.order[0]]
+        return self.fleet.worker_ids[int(self.order[0])]
 
     def ranked(self, limit: int | None = None) -> list[WorkerCost]:
-        """The best `limit` workers (all by default), best first."""
+        """Return the best `limit` workers (all by default), best first."""
         return [self._cost(int(row)) for row in self.order[:limit]]
 
     def explain(self, limit: int = 3) -> str:
-        """The formula with its numbers for the best `limit` workers, one line for the debug log."""
+        """Write the formula with its numbers for the best `limit` workers, as one line for the debug log."""
         return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:limit])
 
     def _cost(self, row: int) -> WorkerCost:
@@ -139,106 +139,103 @@ class Decision:
     def _formula(self, row: int) -> str:
         fleet, terms = self.fleet, self.terms
         rate = fleet.prefill_tokens_per_s[row]
-        uncached = self.query.num_tokens - terms.cached_tokens[row]
+        uncached = self.request.num_tokens - terms.cached_tokens[row]
         return (
             f"{fleet.worker_ids[row]} {terms.total_s[row]:.4f} s"
             f" = queue {fleet.backlog_tokens[row]:.0f}/{rate:.0f}"
-            f" + prefill ({self.query.num_tokens}-{terms.cached_tokens[row]:.0f}={uncached:.0f})/{rate:.0f}"
+            f" + prefill ({self.request.num_tokens}-{terms.cached_tokens[row]:.0f}={uncached:.0f})/{rate:.0f}"
             f" + interference {terms.interference_s[row]:.4f} ({fleet.decode_tokens[row]:.0f} decode tokens)"
             f" + others {terms.others_s[row]:.4f}"
         )
 
 
-def rank(policy: Policy, query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> Decision:
+def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Decision:
     """Order the workers of `fleet` (at least one) for a request.
 
     The terms always hold the full cost, prefix hits included, whichever policy orders; so a decision of any policy can
     be compared with what `prefix` would have paid.
     """
     assert len(fleet) > 0
-    terms = cost_terms(query, fleet, config)
-    order = _ORDERS[policy](query, fleet, terms, config)
-    return Decision(policy, query, fleet, terms, order)
+    terms = cost_terms(request, fleet, config)
+    order = _ORDERS[policy](request, fleet, terms, config)
+    return Decision(policy, request, fleet, terms, order)
 
 
-def cost_terms(query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> CostTerms:
-    """The cost of the request on every worker.
+def cost_terms(request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> CostTerms:
+    """Compute the cost of the request on every worker.
 
     At least one token is always computed: the last one's logits give the first token of the answer.
     """
-    cached = cached_tokens(query, fleet)
+    cached = cached_tokens(request, fleet)
     queue_s = fleet.backlog_tokens / fleet.prefill_tokens_per_s
-    prefill_s = (query.num_tokens - cached) / fleet.prefill_tokens_per_s
+    prefill_s = (request.num_tokens - cached) / fleet.prefill_tokens_per_s
     interference_s = (queue_s + prefill_s) * fleet.decode_slowdown * fleet.decode_tokens
     others_s = prefill_s * (config.others_weight * float(np.mean(fleet.backlog_tokens > 0)))
     return CostTerms(cached, queue_s, prefill_s, interference_s, others_s)
 
 
-def cached_tokens(query: RouteQuery, fleet: FleetLoad) -> FloatArray:
-    """Prompt tokens that each worker need not compute: [W], whole blocks, never the last token."""
+def cached_tokens(request: PolicyInput, fleet: FleetLoad) -> FloatArray:
+    """Count the prompt tokens that each worker need not compute: [W], whole blocks, never the last token."""
     tokens = np.zeros(len(fleet))
-    hits = query.prefix_blocks
-    most = max(query.num_tokens - 1, 0) // query.block_size
+    hits = request.prefix_blocks
+    max_blocks = max(request.num_tokens - 1, 0) // request.block_size
     rows = np.fromiter((fleet.rows.get(worker_id, -1) for worker_id in hits), np.intp, len(hits))
     blocks = np.fromiter(hits.values(), np.float64, len(hits))
     is_candidate = rows >= 0
-    tokens[rows[is_candidate]] = np.minimum(blocks[is_candidate], most) * query.block_size
+    tokens[rows[is_candidate]] = np.minimum(blocks[is_candidate], max_blocks) * request.block_size
     return tokens
 
 
 def shuffle(seed: int, fleet: FleetLoad) -> NDArray[np.uint64]:
-    """A number per worker [W] that orders equals at random, as a function of `seed` and the worker's name alone."""
+    """Draw a number per worker [W] that orders equal ones at random; a function of `seed` and the worker's id alone."""
     with np.errstate(over="ignore"):
         mixed = fleet.hashes ^ _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
         return _mix(mixed)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _by_cost(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    return _order_by(terms.total_s, query, fleet, config)
+def _by_cost(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return _order_by(terms.total_s, request, fleet, config)
 
 
-def _by_load(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    blind = cost_terms(replace(query, prefix_blocks={}), fleet, config)
-    return _order_by(blind.total_s, query, fleet, config)
+def _by_load(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    blind = cost_terms(replace(request, prefix_blocks={}), fleet, config)
+    return _order_by(blind.total_s, request, fleet, config)
 
 
-def _in_turn(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    return (np.arange(len(fleet)) + query.turn) % len(fleet)
+def _in_turn(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return (np.arange(len(fleet)) + request.turn) % len(fleet)
 
 
-def _at_random(query: RouteQuery, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    return np.argsort(shuffle(query.seed, fleet))
+def _at_random(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
+    return np.argsort(shuffle(request.seed, fleet))
 
 
-def _order_by(cost_s: FloatArray, query: RouteQuery, fleet: FleetLoad, config: CostConfig) -> IntArray:
-    """Lowest cost first.
-
-    Those within a tie of the lowest by decode speed, then the session's last worker, then at random.
-    """
+def _order_by(cost_s: FloatArray, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> IntArray:
+    """Order by cost, the lowest first; those that tie with it by decode speed, then session, then at random."""
     is_tied = cost_s <= cost_s.min() * (1.0 + config.tie_fraction) + config.tie_s
     tied, others = np.flatnonzero(is_tied), np.flatnonzero(~is_tied)
-    is_elsewhere = tied != fleet.rows.get(query.last_worker_id or "", -1)
-    first = np.lexsort((shuffle(query.seed, fleet)[tied], is_elsewhere, -_speed_class(fleet.decode_tokens_per_s[tied])))
+    is_elsewhere = tied != fleet.rows.get(request.last_worker_id or "", -1)
+    first = np.lexsort(
+        (shuffle(request.seed, fleet)[tied], is_elsewhere, -_speed_class(fleet.decode_tokens_per_s[tied]))
+    )
     return np.concatenate([tied[first], others[np.argsort(cost_s[others])]])
 
 
 def _speed_class(decode_tokens_per_s: FloatArray) -> FloatArray:
-    """Decode speed in steps of 5%.
-
-    What speculation gains on a worker, accepted drafts included, decides among equals.
-    """
-    return np.round(np.log(np.maximum(decode_tokens_per_s, 1e-3)) / _SPEED_STEP)
+    """Round decode speeds to steps of 5%; accepted drafts count, so the gain of speculation decides among ties."""
+    speed_class: FloatArray = np.round(np.log(np.maximum(decode_tokens_per_s, 1e-3)) / _SPEED_STEP)
+    return speed_class
 
 
-_Order = Callable[[RouteQuery, FleetLoad, CostTerms, CostConfig], IntArray]
+_Order = Callable[[PolicyInput, FleetLoad, CostTerms, CostConfig], IntArray]
 
 _ORDERS: dict[Policy, _Order] = {
     Policy.PREFIX: _by_cost,

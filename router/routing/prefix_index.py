@@ -1,4 +1,4 @@
-"""Which workers hold which blocks: the router's picture of every prefix cache, built from their events.
+"""The blocks that each worker holds: the router's picture of every prefix cache, built from their deltas.
 
     block key      bits of the workers that hold it          a prompt's keys, first to last
     k0        ->   1 1 1                                     k0: all three hold it
@@ -21,13 +21,13 @@ import numpy as np
 from protos.block_keys import BlockKey, split_keys
 from protos.cache_delta import CacheDelta
 
-_UNKNOWN_EPOCH = -1  # of a worker that was sent a request before it said anything
-_MANY_BITS = 24  # from here on numpy finds them sooner than a loop
-_EVICT_FRACTION = 1 / 16  # evicting a share of a full view at once keeps the cost per block constant
+_UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
+_MANY_BITS = 24  # numpy finds more than these sooner than a loop
+_EVICT_FRACTION = 1 / 16  # of a full view, evicted at once: the cost per block stays constant
 
 
 class Applied(StrEnum):
-    """What became of a batch or a snapshot."""
+    """The fate of a batch or a snapshot."""
 
     APPLIED = "applied"
     GAP = "gap"  # applied, but batches before it are missing: the worker's picture is doubtful until its next snapshot
@@ -36,15 +36,15 @@ class Applied(StrEnum):
 
 @dataclass(slots=True)
 class _View:
-    """One worker as the index sees it. Dicts, for their order: least recently used first."""
+    """The index's picture of one worker. The dicts are ordered, least recently used first."""
 
     slot: int
     epoch: int
     is_gone: bool = False
     next_sequence: int = 0
     needs_snapshot: bool = False
-    held: dict[BlockKey, None] = field(default_factory=dict)  # said by the worker
-    pending: dict[BlockKey, float] = field(default_factory=dict)  # predicted by the router -> when that lapses
+    held: dict[BlockKey, None] = field(default_factory=dict)  # reported by the worker
+    pending: dict[BlockKey, float] = field(default_factory=dict)  # predicted by the router -> end of the prediction
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,7 +59,7 @@ class _Hold:
 class PrefixIndex:
     """Block keys to workers, with predicted blocks, restarts, lost events and a bound on memory.
 
-    A block counts for a worker while the worker's events say so (`held`), or for a short time after a request was sent
+    A block counts for a worker while the worker's deltas say so (`held`), or for a short time after a request was sent
     there (`pending`). Bits of one key are the union of both; `check_integrity` states it.
 
     Args:
@@ -74,10 +74,10 @@ class PrefixIndex:
         self._worker_at: list[str] = []  # by slot; "" where it is free
         self._holds: list[_Hold] = []  # a heap
 
-    # -- questions
+    # -- lookups
 
     def matches(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """Number of leading blocks of `keys` that each worker holds; workers without the first block are absent."""
+        """Count the leading blocks of `keys` that each worker holds; workers without the first block are absent."""
         result: dict[str, int] = {}
         holders = self._holders
         alive = -1
@@ -94,24 +94,24 @@ class PrefixIndex:
         return result
 
     def needs_snapshot(self) -> list[str]:
-        """Workers whose events had a gap since their last snapshot, or that were first met in mid-sequence."""
+        """Return the workers with a gap since their last snapshot, and those first met in mid-sequence."""
         return [worker_id for worker_id, view in self._views.items() if view.needs_snapshot]
 
     def is_in_doubt(self, worker_id: str) -> bool:
-        """Whether `worker_id` needs a snapshot."""
+        """True if `worker_id` needs a snapshot."""
         view = self._views.get(worker_id)
         return view is not None and view.needs_snapshot
 
     def num_blocks(self, worker_id: str) -> int:
-        """Blocks that `worker_id` has reported and not removed; 0 for an unknown worker."""
+        """Count the blocks that `worker_id` has reported and not removed; 0 for an unknown worker."""
         view = self._views.get(worker_id)
         return len(view.held) if view else 0
 
     def __len__(self) -> int:
-        """Number of distinct blocks known."""
+        """Return the number of distinct blocks known."""
         return len(self._holders)
 
-    # -- what workers say
+    # -- reports of workers
 
     def apply(self, worker_id: str, epoch: int, sequence: int, deltas: Iterable[CacheDelta]) -> Applied:
         """Take in what changed in a worker's cache.
@@ -159,10 +159,10 @@ class PrefixIndex:
         self._drop_bits(view.slot, view.pending)
         self._worker_at[view.slot] = ""
 
-    # -- what the router itself does
+    # -- predictions of the router
 
     def reserve(self, worker_id: str, keys: Sequence[BlockKey], now_s: float, hold_s: float) -> None:
-        """Count `keys` as present on `worker_id` for `hold_s` seconds, or until its events confirm them.
+        """Count `keys` as present on `worker_id` for `hold_s` seconds, or until its deltas confirm them.
 
         Also marks the blocks as recently used, as the worker's own cache will.
         """
@@ -178,7 +178,7 @@ class PrefixIndex:
         heapq.heappush(self._holds, _Hold(now_s + hold_s, view, missing))
 
     def expire(self, now_s: float) -> None:
-        """Drop predictions whose time is over; call it before a lookup."""
+        """Drop predictions that have ended by `now_s`; call it before a lookup."""
         while self._holds and self._holds[0].lapses_at_s <= now_s:
             self._lapse(heapq.heappop(self._holds), now_s)
 
@@ -194,15 +194,15 @@ class PrefixIndex:
     # -- inside
 
     def _record(self, result: dict[str, int], bits: int, depth: int) -> None:
-        names = self._worker_at
+        worker_at = self._worker_at
         for slot in _slots(bits):
-            result[names[slot]] = depth
+            result[worker_at[slot]] = depth
 
     def _view(self, worker_id: str, epoch: int) -> _View:
-        """The worker's view, emptied first when `epoch` is newer, made when the worker is new."""
+        """Return the worker's view, emptied first when `epoch` is newer, made when the worker is new."""
         view = self._views.get(worker_id)
         if view is not None and view.epoch == _UNKNOWN_EPOCH:
-            view.epoch = epoch  # its first words: what was reserved on it stays
+            view.epoch = epoch  # its first report: blocks reserved on it stay
         if view is not None and view.epoch < epoch:
             self.forget(worker_id)
             view = None
@@ -280,7 +280,7 @@ class PrefixIndex:
 
 
 def _slots(bits: int) -> list[int]:
-    """Positions of the ones in `bits`, lowest first."""
+    """Return the positions of the ones in `bits`, lowest first."""
     if bits.bit_count() > _MANY_BITS:
         octets = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
         slots: list[int] = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()

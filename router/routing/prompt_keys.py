@@ -1,4 +1,4 @@
-"""Names the blocks of a request as the engines do, once, and only after a proof that both name them alike."""
+"""The block keys of a request: the engines' own, computed once, and only after a proof that both sides agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptKeys:
-    """The keys of requests for the model of the last card; none while there is no card, or it fails the proof."""
+    """The keys of requests for the model of the last card; none without a card, or where it fails the proof."""
 
     def __init__(self) -> None:
         self._card: ModelCard | None = None
@@ -21,11 +21,11 @@ class PromptKeys:
 
     @property
     def is_refuted(self) -> bool:
-        """The engines name a fixed text otherwise than this process does: requests go by load alone."""
+        """True if the engines' keys of a fixed text differ from this process's: requests go by load alone."""
         return self._card is not None and not self._is_proven
 
     def learn(self, card: ModelCard) -> None:
-        """Take a pair's card in; a changed one is put to the proof."""
+        """Take in a pair's card; a changed one is put to the proof."""
         if card == self._card:
             return
         self._card = card
@@ -34,8 +34,8 @@ class PromptKeys:
         self._is_proven = own == card.probe_key
         if not self._is_proven:
             logger.error(
-                "pairs and ingress name blocks differently (probe %s there, %s here, model version %s, block size %d): "
-                "requests are routed by load alone; deploy both from one version",
+                "pairs and ingress compute different block keys (probe %s there, %s here, model version %s, "
+                "block size %d): requests are routed by load alone; deploy both from one version",
                 card.probe_key.hex() or "missing",
                 own.hex(),
                 card.model_version,
@@ -43,12 +43,12 @@ class PromptKeys:
             )
 
     def keys_of(self, request: GenerateRequest) -> bytes:
-        """Joined keys of the full blocks of prompt and generated tokens, computed once for all samples of a prompt."""
+        """Join the keys of the full blocks of prompt and generated tokens; samples of one prompt share the work."""
         card = self._card
         if card is None or not self._is_proven:
             return b""
         text = (request.prompt_token_ids, request.output_token_ids, request.cache_salt)
-        if text != self._last_text:  # the samples' prompts are one object, so equality costs nothing
+        if text != self._last_text:  # samples share one prompt object, so equality costs nothing
             token_ids = request.prompt_token_ids + request.output_token_ids
             root = root_key(card.model_version, request.cache_salt)
             self._last_keys = join_keys(block_keys(token_ids, card.block_size, root))

@@ -1,4 +1,4 @@
-"""The argument of one call to a pair, as it travels through Serve's router: it picks its route up on the way."""
+"""The argument of one call to a pair on its way through Serve's router, which adds the route."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.messages import GenerateRequest
-from router.routing.index.index_messages import RouteAnswer
+from router.routing.index.index_messages import RouteReply
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a call found its pair. `answer` is the index's; without one `failure` says why, and load alone decided."""
+    """The choice of a pair for a call.
+
+    Attributes:
+        decision_s: seconds that the choice took.
+        reply: the index's; None where load alone decided.
+        failure: the reason for that: timeout, away, error or diverted.
+    """
 
     decision_s: float
-    answer: RouteAnswer | None = None
-    failure: str = ""  # timeout, away or error
+    reply: RouteReply | None = None
+    failure: str = ""
 
 
 @dataclass(slots=True)
 class RoutedCall:
-    """A request, the names of its blocks, and what became of it.
+    """A request, the joined keys of its blocks, and its route.
 
     Serve hands its router the very objects that the caller passes, in the caller's process; so the router can read the
-    keys and leave the route, and nothing of either is sent: the pair gets the request alone.
+    keys and set the route, and neither is sent: the pair gets the request alone.
     """
 
     request: GenerateRequest

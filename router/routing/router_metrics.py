@@ -1,4 +1,4 @@
-"""What routing is worth, measured on every request: reuse against achievable reuse, and what the choice cost."""
+"""Metrics of routing, measured on every request: reuse against achievable reuse, and the cost of the choice."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class RouterMetrics:
         )
         self._decision = Histogram(
             "outrider_router_decision_seconds",
-            "From the question to the index until its answer, or until it is given up.",
+            "From the question to the index until its reply, or until it is given up.",
             buckets=_DECISION_BUCKETS_S,
             registry=registry,
         )
         self._hit_histogram = self._blocks("request_hit_blocks", "Blocks found per request.")
         self._achievable_histogram = self._blocks("request_achievable_blocks", "Blocks some pair held, per request.")
-        self._blind = self._gauge("blind", "1: engines and router name blocks differently, or the index hears nothing.")
+        self._blind = self._gauge("blind", "1: block keys of engines and router differ, or the index hears nothing.")
         self._known = self._gauge("index_blocks", "Distinct blocks in the index.")
         self._doubtful = self._gauge("index_doubtful_pairs", "Pairs whose snapshot the index is waiting for.")
 
     def record_choice(self, route: Route) -> None:
-        """Count a choice, when it has been made."""
+        """Count a choice that has been made."""
         self._decision.observe(route.decision_s)
         self._decisions.labels(route.failure or "index").inc()
-        if route.answer is not None:
-            self._known.set(route.answer.num_known_blocks)
-            self._doubtful.set(route.answer.num_doubtful_workers)
+        if route.reply is not None:
+            self._known.set(route.reply.num_known_blocks)
+            self._doubtful.set(route.reply.num_doubtful_workers)
 
     def record_outcome(self, outcome: RouteOutcome) -> None:
-        """Count what the engine found, when it has said so."""
+        """Count the blocks that an engine found, once it has reported them."""
         was_blind = self._audit.is_blind
         self._audit.observe(outcome)
         self._hit.inc(outcome.achieved_blocks)
@@ -70,7 +70,7 @@ class RouterMetrics:
             self._alarm()
 
     def set_refuted(self, is_refuted: bool) -> None:
-        """Whether the proof that engines and router name blocks alike has failed."""
+        """Set the alarm that the keys of engines and router differ."""
         self._blind.set(is_refuted or self._audit.is_blind)
 
     def _alarm(self) -> None:

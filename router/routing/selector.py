@@ -1,8 +1,7 @@
-"""Select and reserve in one step: ask the index, weigh the loads, choose, and write down what was sent.
+"""Select and reserve in one step: look up the prefix, weigh the loads, choose, and reserve the work sent.
 
 Because the choice and its consequences are one call on one state, a burst that several ingress replicas route at the
-same moment spreads as if one had routed it. No process and no clock: whoever hosts it passes the time, the simulator
-included.
+same moment spreads as if one had routed it. No process and no clock: the host, the simulator included, passes the time.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from dataclasses import dataclass
 
 from protos.block_keys import BlockKey
 from router.routing.load import FleetLoad, LoadTable, SentWork
-from router.routing.policy import Decision, RouteQuery
+from router.routing.policy import Decision, PolicyInput
 from router.routing.prefix_index import PrefixIndex
 
-Ranker = Callable[[RouteQuery, FleetLoad], Decision]
+Ranker = Callable[[PolicyInput, FleetLoad], Decision]
 
 _MAX_SESSIONS = 100_000
-_GRACE_S = 1.0  # how long after its predicted first token a request's blocks may still be unreported
+_GRACE_S = 1.0  # after its predicted first token, in which a request's blocks may still be unreported
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request as the router sees it: named prompt blocks and a length, no tokens."""
+    """The router's view of a request: the keys of its full blocks and its length, no tokens."""
 
     request_id: str
     num_tokens: int
@@ -36,7 +35,7 @@ class RouteRequest:
 class Selector:
     """The router's state and its one decision.
 
-    `index` and `loads` are fed by the workers' events; `select` reads both and adds what it has just decided.
+    `index` and `loads` are fed by the workers' reports; `select` reads both and adds the work it has just placed.
     """
 
     def __init__(self, rank: Ranker, block_size: int, index: PrefixIndex, loads: LoadTable) -> None:
@@ -50,7 +49,7 @@ class Selector:
     def select(self, request: RouteRequest, candidates: Sequence[str], now_s: float) -> Decision:
         """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once."""
         self.index.expire(now_s)
-        query = RouteQuery(
+        policy_input = PolicyInput(
             num_tokens=request.num_tokens,
             block_size=self._block_size,
             prefix_blocks=self.index.matches(request.keys),
@@ -58,7 +57,7 @@ class Selector:
             turn=self._turn,
             last_worker_id=self._sessions.get(request.session_id),
         )
-        decision = self._rank(query, self.loads.view(candidates, now_s))
+        decision = self._rank(policy_input, self.loads.view(candidates, now_s))
         self._reserve(request, decision, now_s)
         return decision
 

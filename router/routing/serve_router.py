@@ -1,4 +1,4 @@
-"""Ray Serve's end of routing: replicas in, ranks of replicas out; the thinking is done elsewhere.
+"""Ray Serve's end of routing: replicas in, ranks of replicas out; `RouteChooser` decides.
 
 Serve pickles this module by value into every process that calls the pairs, so it holds no state of its own.
 """
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixAwareRouter(RequestRouter):
-    """Sends each `RoutedCall` where `RouteChooser` wants it, and every other call wherever there is room.
+    """Orders replicas for each `RoutedCall` by `RouteChooser`, and for every other call by load.
 
     `request_router_kwargs` are the fields of `RouterConfig`. A worker's id is its replica's unique id.
     """
@@ -32,10 +32,10 @@ class PrefixAwareRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas, best first. Raises nothing: Serve would leave the request hanging."""
+        """Return ranks of replicas, best first. Raises nothing: Serve would leave the request hanging."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # else a full fleet is asked in a busy loop
+            pending_request.routing_context.should_backoff = True  # else Serve asks a full fleet in a busy loop
         call = _call_of(pending_request)
         if call is None:
             ranks = self._chooser.by_load(list(replicas))
@@ -44,20 +44,20 @@ class PrefixAwareRouter(RequestRouter):
         return [[replicas[worker_id] for worker_id in rank if worker_id in replicas] for rank in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """A replica has taken the request."""
+        """Record that a replica has taken the request."""
         call = _call_of(pending_request)
         if call is not None:
             self._chooser.routed(call, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """The fleet has changed; whoever left it is forgotten at once."""
+        """Take in a changed fleet; replicas that have left it are forgotten at once."""
         before = {replica_id.unique_id for replica_id in self.curr_replicas}
         super().update_replicas(replicas)
         for worker_id in before - {replica.replica_id.unique_id for replica in replicas}:
             self._index.forget(worker_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call has found a replica dead, before Serve's controller did."""
+        """Forget a replica that a call has found dead, before Serve's controller did."""
         super().on_replica_actor_died(replica_id)
         self._index.forget(replica_id.unique_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.channel.draft_messages import Open, Round, ToDraft
 from actors.process.frames import FrameCodec
-from actors.shell_messages import Add, ToTarget
+from actors.shell_messages import Add, ShellToTarget
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 
 SAMPLING = SamplingParams(
@@ -16,7 +16,7 @@ SAMPLING = SamplingParams(
 
 
 def test_a_grammar_reaches_the_target() -> None:
-    codec: FrameCodec[ToTarget] = FrameCodec(ToTarget)
+    codec: FrameCodec[ShellToTarget] = FrameCodec(ShellToTarget)
     sent = Add(GenerateRequest("a", (1, 2), SAMPLING))
     assert codec.feed(codec.encode(sent)) == [sent]
 

@@ -1,1 +1,1 @@
-"""The index actor: what every pair holds and does, shared by all ingress replicas."""
+"""The index actor: the blocks and the load of every pair, shared by all ingress replicas."""

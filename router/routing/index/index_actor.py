@@ -1,4 +1,4 @@
-"""The one process that knows what every pair holds and does: select and reserve, for all ingress replicas."""
+"""The one process that knows the blocks and the load of every pair: select and reserve, for all ingress replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.index.index_state import IndexState
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,9 @@ _LEAVE_AFTER_S = 30.0  # without a report: the application is gone
 class IndexActor:
     """An `IndexState` behind Ray calls. No method awaits anything, so each is atomic and choices never interleave.
 
-    Ray restarts it after a death, empty; the pairs' next reports, within a second, do not follow on from anything it
-    knows, so it asks each for a snapshot. It belongs to no other process, since ingress replicas and pairs come and
-    go; it leaves by itself once no pair has reported for half a minute.
+    Ray restarts it after a death, empty; the pairs' next reports, within a second, have a gap before them, so it asks
+    each pair for a snapshot. It belongs to no other process, since ingress replicas and pairs come and go; it ends by
+    itself once no pair has reported for half a minute.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -33,22 +33,22 @@ class IndexActor:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def report(self, report: WorkerReport) -> bool:
-        """Take a worker's word in; True asks it for a snapshot."""
+        """Take in a worker's report; True asks it for a snapshot."""
         self._last_report_s = time.time()
         self._start_sweeping()
         return self._state.report(report, self._last_report_s)
 
-    async def select(self, ask: RouteAsk) -> RouteAnswer:
+    async def select(self, query: RouteQuery) -> RouteReply:
         """Choose a worker for a request and reserve it."""
         self._start_sweeping()
-        return self._state.select(ask, time.time())
+        return self._state.select(query, time.time())
 
     async def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not take this request."""
+        """End the reservation of a request that the worker did not take."""
         self._state.withdraw(worker_id, request_id)
 
     async def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Drop a worker that is gone."""
         self._state.forget(worker_id)
 
     def _start_sweeping(self) -> None:

@@ -1,4 +1,4 @@
-"""How pairs and ingress replicas reach the index: always with a deadline, and with pauses while it does not answer."""
+"""The way of pairs and ingress replicas to the index: with a deadline, and with pauses while it does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protos.errors import UnavailableError
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_actor import IndexActor
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _REPORT_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S = 0.1  # after a failure nobody asks again for so long, twice as long after the next, or until it answers
 _LONGEST_PAUSE_S = 2.0
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 class IndexTimeoutError(UnavailableError):
@@ -35,10 +35,15 @@ class IndexTimeoutError(UnavailableError):
 
 
 class IndexClient:
-    """The index of one application, found by name and started by whoever needs it first.
+    """The index of one application, found by name, and started by its first user.
 
     Its name holds a digest of the configuration, so a deployment with another policy or block size gets another index.
-    `connect` gives the actor's handle and may block; it runs in a thread.
+
+    Args:
+        application: name of the Serve application.
+        config: of the index.
+        connect: returns the actor's handle; it may block, and runs in a thread.
+        clock: seconds, for the pauses.
     """
 
     def __init__(
@@ -59,34 +64,38 @@ class IndexClient:
         self._away_until_s = 0.0
 
     def warm_up(self) -> None:
-        """Find the index in the background, so that the first request need not; without a loop it has to."""
+        """Find the index in the background, so that the first request need not; does nothing without a loop."""
         with suppress(RuntimeError):
             self._connecting = asyncio.get_running_loop().create_task(self._find(), name="index-connect")
 
-    async def select(self, ask: RouteAsk) -> RouteAnswer:
+    async def select(self, query: RouteQuery) -> RouteReply:
         """Choose and reserve.
 
         Raises:
-            UnavailableError: no answer within `index_timeout_s`, or the last question was in vain a moment ago.
+            UnavailableError: no reply within `index_timeout_s`, or the last query failed a moment ago.
         """
         if self._clock() < self._away_until_s:
             raise UnavailableError("the index has just failed to answer")
 
-        def take_back(answer: RouteAnswer) -> None:
-            self.withdraw(answer.worker_ids[0], ask.request_id)
+        def take_back(reply: RouteReply) -> None:
+            self.withdraw(reply.worker_ids[0], query.request_id)
 
-        return await self._call(lambda actor: actor.select.remote(ask), self._config.index_timeout_s, take_back)
+        return await self._call(lambda actor: actor.select.remote(query), self._config.index_timeout_s, take_back)
 
     async def report(self, report: WorkerReport) -> bool:
-        """Tell what a worker holds and does; True asks for its snapshot. Raises UnavailableError."""
+        """Send a worker's report; True asks for its snapshot.
+
+        Raises:
+            UnavailableError: no reply within two seconds.
+        """
         return await self._call(lambda actor: actor.report.remote(report), _REPORT_TIMEOUT_S)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """End a reservation; nobody waits for it, and without an index there is none."""
+        """End a reservation, without waiting for a reply; without an index there is none."""
         self._tell(lambda actor: actor.withdraw.remote(worker_id, request_id))
 
     def forget(self, worker_id: str) -> None:
-        """Say that a worker is gone; nobody waits for it."""
+        """Report that a worker is gone, without waiting for a reply."""
         self._tell(lambda actor: actor.forget.remote(worker_id))
 
     def _tell(self, send: Callable[[Any], object]) -> None:
@@ -98,16 +107,16 @@ class IndexClient:
 
     async def _call(
         self,
-        send: Callable[[Any], Awaitable[Answer]],
+        send: Callable[[Any], Awaitable[Reply]],
         timeout_s: float,
-        on_late: Callable[[Answer], None] = lambda answer: None,
-    ) -> Answer:
-        """The actor's answer; `on_late` gets the one that nobody waits for any more."""
-        answering: asyncio.Future[Answer] | None = None
+        on_late: Callable[[Reply], None] = lambda reply: None,
+    ) -> Reply:
+        """Return the actor's reply; `on_late` gets one that comes after the deadline."""
+        answering: asyncio.Future[Reply] | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 answering = asyncio.ensure_future(send(await self._connected()))
-                answer = await asyncio.shield(answering)
+                reply = await asyncio.shield(answering)
         except (TimeoutError, asyncio.CancelledError) as error:
             if answering is not None:
                 answering.add_done_callback(partial(self._late, on_late))
@@ -123,10 +132,10 @@ class IndexClient:
             self._pause()
             raise UnavailableError(f"the index failed: {error}") from error
         self._end_pause()
-        return answer
+        return reply
 
-    def _late(self, on_late: Callable[[Answer], None], answering: asyncio.Future[Answer]) -> None:
-        """An answer after all: the index lives, so it is asked again from now on."""
+    def _late(self, on_late: Callable[[Reply], None], answering: asyncio.Future[Reply]) -> None:
+        """Take a reply that comes after its deadline: the index lives, so the pause ends."""
         if not answering.cancelled() and answering.exception() is None:
             self._end_pause()
             on_late(answering.result())
@@ -157,6 +166,6 @@ class IndexClient:
 
 
 def _get_or_create(name: str, config: RouterConfig) -> Any:
-    """The actor of that name; Ray restarts it whenever it dies, on any node, and it needs no CPU of its own."""
+    """Return the actor of that name; Ray restarts it whenever it dies, on any node, and it needs no CPU of its own."""
     options = {"name": name, "namespace": _NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     return ray.remote(IndexActor).options(**options, max_restarts=-1, num_cpus=0).remote(config)

@@ -1,4 +1,4 @@
-"""What the index actor does, without Ray and without a clock: reports in, decisions out, silent workers forgotten."""
+"""The index actor's work without Ray and without a clock: reports in, decisions out, silent workers forgotten."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 from protos.block_keys import split_keys
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Decision, Policy, rank
 from router.routing.prefix_index import PrefixIndex
 from router.routing.selector import RouteRequest, Selector
 
-SILENCE_S = 10.0  # a worker that has not reported for so long is gone: living ones do every second
+SILENCE_S = 10.0  # a worker without a report for so long is gone: living ones report every second
 
 
 class IndexState:
@@ -27,62 +27,66 @@ class IndexState:
         self._loads = LoadTable()
         ranker = partial(rank, Policy(config.policy), config=CostConfig(others_weight=config.others_weight))
         self._selector = Selector(ranker, config.block_size, self._index, self._loads)
-        self._heard_s: dict[str, float] = {}
-        self._away: set[str] = set()
+        self._reported_s: dict[str, float] = {}
+        self._not_serving: set[str] = set()
 
     def report(self, report: WorkerReport, now_s: float) -> bool:
-        """Take a worker's word in; True asks it for a snapshot."""
+        """Take in a worker's report; True asks it for a snapshot."""
         load, worker_id = report.load, report.load.worker_id
-        self._heard_s[worker_id] = now_s
-        (self._away.discard if report.is_serving else self._away.add)(worker_id)
+        self._reported_s[worker_id] = now_s
+        (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
         self._loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
         if report.snapshot is not None:
             self._index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)
         self._index.apply(worker_id, load.epoch, report.sequence, report.deltas)
         return self._index.is_in_doubt(worker_id)
 
-    def select(self, ask: RouteAsk, now_s: float) -> RouteAnswer:
-        """Choose and reserve; candidates whose target is away count only where no other is left."""
-        if ask.refused_by is not None:
-            self._loads.withdraw(ask.refused_by, ask.request_id)
-        serving = [worker_id for worker_id in ask.candidates if worker_id not in self._away]
+    def select(self, query: RouteQuery, now_s: float) -> RouteReply:
+        """Choose and reserve; candidates without a serving target count only where no other is left."""
+        if query.refused_by is not None:
+            self._loads.withdraw(query.refused_by, query.request_id)
+        serving = [worker_id for worker_id in query.candidates if worker_id not in self._not_serving]
         request = RouteRequest(
-            ask.request_id, ask.num_tokens, split_keys(ask.keys), zlib.crc32(ask.request_id.encode()), ask.session_id
+            query.request_id,
+            query.num_tokens,
+            split_keys(query.keys),
+            zlib.crc32(query.request_id.encode()),
+            query.session_id,
         )
-        decision = self._selector.select(request, serving or ask.candidates, now_s)
-        self._heard_s.setdefault(decision.worker_id, now_s)
-        return self._answer(decision, ask.wants_formula)
+        decision = self._selector.select(request, serving or query.candidates, now_s)
+        self._reported_s.setdefault(decision.worker_id, now_s)
+        return self._reply(decision, query.is_explained)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not take this request: its work does not stand there."""
+        """End the reservation of a request that the worker did not take."""
         self._loads.withdraw(worker_id, request_id)
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone; should it speak again, it is asked for a snapshot."""
+        """Drop a worker that is gone; should it report again, it is asked for a snapshot."""
         self._index.forget(worker_id)
         self._loads.forget(worker_id)
-        self._heard_s.pop(worker_id, None)
-        self._away.discard(worker_id)
+        self._reported_s.pop(worker_id, None)
+        self._not_serving.discard(worker_id)
 
     def forget_silent(self, now_s: float) -> list[str]:
-        """Forget whoever has been silent for ten seconds, and say who."""
-        silent = [worker_id for worker_id, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_S]
+        """Forget the workers that have been silent for ten seconds, and return them."""
+        silent = [worker_id for worker_id, reported_s in self._reported_s.items() if now_s - reported_s > SILENCE_S]
         for worker_id in silent:
             self.forget(worker_id)
         return silent
 
-    def _answer(self, decision: Decision, wants_formula: bool) -> RouteAnswer:
+    def _reply(self, decision: Decision, is_explained: bool) -> RouteReply:
         costs = decision.ranked()
         chosen = costs[0]
         rate = float(decision.fleet.prefill_tokens_per_s[decision.order[0]])
-        return RouteAnswer(
+        return RouteReply(
             worker_ids=tuple(cost.worker_id for cost in costs),
             predicted_blocks=chosen.cached_tokens // self._block_size,
             achievable_blocks=max(cost.cached_tokens for cost in costs) // self._block_size,
             cost_s=chosen.total_s,
             runner_up_cost_s=min((cost.total_s for cost in costs[1:]), default=float("inf")),
             block_prefill_s=self._block_size / rate,
-            formula=decision.explain() if wants_formula else "",
+            formula=decision.explain() if is_explained else "",
             num_known_blocks=len(self._index),
             num_doubtful_workers=len(self._index.needs_snapshot()),
         )

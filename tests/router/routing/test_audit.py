@@ -24,19 +24,19 @@ def test_efficiency_is_achieved_over_achievable():
     assert audit_of().efficiency == 1.0
 
 
-def test_a_broken_promise_is_a_stale_answer():
+def test_a_prediction_that_the_engine_refutes_is_stale():
     broken = replace(OUTCOME, achieved_blocks=6)
     assert broken.is_stale
     assert not OUTCOME.is_stale
     assert not broken.is_misroute
 
 
-def test_a_misroute_is_a_stale_answer_that_changed_the_choice():
+def test_a_misroute_is_a_stale_prediction_that_changed_the_choice():
     assert replace(OUTCOME, achieved_blocks=2).is_misroute
     assert not replace(OUTCOME, achieved_blocks=2, runner_up_cost_s=float("inf")).is_misroute
 
 
-def test_hits_on_blocks_thought_cold_raise_the_alarm():
+def test_repeated_hits_on_blocks_thought_cold_are_blindness():
     unforeseen = replace(OUTCOME, predicted_blocks=0, achieved_blocks=5)
     assert not audit_of(*[unforeseen] * 19).is_blind
     assert audit_of(*[unforeseen] * 20).is_blind

@@ -5,10 +5,10 @@ import pytest
 
 from protos.worker_load import WorkerLoad
 from router.routing.load import FleetLoad, LoadTable
-from router.routing.policy import CostConfig, Policy, RouteQuery, cost_terms, rank
+from router.routing.policy import CostConfig, Policy, PolicyInput, cost_terms, rank
 
 CONFIG = CostConfig()
-QUERY = RouteQuery(num_tokens=1000, block_size=100, prefix_blocks={}, seed=1)
+REQUEST = PolicyInput(num_tokens=1000, block_size=100, prefix_blocks={}, seed=1)
 
 
 def load(worker_id: str, tokens: int = 0, *, rate: float = 1000.0, decode: int = 0, speed: float = 50.0) -> WorkerLoad:
@@ -24,7 +24,7 @@ def fleet(*loads: WorkerLoad) -> FleetLoad:
 
 def test_the_cost_is_queue_prefill_interference_and_what_others_pay():
     terms = cost_terms(
-        replace(QUERY, prefix_blocks={"a": 4}), fleet(load("a", 500, decode=2000)), CostConfig(others_weight=2.0)
+        replace(REQUEST, prefix_blocks={"a": 4}), fleet(load("a", 500, decode=2000)), CostConfig(others_weight=2.0)
     )
     assert terms.queue_s[0] == pytest.approx(0.5)
     assert terms.prefill_s[0] == pytest.approx(0.6)
@@ -35,98 +35,101 @@ def test_the_cost_is_queue_prefill_interference_and_what_others_pay():
 
 
 def test_the_last_token_is_always_computed():
-    terms = cost_terms(replace(QUERY, prefix_blocks={"a": 10}), fleet(load("a")), CONFIG)
+    terms = cost_terms(replace(REQUEST, prefix_blocks={"a": 10}), fleet(load("a")), CONFIG)
     assert terms.cached_tokens[0] == 900
 
 
 def test_a_request_goes_where_its_prefix_is():
-    decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"b": 8}), fleet(load("a"), load("b", 300)), CONFIG)
+    decision = rank(Policy.PREFIX, replace(REQUEST, prefix_blocks={"b": 8}), fleet(load("a"), load("b", 300)), CONFIG)
     assert decision.worker_id == "b"
 
 
 def test_a_prefix_is_left_when_waiting_for_it_costs_more():
-    decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"b": 8}), fleet(load("a"), load("b", 5000)), CONFIG)
+    decision = rank(Policy.PREFIX, replace(REQUEST, prefix_blocks={"b": 8}), fleet(load("a"), load("b", 5000)), CONFIG)
     assert decision.worker_id == "a"
 
 
 def test_others_count_only_as_far_as_workers_are_busy():
-    query = replace(QUERY, prefix_blocks={"b": 5})
-    half_busy = cost_terms(query, fleet(load("a"), load("b", 900)), CONFIG)
+    request = replace(REQUEST, prefix_blocks={"b": 5})
+    half_busy = cost_terms(request, fleet(load("a"), load("b", 900)), CONFIG)
     assert half_busy.others_s.tolist() == [pytest.approx(0.75), pytest.approx(0.375)]
-    assert cost_terms(query, fleet(load("a"), load("b")), CONFIG).others_s.tolist() == [0.0, 0.0]
+    assert cost_terms(request, fleet(load("a"), load("b")), CONFIG).others_s.tolist() == [0.0, 0.0]
 
 
-def test_load_looks_at_no_prefix():
-    decision = rank(Policy.LOAD, replace(QUERY, prefix_blocks={"b": 9}), fleet(load("a"), load("b", 100)), CONFIG)
+def test_the_load_policy_ignores_prefixes():
+    decision = rank(Policy.LOAD, replace(REQUEST, prefix_blocks={"b": 9}), fleet(load("a"), load("b", 100)), CONFIG)
     assert decision.worker_id == "a"
 
 
 def test_a_faster_worker_is_preferred_for_the_same_work():
-    decision = rank(Policy.PREFIX, QUERY, fleet(load("slow", 100), load("fast", 300, rate=4000.0)), CONFIG)
+    decision = rank(Policy.PREFIX, REQUEST, fleet(load("slow", 100), load("fast", 300, rate=4000.0)), CONFIG)
     assert decision.worker_id == "fast"
 
 
-def test_running_streams_count():
-    decision = rank(Policy.PREFIX, QUERY, fleet(load("a", decode=50_000), load("b", 200)), CONFIG)
+def test_running_streams_raise_the_cost():
+    decision = rank(Policy.PREFIX, REQUEST, fleet(load("a", decode=50_000), load("b", 200)), CONFIG)
     assert decision.worker_id == "b"
 
 
-def test_among_equals_the_faster_decoder_wins():
+def test_the_faster_decoder_wins_among_equal_workers():
     workers = fleet(load("a", speed=50.0), load("b", speed=80.0), load("c", speed=50.0))
-    assert all(rank(Policy.PREFIX, replace(QUERY, seed=s), workers, CONFIG).worker_id == "b" for s in range(20))
+    assert all(rank(Policy.PREFIX, replace(REQUEST, seed=s), workers, CONFIG).worker_id == "b" for s in range(20))
 
 
-def test_the_sessions_worker_wins_among_equals_only():
-    sticky = replace(QUERY, last_worker_id="b")
+def test_the_sessions_worker_wins_among_equal_workers_only():
+    sticky = replace(REQUEST, last_worker_id="b")
     equal = fleet(load("a"), load("b"), load("c"))
     assert all(rank(Policy.PREFIX, replace(sticky, seed=s), equal, CONFIG).worker_id == "b" for s in range(20))
     assert rank(Policy.PREFIX, sticky, fleet(load("a"), load("b", 500)), CONFIG).worker_id == "a"
 
 
-def test_equals_are_shuffled_evenly_and_reproducibly():
+def test_equal_workers_are_shuffled_evenly_and_reproducibly():
     workers = fleet(*(load(name) for name in "abcd"))
-    chosen = [rank(Policy.PREFIX, replace(QUERY, seed=seed), workers, CONFIG).worker_id for seed in range(2000)]
-    again = [rank(Policy.PREFIX, replace(QUERY, seed=seed), workers, CONFIG).worker_id for seed in range(2000)]
+    chosen = [rank(Policy.PREFIX, replace(REQUEST, seed=seed), workers, CONFIG).worker_id for seed in range(2000)]
+    again = [rank(Policy.PREFIX, replace(REQUEST, seed=seed), workers, CONFIG).worker_id for seed in range(2000)]
     assert chosen == again
     assert all(420 <= count <= 580 for count in Counter(chosen).values())
     assert len(Counter(chosen)) == 4
 
 
-def test_the_shuffle_depends_on_names_not_on_places():
+def test_the_shuffle_depends_on_worker_ids_not_on_their_order():
     forth, back = fleet(load("a"), load("b"), load("c")), fleet(load("c"), load("b"), load("a"))
     for seed in range(20):
-        query = replace(QUERY, seed=seed)
-        assert rank(Policy.RANDOM, query, forth, CONFIG).worker_id == rank(Policy.RANDOM, query, back, CONFIG).worker_id
+        request = replace(REQUEST, seed=seed)
+        assert (
+            rank(Policy.RANDOM, request, forth, CONFIG).worker_id
+            == rank(Policy.RANDOM, request, back, CONFIG).worker_id
+        )
 
 
 def test_round_robin_takes_turns():
     workers = fleet(load("a", 9000), load("b"), load("c"))
-    chosen = [rank(Policy.ROUND_ROBIN, replace(QUERY, turn=turn), workers, CONFIG).worker_id for turn in range(6)]
+    chosen = [rank(Policy.ROUND_ROBIN, replace(REQUEST, turn=turn), workers, CONFIG).worker_id for turn in range(6)]
     assert chosen == ["a", "b", "c", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_every_policy_ranks_every_worker_once(policy: Policy):
     workers = fleet(*(load(name, 100 * place) for place, name in enumerate("abcdefg")))
-    decision = rank(policy, replace(QUERY, prefix_blocks={"e": 3}), workers, CONFIG)
+    decision = rank(policy, replace(REQUEST, prefix_blocks={"e": 3}), workers, CONFIG)
     assert sorted(cost.worker_id for cost in decision.ranked()) == list("abcdefg")
 
 
-def test_the_ranking_goes_by_cost():
+def test_workers_are_ranked_by_cost():
     workers = fleet(load("a", 900), load("b", 100), load("c", 500))
-    ranked = rank(Policy.PREFIX, QUERY, workers, CONFIG).ranked()
+    ranked = rank(Policy.PREFIX, REQUEST, workers, CONFIG).ranked()
     assert [cost.worker_id for cost in ranked] == ["b", "c", "a"]
     assert ranked[0].total_s == pytest.approx(1.1 + 1.5)  # every worker has a backlog: the whole prefill delays others
     assert ranked[0].ttft_s == pytest.approx(1.1)
 
 
 def test_holders_that_are_no_candidates_are_ignored():
-    decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"gone": 9}), fleet(load("a"), load("b")), CONFIG)
+    decision = rank(Policy.PREFIX, replace(REQUEST, prefix_blocks={"gone": 9}), fleet(load("a"), load("b")), CONFIG)
     assert decision.worker_id in {"a", "b"}
 
 
 def test_a_decision_explains_itself_with_its_numbers():
-    decision = rank(Policy.PREFIX, replace(QUERY, prefix_blocks={"a": 4}), fleet(load("a", 500)), CONFIG)
+    decision = rank(Policy.PREFIX, replace(REQUEST, prefix_blocks={"a": 4}), fleet(load("a", 500)), CONFIG)
     assert decision.explain() == (
         "prefix: a 2.0000 s = queue 500/1000 + prefill (1000-400=600)/1000"
         " + interference 0.0000 (0 decode tokens) + others 0.9000"

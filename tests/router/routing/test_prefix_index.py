@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,78 +160,101 @@ def test_memory_is_bounded_and_recently_routed_prefixes_stay():
 
 
 class SlowIndex:
-    """The same answers from one set per worker and no cleverness."""
+    """The same matches from one set per worker."""
 
     def __init__(self) -> None:
-        self.held: dict[str, set[BlockKey]] = {}
-        self.pending: dict[str, dict[BlockKey, float]] = {}
+        self.held: dict[str, set[BlockKey]] = {worker_id: set() for worker_id in WORKERS}
+        self.pending: dict[str, dict[BlockKey, float]] = {worker_id: {} for worker_id in WORKERS}
+
+    def store(self, worker_id: str, stored_keys: tuple[BlockKey, ...]) -> None:
+        self.held[worker_id].update(stored_keys)
+        for k in stored_keys:
+            self.pending[worker_id].pop(k, None)
 
     def matches(self, prompt: tuple[BlockKey, ...], now_s: float) -> dict[str, int]:
         depths = {}
-        for worker_id in {*self.held, *self.pending}:
-            pending = self.pending.get(worker_id, {})
-            known = self.held.get(worker_id, set()) | {k for k, lapses_s in pending.items() if lapses_s > now_s}
+        for worker_id in WORKERS:
+            known = self.held[worker_id] | {k for k, lapses_s in self.pending[worker_id].items() if lapses_s > now_s}
             depth = next((place for place, k in enumerate(prompt) if k not in known), len(prompt))
             if depth:
                 depths[worker_id] = depth
         return depths
 
 
+class Histories:
+    """Takes each action of a random history on an index and on a slow one; every action is a method."""
+
+    def __init__(self) -> None:
+        self.index, self.slow = PrefixIndex(), SlowIndex()
+        self._sequences = dict.fromkeys(WORKERS, 0)
+        self._epochs = dict.fromkeys(WORKERS, 0)
+        self._reported: set[str] = set()
+
+    def store(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        self._apply(worker_id, stored(*numbers))
+        self.slow.store(worker_id, keys(*numbers))
+
+    def remove(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        self._apply(worker_id, removed(*numbers))
+        self.slow.held[worker_id].difference_update(keys(*numbers))
+
+    def clear(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        self._apply(worker_id, CacheDelta(is_cleared=True))
+        self.slow.held[worker_id].clear()
+
+    def restart(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        """A first report ends no life before, so blocks reserved on a worker without one stay."""
+        if worker_id in self._reported:
+            self.slow.pending[worker_id].clear()
+        self._epochs[worker_id] += 1
+        self._sequences[worker_id] = 0
+        self._apply(worker_id)
+        self.slow.held[worker_id].clear()
+
+    def forget(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        self.index.forget(worker_id)
+        self.slow.pending[worker_id].clear()
+        self.restart(worker_id, numbers, now_s)
+
+    def resync(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        sequence = self._sequences[worker_id] - 1
+        self.index.resync(worker_id, self._epochs[worker_id], sequence, join_keys(keys(*numbers)))
+        self._reported.add(worker_id)
+        self.slow.held[worker_id].clear()
+        self.slow.store(worker_id, keys(*numbers))
+
+    def reserve(self, worker_id: str, numbers: list[int], now_s: float) -> None:
+        self.index.reserve(worker_id, keys(*numbers), now_s=now_s, hold_s=3.0)
+        missing = [k for k in keys(*numbers) if k not in self.slow.held[worker_id]]
+        self.slow.pending[worker_id].update(dict.fromkeys(missing, now_s + 3.0))
+
+    def _apply(self, worker_id: str, *deltas: CacheDelta) -> None:
+        apply(self.index, worker_id, self._sequences[worker_id], *deltas, epoch=self._epochs[worker_id])
+        self._sequences[worker_id] += 1
+        self._reported.add(worker_id)
+
+
+WORKERS = ("a", "b", "c")
 NUMBERS = st.lists(st.integers(0, 7), max_size=5, unique=True)
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["store", "remove", "clear", "restart", "reserve", "resync", "forget"]),
-        st.sampled_from("abc"),
-        NUMBERS,
-    ),
-    max_size=40,
+ACTIONS = (
+    Histories.store,
+    Histories.remove,
+    Histories.clear,
+    Histories.restart,
+    Histories.reserve,
+    Histories.resync,
+    Histories.forget,
 )
+STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(WORKERS), NUMBERS), max_size=40)
 
 
-@given(STEPS, st.lists(st.integers(0, 7), max_size=5, unique=True))
-def test_any_history_gives_the_answers_of_a_slow_index(steps: list[tuple[str, str, list[int]]], asked: list[int]):
-    index, slow = PrefixIndex(), SlowIndex()
-    sequences = dict.fromkeys("abc", 0)
-    epochs = dict.fromkeys("abc", 0)
-    heard: set[str] = set()  # a worker's first words end no life before, so what was reserved on it stays
-    for now, (action, worker_id, numbers) in enumerate(steps):
-        held = slow.held.setdefault(worker_id, set())
-        pending = slow.pending.setdefault(worker_id, {})
-        chosen = keys(*numbers)
-        match action:
-            case "store" | "remove" | "clear":
-                event = {"store": stored(*numbers), "remove": removed(*numbers), "clear": CacheDelta(is_cleared=True)}[
-                    action
-                ]
-                apply(index, worker_id, sequences[worker_id], event, epoch=epochs[worker_id])
-                sequences[worker_id] += 1
-                if action == "store":
-                    held.update(chosen)
-                    for k in chosen:
-                        pending.pop(k, None)
-                elif action == "remove":
-                    held.difference_update(chosen)
-                else:
-                    held.clear()
-            case "restart" | "forget":
-                epochs[worker_id] += 1
-                sequences[worker_id] = 1
-                index.forget(worker_id) if action == "forget" else None
-                apply(index, worker_id, 0, epoch=epochs[worker_id])
-                held.clear()
-                if action == "forget" or worker_id in heard:
-                    pending.clear()
-            case "resync":
-                index.resync(worker_id, epochs[worker_id], sequences[worker_id] - 1, join_keys(chosen))
-                held.clear()
-                held.update(chosen)
-                for k in chosen:
-                    pending.pop(k, None)
-            case "reserve":
-                index.reserve(worker_id, chosen, now_s=float(now), hold_s=3.0)
-                pending.update({k: now + 3.0 for k in chosen if k not in held})
-        if action != "reserve":
-            heard.add(worker_id)
-        index.expire(float(now))
-        index.check_integrity()
-        assert index.matches(keys(*asked)) == slow.matches(keys(*asked), float(now))
+@given(STEPS, NUMBERS)
+def test_any_history_gives_the_matches_of_a_slow_index(
+    steps: list[tuple[Callable[[Histories, str, list[int], float], None], str, list[int]]], prompt: list[int]
+):
+    histories = Histories()
+    for now, (act, worker_id, numbers) in enumerate(steps):
+        act(histories, worker_id, numbers, float(now))
+        histories.index.expire(float(now))
+        histories.index.check_integrity()
+        assert histories.index.matches(keys(*prompt)) == histories.slow.matches(keys(*prompt), float(now))

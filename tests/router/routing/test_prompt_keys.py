@@ -1,4 +1,4 @@
-"""Block names in the ingress: those of the engine, or none."""
+"""Block keys in the ingress: those of the engine, or none."""
 
 import logging
 from dataclasses import replace
@@ -13,7 +13,7 @@ from router.routing.prompt_keys import PromptKeys
 
 
 def engine_keys(card: ModelCard, request: GenerateRequest) -> tuple[bytes, ...]:
-    """What an engine's cache calls the request's blocks."""
+    """Return the keys of the request's blocks in an engine's cache."""
     blocks = BlockManager(4, card.block_size, card.model_version)
     return blocks.prefix_keys(TokenBlocks([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt))
 
@@ -28,44 +28,44 @@ REQUEST = GenerateRequest("r", tuple(range(40)), cache_salt="s", output_token_id
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 1000])
-def test_the_engines_names_are_given_generated_tokens_included(block_size: int):
-    names, card = PromptKeys(), make_card(block_size=block_size)
-    names.learn(card)
-    assert not names.is_refuted
-    assert split_keys(names.keys_of(REQUEST)) == engine_keys(card, REQUEST)
+def test_keys_are_the_engines_with_generated_tokens_included(block_size: int):
+    prompt_keys, card = PromptKeys(), make_card(block_size=block_size)
+    prompt_keys.learn(card)
+    assert not prompt_keys.is_refuted
+    assert split_keys(prompt_keys.keys_of(REQUEST)) == engine_keys(card, REQUEST)
 
 
-def test_salt_and_model_version_change_every_name():
-    names = PromptKeys()
-    names.learn(make_card())
-    keys = set(split_keys(names.keys_of(REQUEST)))
-    assert keys.isdisjoint(split_keys(names.keys_of(replace(REQUEST, cache_salt="t"))))
-    names.learn(make_card("v2"))
-    assert keys.isdisjoint(split_keys(names.keys_of(REQUEST)))
+def test_salt_and_model_version_change_every_key():
+    prompt_keys = PromptKeys()
+    prompt_keys.learn(make_card())
+    keys = set(split_keys(prompt_keys.keys_of(REQUEST)))
+    assert keys.isdisjoint(split_keys(prompt_keys.keys_of(replace(REQUEST, cache_salt="t"))))
+    prompt_keys.learn(make_card("v2"))
+    assert keys.isdisjoint(split_keys(prompt_keys.keys_of(REQUEST)))
 
 
-def test_samples_of_one_prompt_are_named_once(monkeypatch: pytest.MonkeyPatch):
-    names = PromptKeys()
-    names.learn(make_card())
-    first = names.keys_of(REQUEST)
-    monkeypatch.setattr("router.routing.prompt_keys.block_keys", lambda *_: pytest.fail("named again"))
-    assert names.keys_of(replace(REQUEST, request_id="r-1", sample_index=1)) == first
+def test_keys_of_one_prompts_samples_are_computed_once(monkeypatch: pytest.MonkeyPatch):
+    prompt_keys = PromptKeys()
+    prompt_keys.learn(make_card())
+    first = prompt_keys.keys_of(REQUEST)
+    monkeypatch.setattr("router.routing.prompt_keys.block_keys", lambda *_: pytest.fail("computed again"))
+    assert prompt_keys.keys_of(replace(REQUEST, request_id="r-1", sample_index=1)) == first
 
 
-def test_without_a_card_nothing_is_named_and_nothing_is_wrong():
+def test_without_a_card_there_are_no_keys_and_no_alarm():
     assert PromptKeys().keys_of(REQUEST) == b""
     assert not PromptKeys().is_refuted
 
 
 @pytest.mark.parametrize("probe_key", [b"", b"x" * 16])
-def test_an_engine_that_names_otherwise_is_found_out_once_and_gets_no_keys(
+def test_an_engine_with_other_keys_is_logged_once_and_routed_by_load(
     probe_key: bytes, caplog: pytest.LogCaptureFixture
 ):
-    names, card = PromptKeys(), replace(make_card(), probe_key=probe_key)
+    prompt_keys, card = PromptKeys(), replace(make_card(), probe_key=probe_key)
     with caplog.at_level(logging.ERROR):
-        names.learn(card)
-        names.learn(card)
-    assert names.is_refuted
-    assert names.keys_of(REQUEST) == b""
+        prompt_keys.learn(card)
+        prompt_keys.learn(card)
+    assert prompt_keys.is_refuted
+    assert prompt_keys.keys_of(REQUEST) == b""
     [record] = caplog.records
     assert "routed by load alone" in record.message

@@ -1,4 +1,4 @@
-"""What an ingress learns of its choices, as its metrics tell it."""
+"""Choices of an ingress and their outcomes, as its metrics show them."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from router.routing.index.index_messages import RouteAnswer
+from router.routing.index.index_messages import RouteReply
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import Route, RoutedCall
 from router.routing.router_metrics import RouterMetrics
@@ -26,8 +26,8 @@ class Ingress:
 
     def serve(self, predicted: int, achievable: int, achieved: int, cost_s: float = 1.0, other_s: float = 9.0) -> None:
         call = self.routing.open(REQUEST)
-        answer = RouteAnswer(("a",), predicted, achievable, cost_s, other_s, 0.5, "", 77, 1)
-        call.route = Route(0.002, answer)
+        reply = RouteReply(("a",), predicted, achievable, cost_s, other_s, 0.5, "", 77, 1)
+        call.route = Route(0.002, reply)
         self.routing.accepted(call, TokenChunk("r", (1,), num_cached_tokens=16 * achieved))
 
     def metric(self, name: str, **labels: str) -> float:
@@ -53,13 +53,13 @@ def test_achieved_and_achievable_blocks_are_counted(ingress: Ingress):
     assert (ingress.metric("index_blocks"), ingress.metric("index_doubtful_pairs")) == (77, 1)
 
 
-def test_stale_answers_and_misroutes_are_told_apart(ingress: Ingress):
+def test_stale_predictions_and_misroutes_are_counted_apart(ingress: Ingress):
     ingress.serve(4, 4, 2, cost_s=1.0, other_s=9.0)  # 1 s lost, still the cheapest
     ingress.serve(4, 4, 2, cost_s=1.0, other_s=1.5)
     assert (ingress.metric("stale_answers_total"), ingress.metric("misroutes_total")) == (2, 1)
 
 
-def test_hits_that_nobody_foresaw_raise_the_alarm(ingress: Ingress, caplog: pytest.LogCaptureFixture):
+def test_repeated_unforeseen_hits_raise_the_alarm(ingress: Ingress, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.ERROR):
         for _ in range(25):
             ingress.serve(0, 0, 3)
@@ -69,7 +69,7 @@ def test_hits_that_nobody_foresaw_raise_the_alarm(ingress: Ingress, caplog: pyte
     assert ingress.metric("blind") == 0
 
 
-def test_pairs_that_name_blocks_otherwise_are_an_alarm_from_the_start(ingress: Ingress):
+def test_pairs_with_other_block_keys_raise_the_alarm_at_once(ingress: Ingress):
     ingress.routing.learn(ModelCard(300, 4096, (0,), "v2", 16, probe_key=PROBE))
     assert ingress.metric("blind") == 1
     assert ingress.routing.open(REQUEST).keys == b""
@@ -86,14 +86,14 @@ def test_choices_without_the_index_are_counted_by_their_reason_and_not_audited(i
 def test_a_refused_request_gives_its_reservation_back(ingress: Ingress):
     withdrawn: list[RoutedCall] = []
     call = ingress.routing.open(REQUEST)
-    answer = RouteAnswer(("a",), 0, 0, 1.0, math.inf, 0.5, "", 0, 0)
-    call.route = Route(0.002, answer)
+    reply = RouteReply(("a",), 0, 0, 1.0, math.inf, 0.5, "", 0, 0)
+    call.route = Route(0.002, reply)
     call.withdraw = lambda: withdrawn.append(call)
     ingress.routing.refused(call)
     assert withdrawn == [call]
     assert ingress.metric("decisions_total", basis="index") == 1
 
 
-def test_a_call_that_was_never_routed_is_nothing(ingress: Ingress):
+def test_a_call_that_was_never_routed_counts_nowhere(ingress: Ingress):
     ingress.routing.refused(ingress.routing.open(REQUEST))
     assert ingress.metric("decision_seconds_count") == 0

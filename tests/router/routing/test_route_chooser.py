@@ -9,7 +9,7 @@ import pytest
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from router.routing.index.index_client import IndexTimeoutError
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall
 
@@ -17,19 +17,19 @@ WORKERS = ("a", "b", "c", "d", "e")
 
 
 class FakeIndex:
-    """Answers with a fixed order, or fails."""
+    """Replies with a fixed order, or fails."""
 
     def __init__(self, *order: str, error: Exception | None = None) -> None:
         self.order = order
         self.error = error
-        self.asks: list[RouteAsk] = []
+        self.queries: list[RouteQuery] = []
         self.withdrawn: list[tuple[str, str]] = []
 
-    async def select(self, ask: RouteAsk) -> RouteAnswer:
-        self.asks.append(ask)
+    async def select(self, query: RouteQuery) -> RouteReply:
+        self.queries.append(query)
         if self.error is not None:
             raise self.error
-        return RouteAnswer(self.order, 3, 5, 0.1, 0.2, 0.01, "", 7, 0)
+        return RouteReply(self.order, 3, 5, 0.1, 0.2, 0.01, "", 7, 0)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         self.withdrawn.append((worker_id, request_id))
@@ -45,8 +45,8 @@ async def test_the_index_ranks_and_every_pair_stays_reachable():
     ranks = await RouteChooser(index).choose(call, WORKERS)
     assert ranks[:3] == [["c"], ["a"], ["b"]]
     assert sorted(ranks[3]) == ["d", "e"]
-    [ask] = index.asks
-    assert (ask.num_tokens, ask.keys, ask.session_id, ask.candidates) == (4, call.keys, "s", WORKERS)
+    [query] = index.queries
+    assert (query.num_tokens, query.keys, query.session_id, query.candidates) == (4, call.keys, "s", WORKERS)
 
 
 async def test_pairs_that_the_index_left_out_come_last():
@@ -59,15 +59,15 @@ async def test_pairs_that_the_index_left_out_come_last():
     ("error", "failure"),
     [(IndexTimeoutError("late"), "timeout"), (UnavailableError("gone"), "away"), (RuntimeError("a bug"), "error")],
 )
-async def test_whatever_fails_all_pairs_are_offered_alike(error: Exception, failure: str):
+async def test_all_pairs_are_offered_by_load_when_the_index_fails(error: Exception, failure: str):
     call = make_call()
     ranks = await RouteChooser(FakeIndex(error=error)).choose(call, WORKERS)
     assert [sorted(rank) for rank in ranks] == [sorted(WORKERS)]
     assert call.route is not None
-    assert (call.route.failure, call.route.answer, call.withdraw) == (failure, None, None)
+    assert (call.route.failure, call.route.reply, call.withdraw) == (failure, None, None)
 
 
-async def test_equals_are_shuffled():
+async def test_pairs_without_a_rank_are_shuffled():
     chooser = RouteChooser(FakeIndex(error=UnavailableError("gone")), random.Random(1))
     firsts = Counter([(await chooser.choose(make_call(), WORKERS))[0][0] for _ in range(500)])
     assert set(firsts) == set(WORKERS)
@@ -81,10 +81,10 @@ async def test_a_call_that_went_elsewhere_gives_its_reservation_back_and_is_not_
     chooser.routed(call, "a")
     assert index.withdrawn == [("c", "r")]
     assert call.route is not None
-    assert (call.route.answer, call.route.failure) == (None, "diverted")
+    assert (call.route.reply, call.route.failure) == (None, "diverted")
 
 
-async def test_a_call_that_went_where_it_should_keeps_its_reservation_until_it_is_refused():
+async def test_a_call_at_its_first_choice_keeps_its_reservation_until_refused():
     index = FakeIndex("c", "a")
     chooser, call = RouteChooser(index), make_call()
     await chooser.choose(call, WORKERS)
@@ -95,12 +95,12 @@ async def test_a_call_that_went_where_it_should_keeps_its_reservation_until_it_i
     assert index.withdrawn == [("c", "r")]
 
 
-async def test_a_second_try_names_the_pair_that_refused():
+async def test_a_second_query_carries_the_pair_that_refused():
     index = FakeIndex("c", "a")
     chooser, call = RouteChooser(index), make_call()
     await chooser.choose(call, WORKERS)
     await chooser.choose(call, WORKERS)
-    assert [ask.refused_by for ask in index.asks] == [None, "c"]
+    assert [query.refused_by for query in index.queries] == [None, "c"]
 
 
 async def test_only_the_request_is_sent_to_the_pair():

@@ -23,13 +23,13 @@ def request(number: int, *keys: int, session_id: str = "") -> RouteRequest:
     return RouteRequest(str(number), 1000, tuple(k.to_bytes(16, "little") for k in keys), number, session_id)
 
 
-def test_a_burst_of_strangers_spreads_over_all_workers():
+def test_a_burst_of_different_prompts_spreads_over_all_workers():
     selector = make_selector()
     chosen = Counter(selector.select(request(n, 1000 + n), WORKERS, now_s=1.0).worker_id for n in range(40))
     assert set(chosen.values()) == {10}
 
 
-def test_siblings_follow_the_first_before_any_event_says_so():
+def test_equal_prompts_follow_the_first_before_any_report():
     selector = make_selector()
     prefix = tuple(range(1, 9))
     first = selector.select(request(0, *prefix), WORKERS, now_s=1.0).worker_id
@@ -40,10 +40,10 @@ def test_a_prediction_that_is_never_confirmed_fades():
     selector = make_selector()
     selector.select(request(0, 1, 2, 3), WORKERS, now_s=1.0)
     decision = selector.select(request(1, 1, 2, 3), WORKERS, now_s=100.0)
-    assert decision.query.prefix_blocks == {}
+    assert decision.request.prefix_blocks == {}
 
 
-def test_events_lead_requests_to_their_prefix():
+def test_reported_blocks_attract_requests_with_their_prefix():
     selector = make_selector()
     keys = tuple(k.to_bytes(16, "little") for k in range(8))
     selector.index.apply("c", 0, 0, (CacheDelta(stored=join_keys(keys)),))

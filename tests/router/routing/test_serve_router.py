@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest
 
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.routed_call import RoutedCall
 from router.routing.serve_router import PrefixAwareRouter
 
@@ -21,7 +21,7 @@ PAIR = DeploymentID("Pair", "app")
 
 @dataclass
 class FakeReplica:
-    """What Serve's router needs of a `RunningReplica`."""
+    """The part of a `RunningReplica` that Serve's router needs."""
 
     name: str
     max_ongoing_requests: int = 4
@@ -41,15 +41,15 @@ class FakeIndex:
 
     order: tuple[str, ...] = ("b", "c", "a")
     is_gone: bool = False
-    asks: list[RouteAsk] = field(default_factory=list)
+    queries: list[RouteQuery] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
-    async def select(self, ask: RouteAsk) -> RouteAnswer:
-        self.asks.append(ask)
+    async def select(self, query: RouteQuery) -> RouteReply:
+        self.queries.append(query)
         await asyncio.sleep(0.001)
         if self.is_gone:
             raise UnavailableError("gone")
-        return RouteAnswer(self.order, 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
+        return RouteReply(self.order, 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
 
     def withdraw(self, worker_id: str, request_id: str) -> None: ...
 
@@ -78,7 +78,7 @@ async def router(index: FakeIndex, replicas: list[FakeReplica]) -> PrefixAwareRo
     )
     router.initialize_state(block_size=16)
     router.update_replicas(replicas)  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)  # it asks new replicas how busy they are, in the background
+    await asyncio.sleep(0.01)  # it queries new replicas how busy they are, in the background
     return router
 
 
@@ -99,7 +99,7 @@ async def choose(router: PrefixAwareRouter, request: PendingRequest) -> str:
 
 async def test_a_call_goes_where_the_index_says(router: PrefixAwareRouter, index: FakeIndex):
     assert await choose(router, pending(call())) == "b"
-    assert set(index.asks[0].candidates) == {"a", "b", "c"}
+    assert set(index.queries[0].candidates) == {"a", "b", "c"}
 
 
 async def test_a_full_pair_is_passed_over_for_the_next_best(
@@ -123,7 +123,7 @@ async def test_a_call_is_taken_once_a_pair_has_accepted_it(router: PrefixAwareRo
     assert request.args[0].is_taken
 
 
-async def test_a_full_fleet_is_waited_for_and_not_asked_in_a_busy_loop(
+async def test_a_full_fleet_is_waited_for_without_a_busy_loop(
     router: PrefixAwareRouter, replicas: list[FakeReplica], index: FakeIndex
 ):
     for replica in replicas:
@@ -132,7 +132,7 @@ async def test_a_full_fleet_is_waited_for_and_not_asked_in_a_busy_loop(
     task = asyncio.create_task(choose(router, pending(call())))
     await asyncio.sleep(0.3)
     assert not task.done()
-    assert len(index.asks) < 15
+    assert len(index.queries) < 15
     replicas[0].num_ongoing = 0
     assert await task == "a"
 
@@ -143,19 +143,19 @@ async def test_without_an_index_every_pair_is_used(router: PrefixAwareRouter, in
     assert chosen == {"a", "b", "c"}
 
 
-async def test_other_calls_do_not_bother_the_index(router: PrefixAwareRouter, index: FakeIndex):
+async def test_calls_other_than_generate_do_not_query_the_index(router: PrefixAwareRouter, index: FakeIndex):
     chosen = {await choose(router, pending(method="describe", request_id=str(n))) for n in range(40)}
     assert chosen == {"a", "b", "c"}
-    assert index.asks == []
+    assert index.queries == []
 
 
 async def test_calls_side_by_side_each_get_their_own_choice(router: PrefixAwareRouter, index: FakeIndex):
     requests = [pending(call(str(n)), request_id=str(n)) for n in range(4)]
     assert await asyncio.gather(*(choose(router, request) for request in requests)) == ["b"] * 4
-    assert len(index.asks) == 4
+    assert len(index.queries) == 4
 
 
-async def test_who_leaves_the_fleet_is_forgotten(
+async def test_a_replica_that_leaves_the_fleet_is_forgotten(
     router: PrefixAwareRouter, replicas: list[FakeReplica], index: FakeIndex
 ):
     router.update_replicas(replicas[:2])  # type: ignore[arg-type]

@@ -10,28 +10,28 @@ from ray.exceptions import ActorDiedError
 from protos.errors import UnavailableError
 from router.config import RouterConfig
 from router.routing.index.index_client import IndexClient, IndexTimeoutError
-from router.routing.index.index_messages import RouteAnswer, RouteAsk
+from router.routing.index.index_messages import RouteQuery, RouteReply
 
-ASK = RouteAsk("r", 16, b"", "", ("a",))
+QUERY = RouteQuery("r", 16, b"", "", ("a",))
 
 
 class Remote:
-    """An actor method: what it answers, after how long."""
+    """An actor method with a reply and a delay."""
 
     def __init__(self) -> None:
-        self.answer: Any = "answer"
+        self.reply: Any = "reply"
         self.delay_s = 0.0
         self.num_calls = 0
 
     def remote(self, *_: object) -> Awaitable[Any]:
         self.num_calls += 1
-        return self._answer()
+        return self._reply()
 
-    async def _answer(self) -> Any:
+    async def _reply(self) -> Any:
         await asyncio.sleep(self.delay_s)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
 
 
 class Withdrawals:
@@ -61,7 +61,7 @@ class Cluster:
 
     async def impatient(self, timeout_s: float) -> None:
         """Connect, and then wait for answers no longer than `timeout_s`."""
-        await self.client.select(ASK)
+        await self.client.select(QUERY)
         self.client._config = RouterConfig(16, index_timeout_s=timeout_s)
 
     def start(self) -> FakeActor:
@@ -69,66 +69,66 @@ class Cluster:
         return self.actors[-1]
 
 
-async def test_an_answer_in_time_is_given():
+async def test_a_reply_in_time_is_returned():
     cluster = Cluster()
-    assert await cluster.client.select(ASK) == "answer"
-    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(QUERY) == "reply"
+    assert await cluster.client.select(QUERY) == "reply"
     assert len(cluster.actors) == 1
 
 
-async def test_silence_ends_at_the_deadline_and_nobody_asks_again_for_a_moment():
+async def test_a_query_ends_at_its_deadline_and_none_is_sent_during_the_pause():
     cluster = Cluster()
     await cluster.impatient(0.3)
     select = cluster.actors[0].select
     select.delay_s = 60.0
     async with asyncio.timeout(20.0):
         with pytest.raises(IndexTimeoutError):
-            await cluster.client.select(ASK)
+            await cluster.client.select(QUERY)
         with pytest.raises(UnavailableError):
-            await cluster.client.select(ASK)
+            await cluster.client.select(QUERY)
     assert select.num_calls == 2  # the third was not even sent
     select.delay_s = 0.0
     cluster.now_s += 0.11
-    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(QUERY) == "reply"
 
 
-async def test_a_late_answer_ends_the_pause_and_its_reservation():
+async def test_a_late_reply_ends_the_pause_and_its_reservation():
     cluster = Cluster()
     await cluster.impatient(0.3)
     actor = cluster.actors[0]
     actor.select.delay_s = 0.5
-    actor.select.answer = RouteAnswer(("b", "a"), 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
+    actor.select.reply = RouteReply(("b", "a"), 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
     with pytest.raises(IndexTimeoutError):
-        await cluster.client.select(ASK)
+        await cluster.client.select(QUERY)
     actor.select.delay_s = 0.0
     await asyncio.sleep(0.5)
     assert actor.withdraw.given == [("b", "r")]
-    await cluster.client.select(ASK)  # though no time has passed on its clock
+    await cluster.client.select(QUERY)  # though no time has passed on its clock
 
 
-async def test_questions_that_fail_together_make_one_pause():
+async def test_queries_that_fail_together_make_one_pause():
     cluster = Cluster()
-    await cluster.client.select(ASK)
-    cluster.actors[0].select.answer = ValueError("broken")
-    await asyncio.gather(*(cluster.client.select(ASK) for _ in range(10)), return_exceptions=True)
-    cluster.actors[0].select.answer = "answer"
+    await cluster.client.select(QUERY)
+    cluster.actors[0].select.reply = ValueError("broken")
+    await asyncio.gather(*(cluster.client.select(QUERY) for _ in range(10)), return_exceptions=True)
+    cluster.actors[0].select.reply = "reply"
     cluster.now_s += 0.11
-    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(QUERY) == "reply"
 
 
 async def test_the_pause_doubles_with_each_failure_up_to_two_seconds():
     cluster = Cluster()
-    await cluster.client.select(ASK)
-    cluster.actors[0].select.answer = ValueError("broken")
+    await cluster.client.select(QUERY)
+    cluster.actors[0].select.reply = ValueError("broken")
     pauses = []
     for _ in range(7):
         with pytest.raises(UnavailableError):
-            await cluster.client.select(ASK)
+            await cluster.client.select(QUERY)
         start_s, num_calls = cluster.now_s, cluster.actors[0].select.num_calls
         while cluster.actors[0].select.num_calls == num_calls:
             cluster.now_s += 0.01
             with pytest.raises(UnavailableError):
-                await cluster.client.select(ASK)
+                await cluster.client.select(QUERY)
         pauses.append(cluster.now_s - start_s)
     assert pauses[0] < pauses[1] < pauses[2] < 2.1
     assert pauses[-1] == pytest.approx(2.0, abs=0.1)
@@ -136,12 +136,12 @@ async def test_the_pause_doubles_with_each_failure_up_to_two_seconds():
 
 async def test_a_dead_actor_is_looked_up_anew():
     cluster = Cluster()
-    await cluster.client.select(ASK)
-    cluster.actors[0].select.answer = ActorDiedError()
+    await cluster.client.select(QUERY)
+    cluster.actors[0].select.reply = ActorDiedError()
     with pytest.raises(UnavailableError):
-        await cluster.client.select(ASK)
+        await cluster.client.select(QUERY)
     cluster.now_s += 1.0
-    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(QUERY) == "reply"
     assert len(cluster.actors) == 2
 
 
@@ -155,11 +155,11 @@ async def test_a_slow_start_is_waited_for_no_longer_than_an_answer_and_is_not_be
 
     cluster.client._find = slow  # type: ignore[method-assign]
     with pytest.raises(IndexTimeoutError):
-        await cluster.client.select(ASK)
+        await cluster.client.select(QUERY)
     release.set()
     await asyncio.sleep(0)
     cluster.now_s += 1.0
-    assert await cluster.client.select(ASK) == "answer"
+    assert await cluster.client.select(QUERY) == "reply"
     assert len(cluster.actors) == 1
 
 
@@ -168,6 +168,6 @@ def test_another_configuration_is_another_index():
     assert len(names) == 2
 
 
-async def test_without_an_index_nothing_is_told_and_nothing_fails():
+async def test_withdraw_and_forget_without_an_index_do_nothing():
     Cluster().client.withdraw("a", "r")
     Cluster().client.forget("a")

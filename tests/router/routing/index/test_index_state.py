@@ -7,7 +7,7 @@ from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_messages import RouteAsk
+from router.routing.index.index_messages import RouteQuery
 from router.routing.index.index_state import SILENCE_S, IndexState
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
@@ -29,8 +29,8 @@ def report(
     return WorkerReport(load, age_s, is_serving, sequence, snapshot, deltas)
 
 
-def ask(request_id: str = "r", *keys: bytes, refused_by: str | None = None, num_tokens: int = 160) -> RouteAsk:
-    return RouteAsk(request_id, num_tokens, join_keys(keys), "", WORKERS, refused_by, wants_formula=True)
+def query(request_id: str = "r", *keys: bytes, refused_by: str | None = None, num_tokens: int = 160) -> RouteQuery:
+    return RouteQuery(request_id, num_tokens, join_keys(keys), "", WORKERS, refused_by, is_explained=True)
 
 
 @pytest.fixture
@@ -41,32 +41,32 @@ def state() -> IndexState:
     return state
 
 
-def test_a_request_goes_where_its_blocks_are_and_the_answer_says_what_was_there(state: IndexState):
+def test_a_request_goes_to_the_holder_of_its_blocks_and_the_reply_counts_them(state: IndexState):
     state.report(report("b", 1, *KEYS[:8]), 100.0)
     state.report(report("c", 1, *KEYS[:3]), 100.0)
-    answer = state.select(ask("r", *KEYS[:10]), 100.1)
-    assert answer.worker_ids[0] == "b"
-    assert set(answer.worker_ids) == set(WORKERS)
-    assert (answer.predicted_blocks, answer.achievable_blocks) == (8, 8)
-    assert answer.cost_s == pytest.approx(32 / 1000)
-    assert answer.runner_up_cost_s > answer.cost_s
-    assert answer.block_prefill_s == pytest.approx(16 / 1000)
-    assert "prefill (160-128=32)/1000" in answer.formula
-    assert answer.num_known_blocks == 10  # the two that are on their way included
+    reply = state.select(query("r", *KEYS[:10]), 100.1)
+    assert reply.worker_ids[0] == "b"
+    assert set(reply.worker_ids) == set(WORKERS)
+    assert (reply.predicted_blocks, reply.achievable_blocks) == (8, 8)
+    assert reply.cost_s == pytest.approx(32 / 1000)
+    assert reply.runner_up_cost_s > reply.cost_s
+    assert reply.block_prefill_s == pytest.approx(16 / 1000)
+    assert "prefill (160-128=32)/1000" in reply.formula
+    assert reply.num_known_blocks == 10  # the two that are on their way included
 
 
-def test_a_busy_holder_is_left_and_what_was_given_up_is_known(state: IndexState):
+def test_a_busy_holder_is_left_and_the_reply_counts_the_blocks_given_up(state: IndexState):
     state.report(report("b", 1, *KEYS[:8], queued=60_000), 100.0)
-    answer = state.select(ask("r", *KEYS[:10]), 100.0)
-    assert answer.worker_ids[0] != "b"
-    assert (answer.predicted_blocks, answer.achievable_blocks) == (0, 8)
+    reply = state.select(query("r", *KEYS[:10]), 100.0)
+    assert reply.worker_ids[0] != "b"
+    assert (reply.predicted_blocks, reply.achievable_blocks) == (0, 8)
 
 
-def test_a_hole_in_the_reports_asks_for_a_snapshot_until_it_comes(state: IndexState):
+def test_a_gap_in_the_reports_asks_for_a_snapshot_until_it_comes(state: IndexState):
     assert state.report(report("a", 2), 100.0)
     assert state.report(report("a", 3), 100.0)
     assert not state.report(report("a", 4, KEYS[3], snapshot=join_keys(KEYS[:3])), 100.0)
-    assert state.select(ask("r", *KEYS[:4]), 100.0).predicted_blocks == 4
+    assert state.select(query("r", *KEYS[:4]), 100.0).predicted_blocks == 4
 
 
 def test_an_index_that_was_restarted_asks_every_worker():
@@ -77,36 +77,36 @@ def test_an_index_that_was_restarted_asks_every_worker():
 def test_a_restarted_workers_blocks_are_gone(state: IndexState):
     state.report(report("a", 1, *KEYS[:8]), 100.0)
     state.report(report("a", 0, epoch=2), 100.1)
-    assert state.select(ask("r", *KEYS[:8]), 100.2).predicted_blocks == 0
+    assert state.select(query("r", *KEYS[:8]), 100.2).predicted_blocks == 0
 
 
 def test_a_worker_whose_target_is_away_is_not_chosen_while_another_serves(state: IndexState):
     state.report(report("a", 1, *KEYS[:8], is_serving=False), 100.0)
-    assert "a" not in state.select(ask("r", *KEYS[:8]), 100.0).worker_ids
+    assert "a" not in state.select(query("r", *KEYS[:8]), 100.0).worker_ids
     for worker_id in "bc":
         state.report(report(worker_id, 1, is_serving=False), 100.0)
-    assert state.select(ask("s", *KEYS[:8]), 100.0).worker_ids[0] == "a"
+    assert state.select(query("s", *KEYS[:8]), 100.0).worker_ids[0] == "a"
 
 
 def test_a_load_counts_from_when_it_was_measured_whatever_the_workers_clock_says(state: IndexState):
     state.report(report("a", 1, queued=1000, age_s=0.5), 100.0)
     for worker_id in "bc":
         state.report(report(worker_id, 1, queued=800), 100.0)
-    assert state.select(ask(), 100.0).worker_ids[0] == "a"  # half of its work is done
+    assert state.select(query(), 100.0).worker_ids[0] == "a"  # half of its work is done
 
 
 def test_a_refusal_takes_the_reservation_back(state: IndexState):
-    big = ask("big", num_tokens=50_000)
+    big = query("big", num_tokens=50_000)
     first = state.select(big, 100.0).worker_ids[0]
     state.withdraw(first, "big")
-    costs = {state.select(ask(f"r{n}", num_tokens=16), 100.0).worker_ids[0] for n in range(30)}
+    costs = {state.select(query(f"r{n}", num_tokens=16), 100.0).worker_ids[0] for n in range(30)}
     assert first in costs
 
 
-def test_asking_again_ends_the_first_reservation(state: IndexState):
-    first = state.select(ask("big", num_tokens=50_000), 100.0).worker_ids[0]
-    again = state.select(ask("big", refused_by=first, num_tokens=50_000), 100.0)
-    assert state.select(ask("r", num_tokens=16), 100.0).worker_ids[0] != again.worker_ids[0]
+def test_a_second_query_ends_the_first_reservation(state: IndexState):
+    first = state.select(query("big", num_tokens=50_000), 100.0).worker_ids[0]
+    again = state.select(query("big", refused_by=first, num_tokens=50_000), 100.0)
+    assert state.select(query("r", num_tokens=16), 100.0).worker_ids[0] != again.worker_ids[0]
     assert again.cost_s == pytest.approx(50.0, rel=0.1)  # nothing of it was left standing there
 
 
@@ -114,21 +114,21 @@ def test_silent_workers_are_forgotten_and_a_returning_one_is_asked_for_its_block
     state.report(report("a", 1, *KEYS[:8]), 100.0)
     state.report(report("b", 1), 100.0 + SILENCE_S)
     assert sorted(state.forget_silent(100.5 + SILENCE_S)) == ["a", "c"]
-    assert state.select(ask("r", *KEYS[:8]), 111.0).achievable_blocks == 0
+    assert state.select(query("r", *KEYS[:8]), 111.0).achievable_blocks == 0
     assert state.report(report("a", 2), 111.0)
 
 
-def test_a_worker_that_was_chosen_and_never_speaks_does_not_fill_the_memory(state: IndexState):
-    mute = RouteAsk("r", 16, b"", "", ("mute",))
+def test_a_chosen_worker_that_never_reports_is_forgotten(state: IndexState):
+    mute = RouteQuery("r", 16, b"", "", ("mute",))
     state.select(mute, 200.0)
     assert "mute" in state.forget_silent(201.0 + SILENCE_S)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "load", "round_robin", "random"])
-def test_every_policy_answers_and_knows_what_was_achievable(policy: str):
+def test_every_policy_replies_with_the_achievable_blocks(policy: str):
     state = IndexState(RouterConfig(block_size=16, policy=policy))
     for worker_id in WORKERS:
         state.report(report(worker_id, 0, *(KEYS[:8] if worker_id == "b" else ())), 100.0)
-    chosen = {state.select(ask(f"r{n}", *KEYS[:8]), 100.0 + n).worker_ids[0] for n in range(12)}
+    chosen = {state.select(query(f"r{n}", *KEYS[:8]), 100.0 + n).worker_ids[0] for n in range(12)}
     assert chosen == ({"b"} if policy == "prefix" else set(WORKERS))
-    assert state.select(ask("r", *KEYS[:8]), 120.0).achievable_blocks == 8
+    assert state.select(query("r", *KEYS[:8]), 120.0).achievable_blocks == 8
