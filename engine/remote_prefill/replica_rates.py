@@ -1,4 +1,4 @@
-"""What is known of the prefill replicas: learned from their answers, forgotten with time. No transport, no blocks."""
+"""Queues and rates of the prefill replicas: learned from their messages, forgotten with time. Carries no block."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from engine.remote_prefill.kv_transfer import KVChunk, RemoteLoad
 from engine.remote_prefill.placement import RemoteOutlook
+from protos.backoff import BackoffGate
 
 _WEIGHT_OF_NEWEST = 0.2
-_LOAD_LIFETIME_S = 30.0  # a replica that has not been heard for so long may be gone
-_HALF_LIFE_S = 10.0  # of what a call and a token were measured to cost: a way that was slow once is tried again
+_LOAD_LIFETIME_S = 30.0  # a replica that has been silent for so long may be gone
+_HALF_LIFE_S = 10.0  # of the measured cost of a call and of a token: a way that was slow once is tried again
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 
@@ -32,7 +33,7 @@ class _Fading:
 
     @property
     def value(self) -> float:
-        return self._mean * 0.5 ** ((self._clock() - self._at_s) / _HALF_LIFE_S)
+        return self._mean * float(0.5 ** ((self._clock() - self._at_s) / _HALF_LIFE_S))
 
     def observe(self, value: float) -> None:
         mean = self.value
@@ -41,7 +42,7 @@ class _Fading:
 
 
 class ReplicaRates:
-    """Queue and rate per replica, the cost of a call and of moving a token, and whether to try at all.
+    """Queue and rate per replica, the cost of a call and of moving a token, and a pause after failures.
 
     A failure closes the way for a second, the next one for twice as long, up to half a minute; a success reopens it.
     """
@@ -51,19 +52,18 @@ class ReplicaRates:
         self._heard: dict[str, _Heard] = {}
         self._call_s = _Fading(clock)
         self._transfer_s_per_token = _Fading(clock)
-        self._num_unheard_tokens: dict[int, int] = {}  # of orders that no replica has acknowledged yet
-        self._pause_s = _FIRST_PAUSE_S
-        self._open_at_s = 0.0
+        self._num_unheard_tokens: dict[int, int] = {}  # of orders that no replica has accepted yet
+        self._gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
 
     @property
     def is_open(self) -> bool:
         """False for a while after a failure."""
-        return self._clock() >= self._open_at_s
+        return self._gate.is_open
 
     def outlook(self) -> RemoteOutlook:
-        """What the next order meets: the shortest queue heard of, drained since, and our own unacknowledged orders."""
+        """Predict for the next order: the shortest known queue, drained since, and our own unacknowledged orders."""
         now_s = self._clock()
-        self._heard = {name: heard for name, heard in self._heard.items() if now_s - heard.at_s < _LOAD_LIFETIME_S}
+        self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard.at_s < _LOAD_LIFETIME_S}
         queued = min((_drained(heard, now_s) for heard in self._heard.values()), default=0.0)
         rates = [heard.load.tokens_per_s for heard in self._heard.values() if heard.load.tokens_per_s > 0]
         return RemoteOutlook(
@@ -74,34 +74,31 @@ class ReplicaRates:
         )
 
     def ordered(self, fetch_id: int, num_tokens: int) -> None:
-        """An order has left."""
+        """Record that an order has left."""
         self._num_unheard_tokens[fetch_id] = num_tokens
 
     def accepted(self, fetch_id: int, load: RemoteLoad, after_s: float) -> None:
-        """A replica has taken the order `after_s` after it left; its queue is longer by that from now on."""
+        """Record that a replica took the order `after_s` after it left; its queue is longer by that from now on."""
         num_tokens = self._num_unheard_tokens.pop(fetch_id, 0)
         self._call_s.observe(after_s)
         self._hear(RemoteLoad(load.replica_id, load.num_queued_tokens + num_tokens, load.tokens_per_s))
 
     def arrived(self, chunk: KVChunk, num_tokens: int) -> None:
-        """Blocks of `num_tokens` tokens are here."""
+        """Record that blocks of `num_tokens` tokens have arrived."""
         self._transfer_s_per_token.observe(chunk.transfer_s / num_tokens)
         self._hear(chunk.header.load)
 
     def ended(self, fetch_id: int) -> None:
-        """The fetch is over, or was cancelled."""
+        """Record that the fetch is over, or was cancelled."""
         self._num_unheard_tokens.pop(fetch_id, None)
 
     def succeeded(self) -> None:
-        """A fetch brought all its blocks."""
-        self._pause_s = _FIRST_PAUSE_S
-        self._open_at_s = 0.0
+        """Record that a fetch brought all its blocks."""
+        self._gate.succeeded()
 
     def failed(self) -> None:
-        """A fetch did not."""
-        if self.is_open:  # several that fail together are one failure
-            self._open_at_s = self._clock() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        """Record that a fetch did not; several that fail together are one failure."""
+        self._gate.failed()
 
     def _hear(self, load: RemoteLoad) -> None:
         self._heard[load.replica_id] = _Heard(load, self._clock())

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from protos.backoff import BackoffGate
 from protos.errors import UnavailableError
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = "outrider"
 _REPORT_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S = 0.1  # after a failure nobody asks again for so long, twice as long after the next, or until it answers
+_FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends it
 _LONGEST_PAUSE_S = 2.0
 
 Reply = TypeVar("Reply")
@@ -57,11 +58,9 @@ class IndexClient:
         self._name = f"outrider-index-{application}-{digest}"
         self._config = config
         self._connect = connect or _get_or_create
-        self._clock = clock
+        self._gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
         self._actor: Any = None
         self._connecting: asyncio.Task[Any] | None = None
-        self._pause_s = _FIRST_PAUSE_S
-        self._away_until_s = 0.0
 
     def warm_up(self) -> None:
         """Find the index in the background, so that the first request need not; does nothing without a loop."""
@@ -74,7 +73,7 @@ class IndexClient:
         Raises:
             UnavailableError: no reply within `index_timeout_s`, or the last query failed a moment ago.
         """
-        if self._clock() < self._away_until_s:
+        if not self._gate.is_open:
             raise UnavailableError("the index has just failed to answer")
 
         def take_back(reply: RouteReply) -> None:
@@ -122,22 +121,22 @@ class IndexClient:
                 answering.add_done_callback(partial(self._late, on_late))
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self._pause()
+            self._gate.failed()
             raise IndexTimeoutError(f"the index did not answer within {timeout_s} s") from None
         except RayActorError as error:
             self._actor = None  # it may have left for good; another one can be had by name
-            self._pause()
+            self._gate.failed()
             raise UnavailableError(f"the index is gone: {error}") from error
         except (RayError, ValueError) as error:
-            self._pause()
+            self._gate.failed()
             raise UnavailableError(f"the index failed: {error}") from error
-        self._end_pause()
+        self._gate.succeeded()
         return reply
 
     def _late(self, on_late: Callable[[Reply], None], answering: asyncio.Future[Reply]) -> None:
         """Take a reply that comes after its deadline: the index lives, so the pause ends."""
         if not answering.cancelled() and answering.exception() is None:
-            self._end_pause()
+            self._gate.succeeded()
             on_late(answering.result())
 
     async def _connected(self) -> Any:
@@ -153,16 +152,6 @@ class IndexClient:
 
     async def _find(self) -> Any:
         return await asyncio.to_thread(self._connect, self._name, self._config)
-
-    def _pause(self) -> None:
-        """Begin a pause; of several questions that fail together, only the first does."""
-        now_s = self._clock()
-        if now_s >= self._away_until_s:
-            self._away_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-    def _end_pause(self) -> None:
-        self._pause_s, self._away_until_s = _FIRST_PAUSE_S, 0.0
 
 
 def _get_or_create(name: str, config: RouterConfig) -> Any:
