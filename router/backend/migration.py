@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from protos.backoff import Backoff
 from protos.errors import DeadlineExceededError, OverloadedError, ServingError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.backend.backend import Backend
@@ -72,6 +73,7 @@ class MigrationState:
         self._started_s = time.monotonic()
         self._broken_since_s: float | None = None
         self._num_attempts = 0
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._was_accepted = False
         self._silence_s = 0.0  # the longest wait for the next batch
         self.committed = list(request.output_token_ids)
@@ -123,6 +125,7 @@ class MigrationState:
         self._was_accepted = True
         self._broken_since_s = None
         self._num_attempts = 0
+        self._backoff.reset()
 
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
         """Return the seconds until the next attempt. Raises `error` if there is to be none."""
@@ -135,7 +138,7 @@ class MigrationState:
         is_late = now_s - self._broken_since_s > self._limits.migration_deadline_s
         if is_late or self._num_attempts > self._limits.max_migrations:
             raise error
-        return min(_FIRST_PAUSE_S * 2.0 ** (self._num_attempts - 1), _LONGEST_PAUSE_S)
+        return self._backoff.next()
 
 
 def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protos.backoff import Backoff
+
 _FADE = 0.995  # per step: the last few hundred count
 _MIN_PASSES = 64.0  # of a class's sequences, before a measurement is believed
 _LOSS = 0.97  # below, the class is switched off
@@ -60,7 +62,7 @@ class SpeculationGate:
         self.meter = SpeedupMeter()
         self._trial = SpeedupMeter()
         self._num_steps_off = 0
-        self._pause = _FIRST_PAUSE
+        self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
 
     @property
     def is_on(self) -> bool:
@@ -76,8 +78,7 @@ class SpeculationGate:
         if not self._trial.is_measured:
             return
         if self._trial.speedup < _LOSS:
-            self._num_steps_off = self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._num_steps_off = int(self._backoff.next())
             self._trial = SpeedupMeter()
         elif self._trial.speedup >= 1.0:
-            self._pause = _FIRST_PAUSE
+            self._backoff.reset()
