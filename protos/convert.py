@@ -14,7 +14,7 @@ from protos.messages import SpeculationStats, StepStats, TokenLogprobs
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     """The fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
 
-    So one schema validates both faces. `prompt_token_ids` becomes `prompt`.
+    So one schema validates both frontends. `prompt_token_ids` becomes `prompt`.
 
     Raises:
         RequestError: there is a text as well.

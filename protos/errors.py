@@ -1,7 +1,7 @@
 """Every error a user can meet, with the HTTP status and the gRPC code it becomes.
 
-A message names the value that was wrong, the limit it broke, and the remedy. The faces map any `ServingError` to the
-wire by its class attributes alone; nothing else in the project knows a status code.
+A message names the value that was wrong, the limit it broke, and the remedy. The frontends map any `ServingError` to
+the wire by its class attributes alone; nothing else in the project knows a status code.
 """
 
 from __future__ import annotations

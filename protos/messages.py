@@ -1,7 +1,7 @@
 """What a request is and what comes back: the plain data that every process of Outrider passes on.
 
 Frozen dataclasses of built-in types only, so that any codec can carry them and any package may read them. Validation of
-user input happens once, at the faces (`router`); here values are already sound. Token ids are the target's.
+user input happens once, at the frontends (`router`); here values are already sound. Token ids are the target's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's.
 
     `tool_calls` is given by the ingress, which reads the text. Two more never reach a client as such: `abort` is a
-    sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the faces report a
+    sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the frontends report a
     `DeadlineExceededError`).
     """
 

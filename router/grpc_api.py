@@ -1,4 +1,4 @@
-"""The gRPC face: `outrider.v1.Generation` and `grpc.health.v1`, over the same service as the HTTP face.
+"""The gRPC frontend: `outrider.v1.Generation` and `grpc.health.v1`, over the same service as the HTTP frontend.
 
 The methods take any servicer context: that of grpc.aio, and Ray Serve's, which knows neither `abort` nor the call's
 deadline (there the client's deadline ends the call by cancelling it).
@@ -24,7 +24,7 @@ from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.generation.usage import Usage
-from router.requests.openai_requests import CompletionRequest
+from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)

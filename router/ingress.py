@@ -1,4 +1,4 @@
-"""The Serve deployment that clients reach: both faces over the pairs' handle."""
+"""The Serve deployment that clients reach: both frontends over the pairs' handle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What becomes of the application: Serve lets a call wait for a replica even where none will ever come, and lets a
-replica that is replaced serve its connections for as long as they stay.
+"""The state of the application, as Serve's controller reports it.
+
+Serve lets a call wait for a replica even where none will ever come, and lets a replica that is replaced serve its
+connections for as long as they stay.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState  # type: ignore[attr-defined]  # imported there
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 class ApplicationWatch:
-    """Asks Serve's controller about the application of this replica, once a period however many want to know."""
+    """Queries Serve's controller about the application of this replica, at most once a period."""
 
     def __init__(self) -> None:
         self._status: ApplicationStatusOverview | None = None
@@ -28,24 +30,25 @@ class ApplicationWatch:
         self._asked_s = 0.0
 
     async def is_deleted(self) -> bool:
-        """Whether it is being deleted, as far as the controller has said so."""
+        """True if it is being deleted, as far as the controller has said so."""
         await self._ask()
         return self._status is not None and self._status.status == ApplicationStatus.DELETING
 
     def stay(self) -> Callable[[], Awaitable[bool]]:
-        """For a stream without an end of its own: what to ask whether it has to end, since this replica is about to.
+        """Return a predicate for a stream without an end of its own: true once this replica is about to end.
 
-        The controller says how many replicas of the ingress leave, but not which: one more since the stream began.
+        The controller reports how many replicas of the ingress leave, but not which, so the predicate is true from the
+        first one more since the stream began.
         """
-        least: int | None = None
+        min_leaving: int | None = None
 
         async def is_over() -> bool:
-            nonlocal least
+            nonlocal min_leaving
             if await self.is_deleted():
                 return True
             num_leaving = self._num_leaving()
-            least = num_leaving if least is None else min(least, num_leaving)
-            return num_leaving > least
+            min_leaving = num_leaving if min_leaving is None else min(min_leaving, num_leaving)
+            return num_leaving > min_leaving
 
         return is_over
 
@@ -58,7 +61,7 @@ class ApplicationWatch:
         if self._question is None or time.monotonic() - self._asked_s > _PERIOD_S:
             self._question = asyncio.create_task(self._listen())
             self._asked_s = time.monotonic()
-        await asyncio.shield(self._question)  # one who gives up must not silence it for the others
+        await asyncio.shield(self._question)  # a caller that gives up must not cancel it for the others
 
     async def _listen(self) -> None:
         name = serve.get_replica_context().app_name

@@ -1,5 +1,6 @@
-"""What a face needs of the pairs behind it; `router.backend.serve_backend` implements it over Ray Serve, tests with a
-fake.
+"""The pairs as the frontends see them.
+
+`router.backend.serve_backend` implements the protocol over Ray Serve, tests with a fake.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 
 
 class Backend(Protocol):
-    """The pairs, seen as one machine that turns token ids into token ids."""
+    """All pairs, as one machine that turns token ids into token ids."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yields the chunks of one sequence, those of one or more engine steps together; the last has a finish reason.
+        """Yield the chunks of one sequence, those of one or more engine steps together; the last has a finish reason.
 
         Closing the generator early aborts the sequence.
 
@@ -26,9 +27,9 @@ class Backend(Protocol):
         ...
 
     async def describe(self) -> ModelCard:
-        """The model that is served. Raises `UnavailableError` while no pair answers."""
+        """Return the card of the model that is served. Raises `UnavailableError` while no pair answers."""
         ...
 
     async def metrics_texts(self) -> Sequence[str]:
-        """The Prometheus text of every live pair replica."""
+        """Return the Prometheus text of every live pair replica."""
         ...

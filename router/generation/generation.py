@@ -7,7 +7,8 @@ from contextlib import aclosing
 
 from protos.messages import GenerateRequest
 from router.backend.backend import Backend
-from router.generation.choice import Choice
+from router.generation.choice import Choice, echo_delta
+from router.generation.choice_text import ChoiceText
 from router.generation.delta import Delta, join_deltas
 from router.generation.fan_in import Stream, fan_in
 from router.generation.tool_calls import ToolCallParser
@@ -74,16 +75,17 @@ class Generation:
         return [join_deltas(deltas_of_choice) for deltas_of_choice in gained]
 
     def _choice(self, index: int, request: GenerateRequest) -> Choice:
-        return Choice(
+        echo = echo_delta(index, request, self.params, self._tokenizer) if self.params.has_echo else None
+        text = ChoiceText(
             index,
             request,
-            self._backend.generate(request),
-            self.params,
-            tokenizer=self._tokenizer,
-            tool_calls=self._tool_calls(),
-            meter=self._meter,
-            clock=self._metrics.token_clock(),
+            self._tokenizer,
+            stop_strings=self.fields.stop or (),
+            skip_special_tokens=self.fields.skip_special_tokens is not False,
+            num_echoed_characters=len(echo.text) if echo else 0,
         )
+        batches = self._backend.generate(request)
+        return Choice(index, batches, text, echo, self._tool_calls(), self._meter, self._metrics.token_clock())
 
     def _tool_calls(self) -> ToolCallParser | None:
         if self._tool_format is None or not self.params.tool_names:

@@ -1,4 +1,4 @@
-"""The one path of both faces, from a validated body to a running generation."""
+"""The one path of both frontends, from a validated body to a running generation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
 from router.generation.generation import Generation
 from router.metrics.ingress_metrics import IngressMetrics
-from router.requests.generate_params import GenerateParams, Prompt, bad_word_forms, generate_requests
+from router.requests.chat_message import ChatMessageFields
+from router.requests.chat_request import ChatCompletionRequest
+from router.requests.completion_request import CompletionRequest
+from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
-from router.requests.openai_requests import ChatCompletionRequest, ChatMessageFields, CompletionRequest
+from router.requests.sampling_params import bad_word_forms
+from router.requests.sequence_requests import generate_requests
 from router.requests.tool_format import ToolFormat, find_format
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
@@ -29,7 +33,7 @@ _METRICS_TIMEOUT_S = 5.0
 
 
 class GenerationService:
-    """Turns validated bodies into running generations; the one path of both faces."""
+    """Turns validated bodies into running generations; the one path of both frontends."""
 
     def __init__(self, backend: Backend, files: TokenizerFiles, config: IngressConfig, metrics: IngressMetrics) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""What an ingress replica measures itself: latencies as a client sees them, and the outcome of every call."""
+"""Metrics that an ingress replica measures: latencies as a client sees them, and the outcome of every call."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from router.routing.router_metrics import RouterMetrics
 
-_FIRST_TOKEN_BUCKETS_S = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
@@ -40,7 +20,7 @@ class IngressMetrics:
         self._first_token = Histogram(
             "outrider_time_to_first_token_seconds",
             "From the start of a sequence to its first tokens, as sent to the client.",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
+            buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
         self._inter_token = Histogram(
@@ -51,7 +31,7 @@ class IngressMetrics:
         )
         self._requests = Counter(
             "outrider_requests",
-            "Calls by face (http, grpc), operation and status.",
+            "Calls by frontend (face: http, grpc), operation and status.",
             ("face", "operation", "status"),
             registry=self._registry,
         )
@@ -62,9 +42,9 @@ class IngressMetrics:
         )
         self.router = RouterMetrics(self._registry)
 
-    def count_request(self, face: str, operation: str, status: str) -> None:
+    def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""
-        self._requests.labels(face, operation, status).inc()
+        self._requests.labels(frontend, operation, status).inc()
 
     def count_migration(self) -> None:
         """Count one attempt to go on with a request whose pair was lost."""

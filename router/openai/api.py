@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's endpoints, and the few that operators need."""
+"""The HTTP frontend: OpenAI's endpoints, and the few that operators need."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import read_body
 from router.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter
-from router.requests.generate_params import check_token_ids
-from router.requests.openai_requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.requests.chat_request import ChatCompletionRequest
+from router.requests.completion_request import CompletionRequest
+from router.requests.token_ids import check_token_ids
+from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The fields that every generating body has, OpenAI's and our own: types and ranges of every parameter.
 
-One schema for both faces: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
+One schema for both frontends: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
 fields are refused, and so are parameters whose meaning is not served here, unless they hold the value that means
 "off".
 """
@@ -18,6 +18,7 @@ from router.requests.structured_output import Constraints
 
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
+MAX_LOGPROBS = 20
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -48,18 +49,18 @@ class StreamOptions(Body):
 
 
 class SpeculationFields(Body):
-    """`speculation`: one request's wishes; what is left out stays as deployed."""
+    """`speculation`: one request's settings; a field that is left out stays as deployed."""
 
     enabled: bool | None = None
     num_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     verify: Annotated[VerifyMode, Field(strict=False)] | None = None
-    method: str | None = None  # one of those the deployment offers
-    mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact, unless the request says otherwise
+    method: str | None = None  # checked against the methods that the deployment offers
+    mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact by default
     threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
 
     @property
     def is_off(self) -> bool:
-        """The request asks for plain decoding, in any of three ways."""
+        """True if the request asks for plain decoding, in any of three ways."""
         return self.enabled is False or self.num_tokens == 0 or self.method == SpeculationMethod.NONE
 
 
@@ -86,8 +87,10 @@ def _as_list(value: object) -> object:
 
 
 class GenerationFields(Constraints):
-    """What both endpoints accept. A field that is null or left out takes the checkpoint's default
-    (`ModelCard.sampling_defaults`), else that of OpenAI's API.
+    """The fields of both endpoints.
+
+    A field that is null or left out takes the checkpoint's default (`ModelCard.sampling_defaults`), else that of
+    OpenAI's API.
     """
 
     model: str
@@ -146,8 +149,10 @@ class GenerationFields(Constraints):
 
     @property
     def has_usage_chunk(self) -> bool:
+        """True if the last chunk of the stream is to hold the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_running_usage(self) -> bool:
+        """True if every chunk is to hold the usage so far."""
         return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -1,9 +1,10 @@
-"""What a request says its whole output must look like, as one grammar for the engine."""
+"""Constraints of a request on its whole output, as one grammar for the engine."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from enum import StrEnum
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -19,6 +20,14 @@ _ANY_OBJECT = {"type": "object"}
 Choices = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1)]
 
 
+class ResponseFormatType(StrEnum):
+    """`response_format.type`."""
+
+    TEXT = "text"
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+
+
 class JsonSchemaFormat(Body):
     """`response_format.json_schema`. The schema always holds to the letter, whatever `strict` says."""
 
@@ -31,21 +40,21 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """`response_format`, as OpenAI has it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Annotated[ResponseFormatType, Field(strict=False)]
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
     def _schema_belongs_to_its_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if (self.type is ResponseFormatType.JSON_SCHEMA) != (self.json_schema is not None):
             raise RequestError(
-                f"response_format.type is {self.type!r}; json_schema belongs to the type 'json_schema' alone.",
+                f"response_format.type is {self.type.value!r}; json_schema belongs to the type 'json_schema' alone.",
                 param="response_format",
             )
         return self
 
     def schema_or_none(self) -> object | None:
-        """The JSON schema that the answer must follow, None if any text will do."""
-        if self.type == "text":
+        """Return the JSON schema that the answer must follow; None if any text will do."""
+        if self.type is ResponseFormatType.TEXT:
             return None
         schema = self.json_schema.schema_ if self.json_schema else None
         return _ANY_OBJECT if schema is None else schema
@@ -82,7 +91,7 @@ class Constraints(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must match; None where any text will do."""
+        """The grammar of the output; None where any text will do."""
         return next(iter(self._grammars()), None)
 
     def _grammars(self) -> list[Grammar]:
@@ -104,7 +113,7 @@ class Constraints(Body):
 
 
 def schema_source(param: str, schema: object) -> str:
-    """A JSON schema as text, with the project's white space unless it has its own.
+    """Return a JSON schema as text, with the project's white space unless it has its own.
 
     Raises:
         RequestError: it is not a schema, nor the text of one.

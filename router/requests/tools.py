@@ -1,9 +1,10 @@
-"""The tools of a chat: what a client offers, and which of them the model may or must call."""
+"""The tools of a chat: those that a client offers, and those that the model may or must call."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,6 +13,14 @@ from protos.errors import RequestError
 from router.requests.body import Body
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolChoice(StrEnum):
+    """`tool_choice`: no call, a call where the model wants one, or at least one call."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
 
 
 class Function(Body):
@@ -24,7 +33,7 @@ class Function(Body):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """What a call's arguments must match."""
+        """The JSON schema of a call's arguments."""
         return _NO_PARAMETERS if self.parameters is None else self.parameters
 
 
@@ -37,7 +46,7 @@ class Tool(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What the model may do with the tools: `callable_` are those it can choose from.
+    """The use that the model may make of the tools: `callable_` are those it can choose from.
 
     `is_required`: the answer is calls and nothing else. `is_parallel`: more than one call is allowed.
     """
@@ -54,40 +63,52 @@ class ToolUse:
 
 
 def tool_use(tools: list[Tool] | None, choice: object, is_parallel: bool | None) -> ToolUse | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` mean together; None where no tool may be called.
+    """Return the meaning of `tools`, `tool_choice` and `parallel_tool_calls`; None where no tool may be called.
 
     Raises:
         RequestError: they contradict each other.
     """
-    offered = {tool.function.name: tool.function for tool in tools or ()}
-    if len(offered) < len(tools or ()):
-        raise RequestError("tools holds two functions of the same name.", param="tools")
-    name = _named(choice)
-    if not offered:
-        if choice not in (None, "none", "auto"):
-            raise RequestError(f"tool_choice is {json.dumps(choice)}, but there are no tools.", param="tool_choice")
-        return None
-    if name is not None and name not in offered:
-        raise RequestError(
-            f"tool_choice names {name!r}; the tools are {', '.join(offered)}.", param="tool_choice.function.name"
-        )
-    if choice == "none":
+    offered = _by_name(tools or [])
+    mode, name = _read_choice(choice)
+    _check_choice(mode, name, choice, offered)
+    if not offered or mode is ToolChoice.NONE:
         return None
     callable_ = tuple(offered.values()) if name is None else (offered[name],)
-    is_required = name is not None or choice == "required"
-    return ToolUse(tuple(tools or ()), callable_, is_required, is_parallel is not False and name is None)
+    return ToolUse(
+        tools=tuple(tools or ()),
+        callable_=callable_,
+        is_required=mode is ToolChoice.REQUIRED,
+        is_parallel=is_parallel is not False and name is None,
+    )
 
 
-def _named(choice: object) -> str | None:
-    """The function that `tool_choice` names, if it names one."""
-    if choice is None or choice in ("none", "auto", "required"):
-        return None
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
-        name = choice["function"].get("name")
-        if isinstance(name, str):
-            return name
+def _by_name(tools: list[Tool]) -> dict[str, Function]:
+    functions = {tool.function.name: tool.function for tool in tools}
+    if len(functions) < len(tools):
+        raise RequestError("tools holds two functions of the same name.", param="tools")
+    return functions
+
+
+def _read_choice(choice: object) -> tuple[ToolChoice, str | None]:
+    """Return the mode of a `tool_choice`, and the function that it names: such a call is required."""
+    match choice:
+        case None:
+            return ToolChoice.AUTO, None
+        case "none" | "auto" | "required":
+            return ToolChoice(choice), None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice.REQUIRED, name
     raise RequestError(
         f"tool_choice is {json.dumps(choice)}; it must be 'none', 'auto', 'required', or "
         '{"type": "function", "function": {"name": ...}}.',
         param="tool_choice",
     )
+
+
+def _check_choice(mode: ToolChoice, name: str | None, choice: object, offered: dict[str, Function]) -> None:
+    if mode is ToolChoice.REQUIRED and not offered:
+        raise RequestError(f"tool_choice is {json.dumps(choice)}, but there are no tools.", param="tool_choice")
+    if name is not None and name not in offered:
+        raise RequestError(
+            f"tool_choice names {name!r}; the tools are {', '.join(offered)}.", param="tool_choice.function.name"
+        )

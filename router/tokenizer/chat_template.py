@@ -2,8 +2,8 @@
 
 Templates come from model repositories, so they run in Jinja's immutable sandbox, with the functions that the
 transformers library documents for template authors: `raise_exception`, `strftime_now`, a `tojson` that leaves HTML
-alone, `break` and `continue`, and `{% generation %}` blocks, which only matter for training and are rendered as they
-stand.
+alone, `break` and `continue`, and `{% generation %}` blocks, which only matter for training; their content is
+rendered.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt for `messages`, ready for encoding without further special tokens.
+        """Return the prompt for `messages`, ready for encoding without further special tokens.
 
         Args:
+            messages: role and content of each, and what else the template reads of it.
+            add_generation_prompt: whether the text ends where the assistant's answer begins.
             variables: further names that the template may read, as `chat_template_kwargs` of a request.
 
         Raises:
@@ -79,7 +81,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %} ... {% endgeneration %}` renders what it holds."""
+    """`{% generation %} ... {% endgeneration %}` renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 -- Jinja's own declaration
 

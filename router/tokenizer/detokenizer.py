@@ -1,6 +1,6 @@
-"""Text that grows with its tokens, never showing half a character.
+"""Text that grows with its tokens, in whole characters.
 
-Where tokens spell bytes (`protos.token_bytes`), an incremental UTF-8 decoder is exact and looks at each token
+Where tokens stand for bytes (`protos.token_bytes`), an incremental UTF-8 decoder is exact and looks at each token
 once. For the rest, the decode-window method of Text Generation Inference and vLLM: decode a few tokens of context
 with and without the new one.
 """
@@ -21,25 +21,25 @@ class Detokenizer(Protocol):
     """The text of one sequence, token by token. The pieces joined are the text of all tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Return the text that became certain with this token; empty while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end; bytes that never became a character read U+FFFD."""
+        """Return the rest at the end; bytes that never became a character read U+FFFD."""
         ...
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> Detokenizer:
-    """A detokenizer for the text that follows the prompt."""
-    if tokenizer.is_spelled:
+    """Return a detokenizer for the text that follows the prompt."""
+    if tokenizer.has_token_bytes:
         return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class ByteDetokenizer:
-    """Exact and constant time per token, for tokenizers whose tokens spell bytes."""
+    """Exact and constant time per token, for tokenizers whose tokens stand for bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer

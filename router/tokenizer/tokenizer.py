@@ -21,16 +21,16 @@ class Tokenizer:
 
     def __init__(self, core: TokenizerCore) -> None:
         self._core = core
-        self._spelling = find_token_bytes(core)
+        self._bytes_of_name = find_token_bytes(core)
         self._special_ids = frozenset(id_ for id_, token in core.get_added_tokens_decoder().items() if token.special)
 
     @property
-    def is_spelled(self) -> bool:
-        """Whether a sequence's text is the concatenation of its tokens' bytes, whatever stands around them."""
-        return self._spelling is not None
+    def has_token_bytes(self) -> bool:
+        """True if a sequence's text is the concatenation of its tokens' bytes, independent of their context."""
+        return self._bytes_of_name is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         Raises:
             RequestError: the text cannot be written in UTF-8 (it holds a lone surrogate).
@@ -42,34 +42,34 @@ class Tokenizer:
         return encoding.ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`; a long text is encoded in a thread, outside the interpreter lock."""
+        """Encode as `encode` does; a long text is encoded in a thread, outside the interpreter lock."""
         if len(text) <= _LARGE_TEXT_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, which readers do not want to see."""
+        """True if the token is a control token, which is not shown to readers."""
         return token_id in self._special_ids
 
     def token_name(self, token_id: int) -> str | None:
-        """The vocabulary's own name of the token; None for an id it does not name."""
+        """Return the vocabulary's name of the token; None for an id without one."""
         return self._core.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; a character may be spread over several tokens."""
+        """Return the bytes that the token stands for; a character may be spread over several tokens."""
         name = self.token_name(token_id)
         if name is None:
             return b""
-        if self._spelling is None:
+        if self._bytes_of_name is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
-        return self._spelling(name)
+        return self._bytes_of_name(name)
 
     def token_text(self, token_id: int) -> str:
-        """The token's bytes as text; one that is part of a character reads `bytes:\\xe2\\x80`, as in OpenAI's API."""
+        r"""Return the token's bytes as text, as in OpenAI's API: a part of a character reads `bytes:\xe2\x80`."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -77,7 +77,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def token_id(self, name: str) -> int | None:
-        """The id of the token with this name, if the vocabulary has it."""
+        """Return the id of the token with this name, if the vocabulary has it."""
         return self._core.token_to_id(name)
 
 
@@ -88,7 +88,7 @@ class TokenIdsOnly(Tokenizer):
         self._special_ids = frozenset()
 
     @property
-    def is_spelled(self) -> bool:
+    def has_token_bytes(self) -> bool:
         return True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

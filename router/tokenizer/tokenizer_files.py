@@ -1,4 +1,4 @@
-"""Where a model's tokenizer, chat template and special tokens are read from: a local folder or the Hub."""
+"""Tokenizer, chat template and special tokens of a model, read from a local folder or the Hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """All that the faces read from a checkpoint; `chat_template` is None where the model has none."""
+    """Everything that the frontends read from a checkpoint; `chat_template` is None where the model has none."""
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
@@ -33,8 +33,9 @@ class TokenizerFiles:
 def load_tokenizer_files(path: str) -> TokenizerFiles:
     """Read the tokenizer of the model at `path`, a local folder or a Hub id.
 
-    Raises: ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, a file is not what
-        its name says, or the Hub id cannot be fetched.
+    Raises:
+        ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, the content of a file
+            contradicts its name, or the Hub id cannot be fetched.
     """
     folder = _folder(path)
     config = _read_json(folder / "tokenizer_config.json")
@@ -79,7 +80,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _read_template(folder: Path, config: dict[str, object]) -> str | None:
-    """The model's chat template: its own file, as newer checkpoints have it, or an entry of tokenizer_config.json."""
+    """Return the model's chat template: its own file in newer checkpoints, or an entry of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

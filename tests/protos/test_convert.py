@@ -29,7 +29,7 @@ def test_fields_have_the_shape_of_the_json_body() -> None:
 
 
 def test_every_request_field_is_one_of_the_http_body() -> None:
-    from router.requests.openai_requests import CompletionRequest
+    from router.requests.completion_request import CompletionRequest
 
     names = {field.name for field in pb2.GenerateRequest.DESCRIPTOR.fields} - {"prompt_token_ids"}
     assert names <= set(CompletionRequest.model_fields)

@@ -1,4 +1,4 @@
-"""The gRPC face behind a real grpc.aio server."""
+"""The gRPC frontend behind a real grpc.aio server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application as users meet it, on Ray: both faces, the same tokens whatever dies, and no block left behind.
+"""The application as users meet it, on Ray: both frontends, the same tokens whatever dies, and no block left behind.
 
 The tests run in order; the last one takes the application down.
 """

@@ -1,4 +1,4 @@
-"""What the faces read from a checkpoint."""
+"""What the frontends read from a checkpoint."""
 
 from __future__ import annotations
 

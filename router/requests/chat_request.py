@@ -1,0 +1,69 @@
+"""The body of `/v1/chat/completions`: messages, tools, and the logprobs wanted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from protos.errors import RequestError
+from protos.messages import Grammar, GrammarKind
+from router.requests.chat_message import ChatMessageFields
+from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCount
+from router.requests.tools import Tool, ToolUse, tool_use
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1)]
+    max_tokens: TokenCount | None = None  # OpenAI's older name of max_completion_tokens
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # read by the templates of reasoning models
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        if self.tool_use is not None and self.grammar is not None:
+            _check_tools_and_grammar(self.tool_use, self.grammar)
+        return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the model may call; None if it may call none."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+def _check_tools_and_grammar(use: ToolUse, grammar: Grammar) -> None:
+    """An answer in JSON may be chosen instead of a call; anything else beside calls is a contradiction."""
+    if use.is_required:
+        raise RequestError(
+            f"tool_choice requires a call, and {grammar.param} asks for another output; send one of them.",
+            param=grammar.param,
+        )
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise RequestError(
+            f"{grammar.param} cannot be combined with tools; constrain the answer by a JSON schema, "
+            "or send tool_choice 'none'.",
+            param=grammar.param,
+        )

@@ -1,0 +1,72 @@
+"""The body of `/v1/completions`: prompts as text or token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from protos.errors import RequestError
+from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCountOrZero
+
+
+def _check_prompt(value: object) -> object:
+    """A text, token ids, or a list of either; pydantic's message for such a union names everything but the fault."""
+    if isinstance(value, str):
+        return _refuse_empty(value, "prompt")
+    if not isinstance(value, list):
+        raise RequestError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
+    _refuse_empty(value, "prompt")
+    if all(type(item) is int for item in value):
+        return value
+    for rank, item in enumerate(value):
+        _check_one_prompt(item, f"prompt[{rank}]")
+    return value
+
+
+def _check_one_prompt(value: object, name: str) -> None:
+    is_token_ids = isinstance(value, list) and all(type(item) is int for item in value)
+    if not is_token_ids and not isinstance(value, str):
+        raise RequestError(f"{name} is neither a string nor a list of token ids.", param="prompt")
+    _refuse_empty(value, name)
+
+
+def _refuse_empty(value: object, name: str) -> object:
+    if not value:
+        raise RequestError(f"{name} is empty; send at least one token.", param="prompt")
+    return value
+
+
+class CompletionRequest(GenerationFields):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    max_tokens: TokenCountOrZero | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+    @model_validator(mode="after")
+    def _only_an_echo_has_no_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(
+                "max_tokens is 0; it must be at least 1, or 0 with echo, which reads the prompt alone.",
+                param="max_tokens",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_best_of(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}; choosing among hidden candidates is not supported, ask for n.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several, each a text or token ids."""
+        is_single = isinstance(self.prompt, str) or type(self.prompt[0]) is int
+        return [self.prompt] if is_single else self.prompt

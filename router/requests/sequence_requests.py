@@ -1,0 +1,97 @@
+"""The sequences that one client request becomes."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from protos.errors import ContextLengthError, RequestError
+from protos.messages import GenerateRequest, ModelCard, SamplingParams
+from router.config import IngressLimits
+from router.requests.approximate import check_approximate
+from router.requests.generate_params import GenerateParams, Prompt
+from router.requests.sampling_params import sampling_params
+from router.requests.speculation_params import check_prediction, speculation_params
+from router.requests.token_ids import check_token_ids
+
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
+
+
+def generate_requests(
+    params: GenerateParams, card: ModelCard, bad_words: tuple[tuple[int, ...], ...], limits: IngressLimits
+) -> list[GenerateRequest]:
+    """Return the sequences of one client request: choice i is sample i mod n of prompt i div n.
+
+    All of them share a seed, drawn here if the client sent none, so that any of them can go on elsewhere with the
+    same randomness.
+
+    Raises:
+        RequestError: a parameter does not fit the model, or the request asks for too many choices.
+    """
+    num_choices = len(params.prompts) * params.num_choices_per_prompt
+    if num_choices > limits.max_choices:
+        raise RequestError(
+            f"{len(params.prompts)} prompts with n = {params.num_choices_per_prompt} ask for {num_choices} choices; "
+            f"one request may have {limits.max_choices}.",
+            param="n",
+        )
+    if params.fields.prediction is not None:
+        check_prediction(params, card)
+    check_approximate(params.fields, card, num_choices, grammar=params.grammar, num_logprobs=params.num_logprobs)
+    seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
+    requests: list[GenerateRequest] = []
+    common = sampling_params(params, seed, card, bad_words)
+    for prompt in params.prompts:
+        check_token_ids(prompt.token_ids, card, "prompt")
+        sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
+        for sample in range(params.num_choices_per_prompt):
+            requests.append(_request(params, prompt, sampling, sample, len(requests), card))
+    return requests
+
+
+def _request(
+    params: GenerateParams, prompt: Prompt, sampling: SamplingParams, sample: int, index: int, card: ModelCard
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{params.request_id}-{index}",
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling,
+        speculation=speculation_params(params.fields.speculation, card),
+        sample_index=sample,
+        priority=params.fields.priority or 0,
+        timeout_s=params.fields.timeout_s,
+        cache_salt=params.fields.cache_salt or "",
+        prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
+        session_id=params.fields.prompt_cache_key or params.fields.user or "",
+        is_seeded=params.fields.seed is not None,
+    )
+
+
+def _within_length(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    if sampling.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}.", param="min_tokens"
+        )
+    return replace(sampling, max_tokens=max_tokens)
+
+
+def _max_tokens(params: GenerateParams, num_prompt_tokens: int, card: ModelCard) -> int:
+    """Return the room left in the context, or fewer where the client or the endpoint sets a limit."""
+    room = card.max_model_len - num_prompt_tokens
+    name = "messages" if params.is_chat else "prompt"
+    if room < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {card.max_model_len} tokens. The {name} has {num_prompt_tokens}; "
+            f"shorten it to {card.max_model_len - 1} or fewer.",
+            param=name,
+        )
+    if params.max_tokens is None:
+        return room if params.is_chat else min(_COMPLETION_MAX_TOKENS, room)
+    if params.max_tokens > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {card.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + params.max_tokens} tokens ({num_prompt_tokens} in the {name}, {params.max_tokens} "
+            f"in the completion). Shorten the {name} or set max_tokens to {room} or less.",
+            param="max_tokens",
+        )
+    return params.max_tokens

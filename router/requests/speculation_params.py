@@ -1,0 +1,65 @@
+"""Speculation settings of a request, against those of the deployment."""
+
+from __future__ import annotations
+
+from protos.errors import RequestError
+from protos.messages import ModelCard, SpeculationMethod, SpeculationMode, SpeculationParams, VerifyMode
+from router.requests.generate_params import GenerateParams
+from router.requests.generation_fields import SpeculationFields
+
+
+def speculation_params(wishes: SpeculationFields | None, card: ModelCard) -> SpeculationParams:
+    """Return the request's speculation settings.
+
+    Raises:
+        RequestError: the deployment drafts fewer tokens, or does not offer the method.
+    """
+    if wishes is None:
+        return SpeculationParams()
+    if wishes.num_tokens is not None and 0 < card.max_draft_tokens < wishes.num_tokens:
+        raise RequestError(
+            f"speculation.num_tokens is {wishes.num_tokens}; this deployment drafts at most {card.max_draft_tokens}.",
+            param="speculation.num_tokens",
+        )
+    is_enabled = True if wishes.enabled is None else wishes.enabled
+    return SpeculationParams(
+        is_enabled,
+        wishes.num_tokens,
+        wishes.verify,
+        _method(wishes.method, card),
+        wishes.mode is SpeculationMode.APPROXIMATE,
+        wishes.threshold,
+    )
+
+
+def _method(name: str | None, card: ModelCard) -> SpeculationMethod | None:
+    offered = card.speculation_methods or (SpeculationMethod.NONE,)
+    if name is not None and name not in offered:
+        raise RequestError(
+            f"speculation.method is {name!r}; this deployment offers {', '.join(offered)}.", param="speculation.method"
+        )
+    return None if name is None else SpeculationMethod(name)
+
+
+def check_prediction(params: GenerateParams, card: ModelCard) -> None:
+    """Raise `RequestError` where a prediction could not be used, or could not be used exactly."""
+    fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
+    if len(params.prompts) > 1:
+        raise RequestError(
+            f"prediction is for one prompt, and prompt holds {len(params.prompts)}; send them one by one.",
+            param="prediction",
+        )
+    if wishes.is_off or card.max_draft_tokens == 0:
+        where = "this request" if wishes.is_off else "this deployment"
+        raise RequestError(
+            f"prediction is a draft, and {where} drafts nothing (speculation); leave one of them out.",
+            param="prediction",
+        )
+    temperature = card.sampling_defaults.temperature if fields.temperature is None else fields.temperature
+    verify = wishes.verify or card.verify
+    if fields.seed is not None and temperature > 0 and verify is not VerifyMode.COUPLED:
+        raise RequestError(
+            f"prediction and seed together would bias a sampled output under {verify} verification, since the text may "
+            "come from that very seed; leave the seed out or set speculation.verify to coupled.",
+            param="prediction",
+        )
