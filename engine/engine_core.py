@@ -123,7 +123,7 @@ class EngineCore:
         self.on_computed: Callable[[Batch], None] = _ignore
         self._source = source or NoPrefillSource()
         self._steps = steps
-        self._proposer: Proposer = steps or proposer
+        self._proposer: Proposer | StepSpeculation = steps or proposer
         self._head = head
         self._overlap: Overlap = overlap or SyncScheduling(steps or verifier)
         self._speculation = speculation

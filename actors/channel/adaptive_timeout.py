@@ -1,4 +1,4 @@
-"""How long one engine step may wait for the draft's offers."""
+"""The time that one engine step may wait for the draft's offers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AdaptiveTimeout:
         self._usual_s += _WEIGHT_OF_NEWEST * (latency_s - self._usual_s)
 
     def heard(self) -> None:
-        """The draft said something that it was not asked for: it lives."""
+        """The draft said something that it was not asked for, so it is there."""
         self._is_silent = False
 
     def missed(self) -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 from actors.channel.adaptive_timeout import AdaptiveTimeout
 from actors.channel.draft_link import DraftLink
 from actors.channel.draft_messages import Offers, Round
-from actors.channel.followed_sequence import FollowedSequence
+from actors.channel.synced_sequence import SyncedSequence
 from actors.shell_messages import DraftChannelStats
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 _LONGEST_PASS_S = 1.0  # that counts as silence of the draft
 
@@ -36,10 +36,10 @@ class ChannelProposer:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = DraftLink(path, clock)
         self._clock = clock
-        self._patience = AdaptiveTimeout()
-        self._followed: dict[str, FollowedSequence] = {}
+        self._timeout = AdaptiveTimeout()
+        self._sequences: dict[str, SyncedSequence] = {}
         self._closes: list[str] = []
-        self._opens: list[FollowedSequence] = []
+        self._opens: list[SyncedSequence] = []
         self._asked_at_s = 0.0
         self._generation = 0
         self._num_stale_offers = 0
@@ -54,7 +54,7 @@ class ChannelProposer:
 
     @property
     def stats(self) -> DraftChannelStats:
-        """What the channel has lived through; may be read from any thread."""
+        """Counts since the start; may be read from any thread."""
         return DraftChannelStats(
             self._link.is_connected,
             self._generation,
@@ -73,44 +73,48 @@ class ChannelProposer:
         self._receive(0.0)
         self._send_news(())
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
+        """Tell the draft of the sequence with the next `flush`."""
         if sequence.num_draft_tokens == 0:
             return
-        followed = FollowedSequence(sequence)
-        self._followed[sequence.request_id] = followed
-        self._opens.append(followed)
+        synced = SyncedSequence(sequence)
+        self._sequences[sequence.request_id] = synced
+        self._opens.append(synced)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Wait for the offers that were asked for, and return what is there."""
         self.flush()
-        wanting = [share for share in shares if share.max_draft_tokens > 0]
+        wanting = [query for query in queries if query.max_draft_tokens > 0]
         if wanting and not self._link.is_connected:
             self._missed()  # one that hangs stops taking frames, and is left
         self._await_offers(wanting)
-        return [self._take(share) for share in shares]
+        return [self._take(query) for query in queries]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Tell the draft what was committed."""
         self._receive(0.0)
-        known = [self._followed[each.request_id] for each in sequences if each.request_id in self._followed]
+        known = [self._sequences[each.request_id] for each in sequences if each.request_id in self._sequences]
         self._look_up(known)
         self._send_news([each for each in known if each.is_told and each.has_news])
 
     def close(self, request_id: str) -> None:
-        followed = self._followed.pop(request_id, None)
-        if followed is not None and followed.is_told:
+        """Have the draft forget the sequence with the next `flush`."""
+        synced = self._sequences.pop(request_id, None)
+        if synced is not None and synced.is_told:
             self._closes.append(request_id)
 
     def disconnect(self) -> None:
         """Leave the draft process for good."""
         self._link.close()
 
-    def _look_up(self, grown: Seq[FollowedSequence]) -> None:
-        """Count who finds the drafts of its next pass prepared."""
+    def _look_up(self, grown: Seq[SyncedSequence]) -> None:
+        """Count the sequences whose next pass has its drafts prepared."""
         wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
         self._num_lookups += len(wanting)
         self._num_hits += sum(each.draft is not None for each in wanting)
 
-    def _send_news(self, grown: Seq[FollowedSequence]) -> None:
-        opens = [each for each in self._opens if self._followed.get(each.sequence.request_id) is each]
+    def _send_news(self, grown: Seq[SyncedSequence]) -> None:
+        opens = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
         if not (self._closes or opens or grown):
             return
         news = Round(
@@ -126,10 +130,10 @@ class ChannelProposer:
         for each in grown:
             each.was_asked()
 
-    def _await_offers(self, shares: Seq[ScheduledSequence]) -> None:
-        followed = [self._followed[each] for share in shares if (each := share.sequence.request_id) in self._followed]
-        deadline_s = self._clock() + self._patience.allowed_s
-        while num_missing := sum(each.is_awaited for each in followed):
+    def _await_offers(self, queries: Seq[DraftQuery]) -> None:
+        synced = [self._sequences[each] for query in queries if (each := query.sequence.request_id) in self._sequences]
+        deadline_s = self._clock() + self._timeout.allowed_s
+        while num_missing := sum(each.is_awaited for each in synced):
             remaining_s = deadline_s - self._clock()
             if remaining_s <= 0 or not self._link.is_connected:
                 self._num_missed_offers += num_missing
@@ -143,7 +147,7 @@ class ChannelProposer:
         if self._missed_at_s is not None:
             self._silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
         self._missed_at_s = now_s
-        self._patience.missed()
+        self._timeout.missed()
 
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
@@ -152,10 +156,10 @@ class ChannelProposer:
             self._translated += message.translated
             if message.is_answer:
                 latency_s = self._clock() - self._asked_at_s
-                self._patience.answered(latency_s)
+                self._timeout.answered(latency_s)
                 self._channel_s += max(0.0, latency_s - message.drafting_s)
             else:
-                self._patience.heard()
+                self._timeout.heard()
             self._keep(message)
         if self._generation != self._link.generation:
             self._generation = self._link.generation
@@ -164,29 +168,29 @@ class ChannelProposer:
 
     def _keep(self, message: Offers) -> None:
         for offer in message.offers:
-            followed = self._followed.get(offer.request_id)
-            is_kept = followed is not None and followed.offers.add(offer)
+            synced = self._sequences.get(offer.request_id)
+            is_kept = synced is not None and synced.offers.add(offer)
             # Of the offers made ahead only one can come true: the others are no loss.
             self._num_stale_offers += not is_kept and not offer.after
-        self._replay([self._followed[each] for each in message.lost if each in self._followed])
+        self._replay([self._sequences[each] for each in message.lost if each in self._sequences])
 
     def _start_over(self) -> None:
         """A new draft process has greeted, and knows nothing."""
         self._closes = []
         self._opens = []
-        self._patience = AdaptiveTimeout()
-        self._replay(list(self._followed.values()))
+        self._timeout = AdaptiveTimeout()
+        self._replay(list(self._sequences.values()))
 
-    def _replay(self, forgotten: list[FollowedSequence]) -> None:
+    def _replay(self, forgotten: list[SyncedSequence]) -> None:
         """Tell the draft all that is committed of sequences it does not know (any more)."""
         for each in forgotten:
             each.forget()
         self._opens += forgotten
         self._send_news(())
 
-    def _take(self, share: ScheduledSequence) -> Draft:
-        followed = self._followed.get(share.sequence.request_id)
-        draft = followed.draft if followed is not None else None
+    def _take(self, query: DraftQuery) -> Draft:
+        synced = self._sequences.get(query.sequence.request_id)
+        draft = synced.draft if synced is not None else None
         if draft is None or draft.parents:
-            return draft or NO_DRAFT  # what a tree has room for is for the engine to say
-        return draft.head(share.max_draft_tokens)
+            return draft or NO_DRAFT  # the engine cuts a tree to its room
+        return draft.head(query.max_draft_tokens)

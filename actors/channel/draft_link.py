@@ -1,4 +1,4 @@
-"""The target's line to its draft process: connects, greets, notices death, and never waits longer than it is told."""
+"""The target's line to its draft process: it connects, greets, notices death, and waits no longer than allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offers, Round, ToTarget
+from actors.channel.draft_messages import PROTOCOL_VERSION, DraftMessage, Hello, Offers, Round
 from actors.process.frames import ConnectionLostError, FrameConnection, connect
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class DraftLink:
         self.generation = 0
         self._path = path
         self._clock = clock
-        self._connection: FrameConnection[ToTarget] | None = None
+        self._connection: FrameConnection[DraftMessage] | None = None
         self._is_greeted = False
         self._retry_at_s = 0.0
 
@@ -69,9 +69,9 @@ class DraftLink:
         if self._connection is not None or self._clock() < self._retry_at_s:
             return
         self._retry_at_s = self._clock() + _RECONNECT_INTERVAL_S
-        self._connection = connect(self._path, ToTarget)
+        self._connection = connect(self._path, DraftMessage)
 
-    def _hear(self, messages: list[ToTarget]) -> list[Offers]:
+    def _hear(self, messages: list[DraftMessage]) -> list[Offers]:
         offers = []
         for message in messages:
             if isinstance(message, Hello):

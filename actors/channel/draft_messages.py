@@ -1,4 +1,4 @@
-"""What the target and the draft say to each other: token ids, one frame per engine step each way.
+"""Messages between the target and the draft: token ids, one frame per engine step each way.
 
 Every message names the length of the committed tokens it speaks of, so a late or repeated one is recognised and
 ignored. The target replays `Open` with all committed tokens whenever it meets a new draft process, or one that lost a
@@ -84,5 +84,4 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     translated: TranslationCounts = TranslationCounts()
 
 
-ToDraft = Round
-ToTarget = Hello | Offers
+DraftMessage = Hello | Offers  # what the draft process sends; the target sends rounds

@@ -8,29 +8,29 @@ from actors.channel.draft_messages import Offer
 from actors.channel.offer_table import OfferTable
 from engine.draft import Draft
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 
 
 class DraftAhead:
-    """What has been offered ahead, and for which sequences there is still to look ahead.
+    """Offers made ahead, and the sequences that wait for more of them.
 
-    It keeps the same table of offers per sequence as the target does, so both sides know without a word whether the
-    drafts of a pass are there already.
+    It keeps the same table of offers per sequence as the target does, so both sides know without a message which
+    passes have their drafts already.
     """
 
-    def __init__(self, lookahead: AheadDrafter) -> None:
-        self._lookahead = lookahead
+    def __init__(self, drafter: AheadDrafter) -> None:
+        self._drafter = drafter
         self._tables: dict[str, OfferTable] = {}
         self._due: dict[str, PendingPass] = {}
 
     @property
     def has_work(self) -> bool:
-        """Whether there are outcomes to prepare for."""
+        """True if there are outcomes to prepare for."""
         return bool(self._due)
 
-    def open(self, mirror: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         """Begin with a sequence, of which nothing was offered."""
-        self._tables[mirror.request_id] = OfferTable(mirror.token_ids)
+        self._tables[sequence.request_id] = OfferTable(sequence.token_ids)
 
     def close(self, request_id: str) -> None:
         """Forget a sequence."""
@@ -41,13 +41,13 @@ class DraftAhead:
         """A verdict has come: what was to be prepared for it is of no use any more."""
         self._due.pop(request_id, None)
 
-    def offered(self, mirror: Sequence) -> Draft | None:
-        """The draft that was offered ahead for what is committed now."""
-        return self._tables[mirror.request_id].draft
+    def offered(self, sequence: RequestTokens) -> Draft | None:
+        """Return the draft that was offered ahead for what is committed now."""
+        return self._tables[sequence.request_id].draft
 
-    def expect(self, mirror: Sequence, draft: Draft, num_drafts: int) -> None:
+    def expect(self, sequence: RequestTokens, draft: Draft, num_drafts: int) -> None:
         """The target's next pass over the sequence verifies `draft`; the one after it may have `num_drafts`."""
-        self._due[mirror.request_id] = PendingPass(mirror, draft.token_ids, num_drafts)
+        self._due[sequence.request_id] = PendingPass(sequence, draft.token_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
         """Prepare for all expected passes and send what is done; ends at once when `is_stopped`."""
@@ -56,7 +56,7 @@ class DraftAhead:
             if offers := self._keep(prepared):
                 send(offers)
 
-        if self._lookahead.run(tuple(self._due.values()), emit, is_stopped):
+        if self._drafter.run(tuple(self._due.values()), emit, is_stopped):
             self._due.clear()
 
     def _keep(self, prepared: tuple[PreparedDraft, ...]) -> tuple[Offer, ...]:

@@ -1,4 +1,4 @@
-"""What runs inside a `DraftActor`: the draft model behind its end of the channel."""
+"""The process of a `DraftActor`: the draft model behind its end of the channel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
         FrameListener(folder / DRAFT_SOCKET),
         proposer,
         proposer.model_version,
-        drafter.lookahead,
+        drafter.ahead,
         settings.engine.speculation.tree,
         lambda: proposer.counts,
     )

@@ -1,4 +1,4 @@
-"""The draft process's end of the channel: mirrors the target's sequences and answers each round with offers."""
+"""The draft process's end of the channel: copies the target's sequences and answers each round with offers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round, ToDraft
+from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round
 from actors.draft.draft_ahead import DraftAhead
 from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
 from engine.config import TreeConfig
@@ -17,8 +17,8 @@ from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import UnscheduledQuery
+from engine.sequence.request_tokens import RequestTokens
 from protos.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _SEND_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What rounds ask for, as the number of drafts by sequence: of the next pass, and of one after a prompt.
+    """Drafts that rounds ask for, by sequence: of the next pass, and of one after a prompt.
 
     `lost` are sequences that should go on and are not known.
     """
@@ -42,7 +42,7 @@ class _Asked:
 class DraftServer:
     """Serves one target at a time with what `proposer` proposes; a target that leaves takes its sequences along.
 
-    With a `lookahead` it offers ahead of verdicts too, for as long as the target has nothing to say.
+    With an `ahead_drafter` it offers ahead of verdicts too, for as long as the target has nothing to say.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DraftServer:
         listener: FrameListener,
         proposer: Proposer,
         draft_version: str,
-        lookahead: AheadDrafter | None = None,
+        ahead_drafter: AheadDrafter | None = None,
         tree: TreeConfig | None = None,
         counts: Callable[[], TranslationCounts] = TranslationCounts,
     ) -> None:
@@ -58,17 +58,17 @@ class DraftServer:
         self._listener = listener
         self._proposer = proposer
         self._draft_version = draft_version
-        self._ahead = None if lookahead is None else DraftAhead(lookahead)
+        self._ahead = None if ahead_drafter is None else DraftAhead(ahead_drafter)
         self._tree = tree
         self._counts = counts
         self._told_counts = counts()
-        self._mirrors: dict[str, Sequence] = {}
+        self._sequences: dict[str, RequestTokens] = {}
         self._is_closing = threading.Event()
 
     def run(self) -> None:
         """Serve until `close`; raises what the proposer raises, which ends the process."""
         while not self._is_closing.is_set():
-            connection = self._listener.accept(ToDraft, _POLL_S)
+            connection = self._listener.accept(Round, _POLL_S)
             if connection is not None:
                 self._serve(connection)
 
@@ -76,7 +76,7 @@ class DraftServer:
         """Make `run` return within half a second."""
         self._is_closing.set()
 
-    def _serve(self, connection: FrameConnection[ToDraft]) -> None:
+    def _serve(self, connection: FrameConnection[Round]) -> None:
         try:
             connection.send(Hello(PROTOCOL_VERSION, self._draft_version), _SEND_TIMEOUT_S)
             while not self._is_closing.is_set():
@@ -88,12 +88,12 @@ class DraftServer:
             logger.info("target left: %s", error)
         finally:
             connection.close()
-            self._forget(tuple(self._mirrors))
+            self._forget(tuple(self._sequences))
 
-    def _answer(self, connection: FrameConnection[ToDraft], rounds: list[Round]) -> None:
+    def _answer(self, connection: FrameConnection[Round], rounds: list[Round]) -> None:
         """Apply every round that has arrived, then offer once: older questions are stale by now.
 
-        New prompts are read after that, since nobody waits for them yet.
+        New prompts are read after that, since no pass waits for them yet.
         """
         asked = self._apply(rounds)
         wanted = {each: number for each, number in asked.drafts.items() if self._offered(each) is None}
@@ -107,7 +107,7 @@ class DraftServer:
         else:
             self._expect(self._ahead, asked, {offer.request_id: offer.draft for offer in offers})
 
-    def _look_ahead(self, connection: FrameConnection[ToDraft], ahead: DraftAhead) -> None:
+    def _look_ahead(self, connection: FrameConnection[Round], ahead: DraftAhead) -> None:
         """Offer for outcomes to come until all are done, or the target says what came."""
         began_s = time.monotonic()
 
@@ -128,16 +128,16 @@ class DraftServer:
     def _expect(self, ahead: DraftAhead, asked: _Asked, answered: dict[str, Draft]) -> None:
         """The next passes verify what was just offered, what was offered ahead, or nothing after a prompt."""
         for request_id, number in asked.drafts.items():
-            mirror = self._mirrors[request_id]
-            ahead.expect(mirror, answered.get(request_id) or ahead.offered(mirror) or NO_DRAFT, number)
+            sequence = self._sequences[request_id]
+            ahead.expect(sequence, answered.get(request_id) or ahead.offered(sequence) or NO_DRAFT, number)
         for request_id, number in asked.prompts.items():
-            ahead.expect(self._mirrors[request_id], NO_DRAFT, number)
+            ahead.expect(self._sequences[request_id], NO_DRAFT, number)
 
     def _offered(self, request_id: str) -> Draft | None:
-        return None if self._ahead is None else self._ahead.offered(self._mirrors[request_id])
+        return None if self._ahead is None else self._ahead.offered(self._sequences[request_id])
 
     def _apply(self, rounds: list[Round]) -> _Asked:
-        """Follow what the rounds say, in order; returns what is to be done about it."""
+        """Apply the rounds in order and return what they ask for."""
         drafts: dict[str, int] = {}
         prompts: dict[str, int] = {}
         lost: set[str] = set()
@@ -149,71 +149,71 @@ class DraftServer:
             for commit in news.commits:
                 drafts[commit.request_id] = commit.num_drafts
                 prompts.pop(commit.request_id, None)
-                if not self._follow(commit):
+                if not self._sync(commit):
                     lost.add(commit.request_id)
-        return _Asked(self._live(drafts), self._live(prompts), tuple(lost - self._mirrors.keys()))
+        return _Asked(self._live(drafts), self._live(prompts), tuple(lost - self._sequences.keys()))
 
     def _live(self, asked: dict[str, int]) -> dict[str, int]:
         """Without those that have ended meanwhile, or want nothing."""
-        return {each: number for each, number in asked.items() if number > 0 and each in self._mirrors}
+        return {each: number for each, number in asked.items() if number > 0 and each in self._sequences}
 
     def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
-        shares = [self._share(self._mirrors[request_id], number, len(asked)) for request_id, number in asked.items()]
-        drafts = self._proposer.propose(shares)
+        queries = [self._query(self._sequences[request_id], number, len(asked)) for request_id, number in asked.items()]
+        drafts = self._proposer.propose(queries)
         return tuple(
-            Offer(share.sequence.request_id, len(share.sequence.token_ids), draft)
-            for share, draft in zip(shares, drafts, strict=True)
+            Offer(query.sequence.request_id, len(query.sequence.token_ids), draft)
+            for query, draft in zip(queries, drafts, strict=True)
         )
 
     def _read(self, request_ids: Seq[str]) -> None:
-        """Have the draft model compute these sequences' tokens, by way of one draft that nobody wants."""
+        """Have the draft model compute these sequences' tokens, by way of one draft that is thrown away."""
         if request_ids:
-            self._proposer.propose([_chain_share(self._mirrors[request_id], 1) for request_id in request_ids])
+            self._proposer.propose([UnscheduledQuery(self._sequences[request_id], 1) for request_id in request_ids])
 
-    def _share(self, mirror: Sequence, num_drafts: int, num_asked: int) -> ScheduledSequence:
-        """What the target will have room for, as far as can be told from how many sequences it asks for."""
-        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_asked, mirror.verify)
-        return replace(_chain_share(mirror, num_drafts), max_tree_nodes=num_nodes)
+    def _query(self, sequence: RequestTokens, num_drafts: int, num_asked: int) -> UnscheduledQuery:
+        """The room that the target will have, as far as the number of sequences that it asks for tells."""
+        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_asked, sequence.verify)
+        return UnscheduledQuery(sequence, num_drafts, num_nodes)
 
     def _open(self, opening: Open) -> None:
         self._forget((opening.request_id,))
-        self._mirrors[opening.request_id] = mirror = _mirror(opening)
-        self._proposer.open(mirror)
+        self._sequences[opening.request_id] = sequence = _sequence(opening)
+        self._proposer.open(sequence)
         if self._ahead is not None:
-            self._ahead.open(mirror)
+            self._ahead.open(sequence)
 
-    def _follow(self, commit: Commit) -> bool:
-        """Append what is new; a repeated commit changes nothing, one with a gap means that the mirror is lost."""
-        mirror = self._mirrors.get(commit.request_id)
-        if mirror is None:
+    def _sync(self, commit: Commit) -> bool:
+        """Append what is new; a repeated commit changes nothing, one with a gap means that the sequence is lost."""
+        sequence = self._sequences.get(commit.request_id)
+        if sequence is None:
             return False
-        num_known = len(mirror.token_ids) - commit.base_len
+        num_known = len(sequence.token_ids) - commit.base_len
         if num_known < 0:
             self._forget((commit.request_id,))
             return False
         if new_ids := commit.token_ids[num_known:]:
-            mirror.token_ids.extend(new_ids)
-            self._proposer.commit((mirror,))
+            sequence.append(new_ids)
+            self._proposer.commit((sequence,))
             if self._ahead is not None:
                 self._ahead.decided(commit.request_id)
         return True
 
     def _forget(self, request_ids: Seq[str]) -> None:
         for request_id in request_ids:
-            if self._mirrors.pop(request_id, None) is not None:
+            if self._sequences.pop(request_id, None) is not None:
                 self._proposer.close(request_id)
                 if self._ahead is not None:
                     self._ahead.close(request_id)
 
 
-def _all_rounds(connection: FrameConnection[ToDraft]) -> list[Round]:
+def _all_rounds(connection: FrameConnection[Round]) -> list[Round]:
     rounds = connection.receive(_POLL_S)
     while rounds and (more := connection.receive(0.0)):
         rounds += more
     return rounds
 
 
-def _mirror(opening: Open) -> Sequence:
+def _sequence(opening: Open) -> RequestTokens:
     request = GenerateRequest(
         request_id=opening.request_id,
         prompt_token_ids=opening.token_ids[: opening.num_prompt_tokens],
@@ -221,8 +221,4 @@ def _mirror(opening: Open) -> Sequence:
         sampling=opening.sampling,
         sample_index=opening.sample_index,
     )
-    return Sequence(request, num_draft_tokens=opening.num_drafts, verify=opening.verify, arrival_s=0.0)
-
-
-def _chain_share(mirror: Sequence, num_drafts: int) -> ScheduledSequence:
-    return ScheduledSequence(mirror, len(mirror.token_ids) - 1, 1, num_drafts)
+    return RequestTokens(request, num_draft_tokens=opening.num_drafts, verify=opening.verify)

@@ -40,8 +40,8 @@ from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 from models.fixtures.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
 
 DEMO = Path("models/demo")
@@ -56,18 +56,18 @@ class SpoiledProposer:
     def __init__(self, inner: Proposer) -> None:
         self._inner = inner
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         self._inner.open(sequence)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         return [
             Draft(
-                tuple(_spoil(token_id, len(share.sequence.token_ids) + i) for i, token_id in enumerate(draft.token_ids))
+                tuple(_spoil(token_id, len(query.sequence.token_ids) + i) for i, token_id in enumerate(draft.token_ids))
             )
-            for share, draft in zip(shares, self._inner.propose(shares), strict=True)
+            for query, draft in zip(queries, self._inner.propose(queries), strict=True)
         ]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         self._inner.commit(sequences)
 
     def close(self, request_id: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from engine.draft import Draft
 from engine.proposer.draft_model.ahead_drafter import PendingPass, PreparedDraft
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 class AheadProposer:
@@ -21,31 +21,31 @@ class AheadProposer:
         self.num_lookups = 0
         self.num_hits = 0
         self._proposer = proposer
-        self._lookahead = proposer.lookahead(fan_out)
+        self._ahead_drafter = proposer.ahead_drafter(fan_out)
         self._prepared: dict[str, dict[tuple[int, ...], Draft]] = {}  # by all tokens that are committed then
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         self._proposer.open(sequence)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        found = [self._find(share.sequence) for share in shares]
-        missing = [share for share, draft in zip(shares, found, strict=True) if draft is None]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        found = [self._find(query.sequence) for query in queries]
+        missing = [query for query, draft in zip(queries, found, strict=True) if draft is None]
         made = iter(self._proposer.propose(missing))
         drafts = [next(made) if draft is None else draft for draft in found]
-        self._look_ahead(shares, drafts)
+        self._draft_ahead(queries, drafts)
         return [
-            Draft(draft.token_ids[: share.max_draft_tokens], draft.distributions[: share.max_draft_tokens])
-            for share, draft in zip(shares, drafts, strict=True)
+            Draft(draft.token_ids[: query.max_draft_tokens], draft.distributions[: query.max_draft_tokens])
+            for query, draft in zip(queries, drafts, strict=True)
         ]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         self._proposer.commit(sequences)
 
     def close(self, request_id: str) -> None:
         self._proposer.close(request_id)
         self._prepared.pop(request_id, None)
 
-    def _find(self, sequence: Sequence) -> Draft | None:
+    def _find(self, sequence: RequestTokens) -> Draft | None:
         prepared = self._prepared.get(sequence.request_id)
         if prepared is None:
             return None
@@ -54,16 +54,16 @@ class AheadProposer:
         self.num_hits += draft is not None
         return draft
 
-    def _look_ahead(self, shares: Seq[ScheduledSequence], drafts: Seq[Draft]) -> None:
-        texts = {share.sequence.request_id: tuple(share.sequence.token_ids) for share in shares}
+    def _draft_ahead(self, queries: Seq[DraftQuery], drafts: Seq[Draft]) -> None:
+        texts = {query.sequence.request_id: tuple(query.sequence.token_ids) for query in queries}
         self._prepared |= {request_id: {} for request_id in texts}
-        prospects = [
-            PendingPass(share.sequence, draft.token_ids, share.sequence.num_draft_tokens)
-            for share, draft in zip(shares, drafts, strict=True)
+        pending = [
+            PendingPass(query.sequence, draft.token_ids, query.sequence.num_draft_tokens)
+            for query, draft in zip(queries, drafts, strict=True)
         ]
 
         def keep(wave: tuple[PreparedDraft, ...]) -> None:
             for each in wave:
                 self._prepared[each.request_id][(*texts[each.request_id], *each.after)] = each.draft
 
-        self._lookahead.run(prospects, keep, lambda: False)
+        self._ahead_drafter.run(pending, keep, lambda: False)

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 class SwitchedProposer:
@@ -18,16 +18,16 @@ class SwitchedProposer:
         self.current: Proposer = NoProposer()
         self.recorded: dict[tuple[str, int], Draft] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         self.current.open(sequence)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        drafts = self.current.propose(shares)
-        for share, draft in zip(shares, drafts, strict=True):
-            self.recorded[_pass_of(share)] = draft
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        drafts = self.current.propose(queries)
+        for query, draft in zip(queries, drafts, strict=True):
+            self.recorded[_pass_of(query)] = draft
         return drafts
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         self.current.commit(sequences)
 
     def close(self, request_id: str) -> None:
@@ -43,9 +43,9 @@ class ReplayProposer(NoProposer):
     def __init__(self, recorded: dict[tuple[str, int], Draft]) -> None:
         self._recorded = recorded
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [self._recorded.get(_pass_of(share), NO_DRAFT) for share in shares]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        return [self._recorded.get(_pass_of(query), NO_DRAFT) for query in queries]
 
 
-def _pass_of(share: ScheduledSequence) -> tuple[str, int]:
-    return share.sequence.request_id, len(share.sequence.token_ids)
+def _pass_of(query: DraftQuery) -> tuple[str, int]:
+    return query.sequence.request_id, len(query.sequence.token_ids)

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, auto
 
-from engine.sequence.batch import ScheduledSequence
+from engine.sequence.draft_query import UnscheduledQuery
+from engine.sequence.request_tokens import RequestTokens
 from engine.sequence.sequence import Sequence, SequenceStatus
 from protos.messages import SpeculationMethod, SpeculationParams, StepStats
 
@@ -25,11 +26,11 @@ class Phase(Enum):
 
 
 class ReasoningSequence:
-    """`sequence` is the target's. `shadow` is what the draft knows: the committed tokens, and a step that it writes.
+    """`sequence` is the target's; `draft_sequence` has the committed tokens, and a step that the draft writes.
 
-    A draft cannot take words back: after a step that was not accepted it gets a new shadow, under a new id. `base_len`
-    is where the current step begins; the first `num_seen` committed tokens have been looked at for its end, and whether
-    it has come is `is_at_boundary`.
+    A draft cannot take tokens back: after a step that was not accepted it gets a new sequence, under a new id.
+    `base_len` is where the current step begins; the first `num_seen` committed tokens have been looked at for its end,
+    and `is_at_boundary` is true once it has come.
     """
 
     def __init__(self, sequence: Sequence, threshold: float) -> None:
@@ -41,13 +42,13 @@ class ReasoningSequence:
         self.is_at_boundary = True
         self.is_ending = False  # behind the step that is judged the draft would end the reasoning
         self.is_proposed = False  # the step is in the pass that is being computed
-        self._num_shadows = 0
-        self.shadow = self.new_shadow()
+        self._num_draft_sequences = 0
+        self.draft_sequence = self.new_draft_sequence()
 
     @property
     def step_ids(self) -> Seq[int]:
         """What the draft has written of the current step."""
-        return self.shadow.token_ids[self.base_len :]
+        return self.draft_sequence.token_ids[self.base_len :]
 
     @property
     def is_stale(self) -> bool:
@@ -70,14 +71,14 @@ class ReasoningSequence:
         """The sequence computes nothing while the draft writes on from what is committed now."""
         self.phase = Phase.DRAFT
         self.base_len = len(self.sequence.token_ids)
-        self.shadow.token_ids += self.sequence.token_ids[len(self.shadow.token_ids) :]
+        self.draft_sequence.token_ids += self.sequence.token_ids[len(self.draft_sequence.token_ids) :]
         self.sequence.is_held = True
 
     def submit(self, num_tokens: int, num_suffix_tokens: int, *, is_ending: bool) -> None:
         """The first `num_tokens` of what the draft wrote are a step for the next pass to judge."""
         self.phase = Phase.JUDGE
         self.is_ending = is_ending
-        del self.shadow.token_ids[self.base_len + num_tokens :]
+        del self.draft_sequence.token_ids[self.base_len + num_tokens :]
         self.sequence.is_held = False
         self.sequence.draft_allowance = num_tokens + num_suffix_tokens
 
@@ -94,25 +95,24 @@ class ReasoningSequence:
         num_tokens = len(self.step_ids) if is_accepted else 0
         self.sequence.step_stats = self.stats + StepStats(1, int(is_accepted), num_tokens)
 
-    def new_shadow(self) -> Sequence:
-        """A shadow of what is committed now, in place of the one before."""
+    def new_draft_sequence(self) -> RequestTokens:
+        """Begin a draft sequence of what is committed now, in place of the one before."""
         request = self.sequence.request
-        self._num_shadows += 1
-        self.shadow = Sequence(
+        self._num_draft_sequences += 1
+        self.draft_sequence = RequestTokens(
             replace(
                 request,
-                request_id=f"{request.request_id}/step-{self._num_shadows}",
+                request_id=f"{request.request_id}/step-{self._num_draft_sequences}",
                 output_token_ids=tuple(self.sequence.token_ids[self.sequence.num_prompt_tokens :]),
                 speculation=SpeculationParams(),
                 prediction_token_ids=(),
             ),
             num_draft_tokens=self.sequence.num_draft_tokens,
             verify=self.sequence.verify,
-            arrival_s=self.sequence.arrival_s,
             method=SpeculationMethod.MODEL,
         )
-        return self.shadow
+        return self.draft_sequence
 
-    def share(self, num_tokens: int) -> ScheduledSequence:
-        """What the draft is asked for: up to `num_tokens` more of the step."""
-        return ScheduledSequence(self.shadow, len(self.shadow.token_ids) - 1, 1, num_tokens)
+    def query(self, num_tokens: int) -> UnscheduledQuery:
+        """Return what the draft is asked for: up to `num_tokens` more of the step."""
+        return UnscheduledQuery(self.draft_sequence, num_tokens)

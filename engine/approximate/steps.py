@@ -75,13 +75,13 @@ class StepSpeculation:
             threshold = self._config.threshold if wish.threshold is None else wish.threshold
             thought = self._thoughts[sequence.request_id] = ReasoningSequence(sequence, threshold)
             thought.is_thinking = self._text.is_thinking(sequence.token_ids, len(sequence.token_ids), False)
-            self._writer.open(thought.shadow)
+            self._writer.open(thought.draft_sequence)
 
     def close(self, request_id: str) -> None:
         self._proposer.close(request_id)
         thought = self._thoughts.pop(request_id, None)
         if thought is not None:
-            self._writer.close(thought.shadow.request_id)
+            self._writer.close(thought.draft_sequence.request_id)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """No drafts are asked for where the draft writes a step instead."""
@@ -100,10 +100,10 @@ class StepSpeculation:
         writing = [thought for thought in self._thoughts.values() if thought.phase is Phase.DRAFT]
         if not writing:
             return False
-        shares = [thought.share(self._num_wanted(thought)) for thought in writing]
-        for thought, share, draft in zip(writing, shares, self._writer.propose(shares), strict=True):
-            self._extend(thought, check_draft(draft, share, self._vocabulary).token_ids)
-        self._writer.commit([thought.shadow for thought in writing if thought.phase is Phase.DRAFT])
+        queries = [thought.query(self._num_wanted(thought)) for thought in writing]
+        for thought, query, draft in zip(writing, queries, self._writer.propose(queries), strict=True):
+            self._extend(thought, check_draft(draft, query, self._vocabulary).token_ids)
+        self._writer.commit([thought.draft_sequence for thought in writing if thought.phase is Phase.DRAFT])
         return True
 
     def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
@@ -157,7 +157,7 @@ class StepSpeculation:
             is_turn = thought.is_thinking and thought.is_at_boundary and thought.is_ready
             if is_turn and self._num_possible(thought) > 0:
                 thought.hold()
-                self._writer.commit((thought.shadow,))
+                self._writer.commit((thought.draft_sequence,))
 
     def _look(self, thought: ReasoningSequence) -> None:
         """See whether the target's text is reasoning, and whether a step of it has ended."""
@@ -189,7 +189,7 @@ class StepSpeculation:
             self._abandon(thought)
             return
         num_read = len(thought.step_ids)
-        thought.shadow.token_ids += token_ids
+        thought.draft_sequence.token_ids += token_ids
         step_ids = thought.step_ids
         cut = self._text.cut(step_ids, num_read, thought.sequence.stop_token_ids)
         if cut is None and len(step_ids) < self._num_possible(thought):
@@ -241,9 +241,9 @@ class StepSpeculation:
 
     def _leave_to_target(self, thought: ReasoningSequence) -> None:
         """The target writes the next step; the draft starts over from what is committed now."""
-        self._writer.close(thought.shadow.request_id)
+        self._writer.close(thought.draft_sequence.request_id)
         thought.release()
-        self._writer.open(thought.new_shadow())
+        self._writer.open(thought.new_draft_sequence())
 
 
 def step_speculation(

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from engine.draft import Draft
 from engine.proposer.passed_rows import PassedRows
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 class Proposer(Protocol):
@@ -18,16 +18,16 @@ class Proposer(Protocol):
     stays open. Implementations never raise for a sequence they do not know and never block beyond their own deadline.
     """
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         """The sequence was added; its prompt may be read (a draft model can start its own prefill)."""
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        """One draft for each share, in order, of at most `share.max_draft_tokens` tokens; `NO_DRAFT` is always allowed.
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """One draft for each query, in order, of at most `query.max_draft_tokens` tokens; `NO_DRAFT` is always allowed.
 
-        Tokens continue `share.sequence.token_ids`, all of which are committed.
+        Tokens continue `query.sequence.token_ids`, all of which are committed.
         """
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         """These sequences' `token_ids` have grown since they were last told of, and a draft will be asked for.
 
         Finished ones are not among them, nor those that the next pass will decode plainly: they cost nothing, and the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.draft import NO_DRAFT, Draft, depths
 from engine.sampling.vocabulary import Vocabulary
-from engine.sequence.batch import ScheduledSequence
+from engine.sequence.draft_query import DraftQuery
 from protos.messages import VerifyMode
 
 
@@ -38,17 +38,17 @@ class CheckedDraft:
 NOTHING = CheckedDraft(NO_DRAFT, 0)
 
 
-def check_draft(draft: Draft, share: ScheduledSequence, vocabulary: Vocabulary) -> CheckedDraft:
-    """Cut a draft to what its share has room for, and behind its first id that the target does not have.
+def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to what its query has room for, and behind its first id that the target does not have.
 
-    A tree loses its branches where the share has no room for one, or is verified in blocks, which judge a chain.
+    A tree loses its branches where the query has no room for one, or is verified in blocks, which judge a chain.
     """
     if draft.parents:
-        draft = draft.head(_num_well_formed(draft, share.max_draft_tokens))
-    is_tree = share.max_tree_nodes > 0 and share.sequence.verify is not VerifyMode.BLOCK
+        draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
+    is_tree = query.max_tree_nodes > 0 and query.sequence.verify is not VerifyMode.BLOCK
     if draft.parents and not is_tree:
         draft = _first_path(draft)
-    draft = draft.head(share.max_tree_nodes if draft.parents else share.max_draft_tokens)
+    draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     num_valid = vocabulary.num_known(draft.token_ids)
     return CheckedDraft(draft.head(num_valid + 1), num_valid)
 

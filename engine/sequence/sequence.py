@@ -1,13 +1,11 @@
-"""One request's tokens, blocks and progress: all that the engine remembers of it between two steps."""
+"""A sequence as the engine schedules it: all that it remembers of one request between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
-from engine.sampling.logits_row import GREEDY_BELOW
-from engine.sequence.token_blocks import TokenBlocks
+from engine.sequence.request_tokens import RequestTokens
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -27,13 +25,16 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-class Sequence(TokenBlocks):
+class Sequence(RequestTokens):
     """A request in the engine.
 
-    Invariants between steps: `token_ids` are committed (prompt, then output) and only ever grow; the KV of
-    `token_ids[:num_computed_tokens]` is in the blocks of `block_table`; `num_computed_tokens < len(token_ids)`, because
-    the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`. A
-    `matcher` has read the output of `token_ids`, and nothing else.
+    Invariants between steps: `token_ids` are committed and only ever grow; `num_computed_tokens < len(token_ids)`,
+    because the KV of the last token is written by the pass that samples its successor. Drafts are never in `token_ids`.
+
+    Args:
+        request: as of `RequestTokens`, like all that is not named here.
+        has_fixed_length: `draft_allowance` stays what it is.
+        arrival_s: when the request came, on the engine's clock.
     """
 
     def __init__(
@@ -48,23 +49,18 @@ class Sequence(TokenBlocks):
         method: SpeculationMethod = SpeculationMethod.NONE,
         matcher: GrammarMatcher | None = None,
     ) -> None:
-        super().__init__([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt)
-        self.request = request
-        self.sampling = request.sampling
-        self.verify = verify
-        self.method = method
-        self.matcher = matcher  # None where any text will do
-        self.num_draft_tokens = num_draft_tokens  # K this request may have; 0 is plain decoding
-        self.num_guess_tokens = num_guess_tokens  # K of drafts that cost nothing to make; None: as of any
-        self.has_fixed_length = has_fixed_length  # `draft_allowance` stays what it is
-        self.draft_allowance = num_draft_tokens  # K of its next pass, never more
-        self.num_guessed = 0  # drafts of its next pass that are made already, where it may have more of them than K
+        super().__init__(
+            request,
+            num_draft_tokens=num_draft_tokens,
+            num_guess_tokens=num_guess_tokens,
+            verify=verify,
+            method=method,
+            matcher=matcher,
+        )
+        self.has_fixed_length = has_fixed_length
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
-        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.is_fetching = False  # blocks are on their way from elsewhere; it computes nothing until they are here
         self.is_held = False  # the draft writes a reasoning step of it; it keeps its slots and computes nothing
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
@@ -77,54 +73,15 @@ class Sequence(TokenBlocks):
         self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < GREEDY_BELOW
-
-    @property
-    def is_matched(self) -> bool:
-        """Drafts are verified by matching, as those of greedy requests are in every mode: all emit the argmax."""
-        return self.verify is VerifyMode.COUPLED or self.is_greedy
-
-    @property
     def urgency(self) -> tuple[int, int]:
         """The lower, the sooner: priority, then arrival."""
         return self.request.priority, self.arrival
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_scoring(self) -> bool:
         """Log-probabilities of its prompt are wanted and not complete: every row of the prompt must be computed."""
         is_wanted = self.sampling.num_prompt_logprobs is not None
         return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        """Tokens the request may still generate."""
-        return self.max_output_tokens - self.num_output_tokens
-
-    @property
-    def num_wanted_drafts(self) -> int:
-        """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
-        return max(0, min(max(self.draft_allowance, self.num_guessed), self.num_remaining_tokens - 1))
-
-    @property
-    def num_wanted_guesses(self) -> int:
-        """K of the next pass if its drafts cost nothing to make."""
-        limit = self.draft_allowance if self.num_guess_tokens is None else self.num_guess_tokens
-        return max(0, min(limit, self.num_remaining_tokens - 1))
-
-    def append(self, token_ids: Seq[int]) -> None:
-        """Commit tokens: they are output from now on, and the grammar goes on behind them."""
-        self.token_ids += token_ids
-        if self.matcher is not None:
-            self.matcher.read(token_ids)
 
     def record_pass(self, num_proposed: int, num_accepted: int) -> None:
         """Count one verification pass; a pass without drafts is plain decoding and is not counted."""
@@ -137,4 +94,5 @@ class Sequence(TokenBlocks):
         self.accepted_histogram[num_accepted] += 1
 
     def speculation_stats(self) -> SpeculationStats:
+        """Return the counts of all verification passes so far."""
         return SpeculationStats(self.num_proposed, self.num_accepted, tuple(self.accepted_histogram))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.channel.draft_messages import Open, Round, ToDraft
+from actors.channel.draft_messages import Open, Round
 from actors.process.frames import FrameCodec
 from actors.shell_messages import Add, ShellToTarget
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
@@ -22,6 +22,6 @@ def test_a_grammar_reaches_the_target() -> None:
 
 
 def test_a_grammar_reaches_the_draft() -> None:
-    codec: FrameCodec[ToDraft] = FrameCodec(ToDraft)
+    codec: FrameCodec[Round] = FrameCodec(Round)
     sent = Round(opens=(Open("a", (1, 2), 2, SAMPLING, 0, VerifyMode.COUPLED, 0, False),))
     assert codec.feed(codec.encode(sent)) == [sent]

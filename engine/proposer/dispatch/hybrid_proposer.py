@@ -11,8 +11,8 @@ from engine.draft import Draft
 from engine.proposer import Proposer
 from engine.proposer.adaptive.acceptance import AcceptanceTable
 from engine.proposer.text_match.text_matcher import TextMatcher
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 _MAX_LENGTH = 64  # positions of a draft whose survival is told apart
 _LONGEST_MATCH_BITS = 5  # matches of 16 tokens and more are of one kind
@@ -45,28 +45,28 @@ class HybridProposer:
         self._turns: dict[str, _Turn | None] = {}  # of the sequences that the guesser is for
         self._num_passed_over: dict[str, int] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         if self._guesser.is_for(sequence):
             self._guesser.open(sequence)
             self._turns[sequence.request_id] = None
         self._other.open(sequence)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        turns = [self._current_turn(share.sequence) for share in shares]
-        asked = [share for share, turn in zip(shares, turns, strict=True) if turn is None or not turn.is_guess]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        turns = [self._current_turn(query.sequence) for query in queries]
+        asked = [query for query, turn in zip(queries, turns, strict=True) if turn is None or not turn.is_guess]
         answers = iter(self._other.propose(asked) if asked else ())
         drafts = []
-        for share, turn in zip(shares, turns, strict=True):
+        for query, turn in zip(queries, turns, strict=True):
             if turn is None:
                 drafts.append(next(answers))
                 continue
-            draft = Draft(turn.token_ids[: share.max_draft_tokens]) if turn.is_guess else next(answers)
+            draft = Draft(turn.token_ids[: query.max_draft_tokens]) if turn.is_guess else next(answers)
             # How a tree fared does not show in what was committed.
             turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         followed = [sequence for sequence in sequences if sequence.request_id in self._turns]
         for sequence in followed:
             self._learn(sequence)
@@ -83,12 +83,12 @@ class HybridProposer:
             self._guesser.close(request_id)
         self._other.close(request_id)
 
-    def _current_turn(self, sequence: Sequence) -> _Turn | None:
+    def _current_turn(self, sequence: RequestTokens) -> _Turn | None:
         """The turn that was decided on exactly what is committed now."""
         turn = self._turns.get(sequence.request_id)
         return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
 
-    def _next_turn(self, sequence: Sequence) -> _Turn:
+    def _next_turn(self, sequence: RequestTokens) -> _Turn:
         """Decide it, and see to it that the pass has room for the guess if it is one."""
         sequence.num_guessed = 0
         turn = self._better_turn(sequence)
@@ -96,7 +96,7 @@ class HybridProposer:
             sequence.num_guessed = len(turn.token_ids)
         return turn
 
-    def _better_turn(self, sequence: Sequence) -> _Turn:
+    def _better_turn(self, sequence: RequestTokens) -> _Turn:
         base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
         guess = self._guesser.guess(sequence, min(sequence.num_wanted_guesses, _MAX_LENGTH))
         if guess is None:
@@ -114,7 +114,7 @@ class HybridProposer:
         self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1
         return self._num_passed_over[kind] % _RETRY_PERIOD == 0
 
-    def _learn(self, sequence: Sequence) -> None:
+    def _learn(self, sequence: RequestTokens) -> None:
         """How the last turn's draft fared; one that was made and never verified is not counted."""
         turn = self._turns[sequence.request_id]
         if turn is None or not turn.token_ids or turn.base_len >= len(sequence.token_ids):
@@ -126,5 +126,5 @@ class HybridProposer:
         self._survival.observe([turn.kind], [turn.kind], np.array([num_drafts]), np.array([num_accepted]))
 
 
-def _kind_of_other(sequence: Sequence) -> str:
+def _kind_of_other(sequence: RequestTokens) -> str:
     return "other, greedy" if sequence.is_greedy else "other, sampled"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 from protos.messages import SpeculationMethod
 
 Ranking = tuple[Proposer, ...]
@@ -19,7 +19,7 @@ Ranking = tuple[Proposer, ...]
 class _Followed:
     """An open sequence, and which of its proposers know it: those of rank below `num_met`."""
 
-    sequence: Sequence
+    sequence: RequestTokens
     ranking: Ranking
     num_met: int = field(default=0)
 
@@ -37,25 +37,25 @@ class MethodDispatcher:
         self._methods = methods
         self._followed: dict[str, _Followed] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         ranking = self._methods.get(sequence.method, ())
         if ranking:
             followed = self._followed[sequence.request_id] = _Followed(sequence, ranking)
             _meet(followed, 0)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        drafts = [NO_DRAFT] * len(shares)
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(queries)
         rank = 0
-        while asked := self._proposers(shares, drafts, rank):
+        while asked := self._proposers(queries, drafts, rank):
             for proposer, indices in asked.items():
-                answers = proposer.propose([shares[index] for index in indices])
+                answers = proposer.propose([queries[index] for index in indices])
                 for index, draft in zip(indices, answers, strict=True):
                     drafts[index] = draft
             rank += 1
         return drafts
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
-        told: dict[Proposer, list[Sequence]] = {}
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        told: dict[Proposer, list[RequestTokens]] = {}
         for sequence in sequences:
             followed = self._followed.get(sequence.request_id)
             if followed is not None:
@@ -69,11 +69,11 @@ class MethodDispatcher:
             for proposer in followed.ranking[: followed.num_met]:
                 proposer.close(request_id)
 
-    def _proposers(self, shares: Seq[ScheduledSequence], drafts: Seq[Draft], rank: int) -> dict[Proposer, list[int]]:
-        """Who is to be asked for which shares, now that all of lower rank have answered."""
+    def _proposers(self, queries: Seq[DraftQuery], drafts: Seq[Draft], rank: int) -> dict[Proposer, list[int]]:
+        """Who is to be asked for which queries, now that all of lower rank have answered."""
         asked: dict[Proposer, list[int]] = {}
-        for index, (share, draft) in enumerate(zip(shares, drafts, strict=True)):
-            followed = self._followed.get(share.sequence.request_id)
+        for index, (query, draft) in enumerate(zip(queries, drafts, strict=True)):
+            followed = self._followed.get(query.sequence.request_id)
             if followed is not None and not draft.token_ids and rank < len(followed.ranking):
                 _meet(followed, rank)
                 asked.setdefault(followed.ranking[rank], []).append(index)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.draft import NO_DRAFT, Draft
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 class NoProposer:
     """Proposes nothing, so that every pass is plain decoding."""
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         pass
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [NO_DRAFT] * len(shares)
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        return [NO_DRAFT] * len(queries)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         pass
 
     def close(self, request_id: str) -> None:

@@ -31,7 +31,7 @@ from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.fan_out import fan_out
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 from protos.messages import VerifyMode
 
 _MIN_ROWS, _MAX_ROWS = 8, 64  # of a wave
@@ -42,7 +42,7 @@ _MAX_UNREAD = 64  # missing tokens of a sequence that decodes; those that read t
 class PendingPass:
     """A sequence whose next pass verifies `draft_ids` (maybe none), and K of the pass after that."""
 
-    sequence: Sequence
+    sequence: RequestTokens
     draft_ids: tuple[int, ...]
     num_drafts: int
 
@@ -58,11 +58,11 @@ class PreparedDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A prospect with slots for its committed tokens and its drafts."""
+class _ReservedPass:
+    """A pending pass with slots for its committed tokens and its drafts."""
 
-    prospect: PendingPass
-    mirror: DraftSequence
+    pending: PendingPass
+    sequence: DraftSequence
     draft_ids: tuple[int, ...]
 
 
@@ -81,7 +81,7 @@ class AheadDrafter:
     @torch.inference_mode()
     def run(
         self,
-        prospects: Seq[PendingPass],
+        pending: Seq[PendingPass],
         emit: Callable[[tuple[PreparedDraft, ...]], None],
         is_stopped: Callable[[], bool],
     ) -> bool:
@@ -90,67 +90,66 @@ class AheadDrafter:
         `is_stopped` is asked before every step of the model. Prompts that are not read yet are read on the way; a
         sequence that is unknown or finds no blocks is left out.
         """
-        self._model.mirrors.begin_round()
-        waiting = [place for each in prospects if (place := self._begin(each)) is not None]
+        self._model.sequences.begin_round()
+        waiting = [reserved for each in pending if (reserved := self._begin(each)) is not None]
         while waiting:
             if is_stopped():
                 return False
-            read = self._model.read([Reading(each.mirror, each.draft_ids) for each in _first_in_turn(waiting)])
-            is_read = {id(reading.mirror) for reading in read.readings}
-            places = {id(each.mirror): each for each in waiting if id(each.mirror) in is_read}
-            waiting = [each for each in waiting if id(each.mirror) not in places]
-            branches = self._branches([places[id(reading.mirror)] for reading in read.readings], read)
+            read = self._model.read([Reading(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)])
+            is_read = {id(reading.sequence) for reading in read.readings}
+            passes = {id(each.sequence): each for each in waiting if id(each.sequence) in is_read}
+            waiting = [each for each in waiting if id(each.sequence) not in passes]
+            branches = self._branches([passes[id(reading.sequence)] for reading in read.readings], read)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
                 return False
         self._num_rows = min(_MAX_ROWS, 2 * self._num_rows)
         return True
 
-    def _begin(self, prospect: PendingPass) -> _Place | None:
-        sequence = prospect.sequence
-        mirror = self._model.mirrors.follow(sequence)
-        if mirror is None or not mirror.sequence.token_ids:
+    def _begin(self, pending: PendingPass) -> _ReservedPass | None:
+        sequence = self._model.sequences.sync(pending.sequence)
+        if sequence is None or not sequence.blocks.token_ids:
             return None
-        num_read = len(mirror.sequence.token_ids)
+        num_read = len(sequence.blocks.token_ids)
         num_positions = self._model.runner.max_model_len - num_read
         if num_positions < 0:
             return None
-        draft_ids = prospect.draft_ids[:num_positions]
-        if not self._model.mirrors.reserve(mirror, num_read + len(draft_ids)):
+        draft_ids = pending.draft_ids[:num_positions]
+        if not self._model.sequences.reserve(sequence, num_read + len(draft_ids)):
             return None
-        return _Place(prospect, mirror, draft_ids)
+        return _ReservedPass(pending, sequence, draft_ids)
 
-    def _branches(self, places: Seq[_Place], read: Read) -> Iterator[Branch]:
-        rows = [row for place in places for row in _rows(place)]
-        is_coupled = [place.prospect.sequence.verify is VerifyMode.COUPLED for place in places for _ in _rows(place)]
-        num_ranks = max((self._num_ranks(len(place.draft_ids)) for place in places), default=0)
+    def _branches(self, passes: Seq[_ReservedPass], read: Read) -> Iterator[Branch]:
+        rows = [row for each in passes for row in _rows(each)]
+        is_coupled = [each.pending.sequence.verify is VerifyMode.COUPLED for each in passes for _ in _rows(each)]
+        num_ranks = max((self._num_ranks(len(each.draft_ids)) for each in passes), default=0)
         ranked = iter(self._model.sampler.rank(rows, is_coupled, read.logits, num_ranks) if rows else ())
-        for place in places:
-            yield from self._branches_of(place, list(islice(ranked, len(place.draft_ids) + 1)))
+        for each in passes:
+            yield from self._branches_of(each, list(islice(ranked, len(each.draft_ids) + 1)))
 
     def _num_ranks(self, num_drafts: int) -> int:
         """Tokens to be ranked at each position: one of them may be the draft's own, which is left out."""
         return max(each.rank for each in fan_out(num_drafts, self._num_per_position)) + 2
 
-    def _branches_of(self, place: _Place, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
+    def _branches_of(self, reserved: _ReservedPass, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
         """The branches behind one pass; `ranked` are the likely tokens at each position where it may end."""
-        drafts = place.draft_ids
+        drafts = reserved.draft_ids
         likely = [[token_id for token_id in ids if (token_id,) != drafts[k : k + 1]] for k, ids in enumerate(ranked)]
         for order, candidate in enumerate(fan_out(len(drafts), self._num_per_position)):
             token_ids = likely[candidate.num_accepted]
             if candidate.rank < len(token_ids):
                 after = (*drafts[: candidate.num_accepted], token_ids[candidate.rank])
-                num_drafts = self._num_possible(place, after)
+                num_drafts = self._num_possible(reserved, after)
                 if num_drafts > 0:
-                    yield Branch(place.mirror, after, num_drafts, order, self._model.runner.block_size)
+                    yield Branch(reserved.sequence, after, num_drafts, order, self._model.runner.block_size)
 
-    def _num_possible(self, place: _Place, after: tuple[int, ...]) -> int:
+    def _num_possible(self, reserved: _ReservedPass, after: tuple[int, ...]) -> int:
         """K of the pass behind `after`; 0 where there will be none, or the draft's positions end."""
-        sequence = place.prospect.sequence
+        sequence = reserved.pending.sequence
         if after[-1] in sequence.stop_token_ids:
             return 0
         num_remaining = sequence.num_remaining_tokens - len(after)
-        num_positions = self._model.runner.max_model_len - len(place.mirror.sequence.token_ids) - len(after) + 1
-        return min(place.prospect.num_drafts, num_remaining - 1, num_positions)
+        num_positions = self._model.runner.max_model_len - len(reserved.sequence.blocks.token_ids) - len(after) + 1
+        return min(reserved.pending.num_drafts, num_remaining - 1, num_positions)
 
     def _prepare_all(
         self, branches: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
@@ -167,14 +166,14 @@ class AheadDrafter:
         self, wave: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
         """Grow a draft behind each branch for which there are blocks."""
-        with self._model.mirrors.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
-            chains = self._place(wave, block_ids)
+        with self._model.sequences.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
+            chains = self._chains(wave, block_ids)
             if not self._model.grow(chains, is_stopped):
                 return False
         emit(tuple(_prepared(branch, chain) for branch, chain in zip(wave, chains, strict=False)))
         return True
 
-    def _place(self, wave: Seq[Branch], block_ids: Seq[int]) -> list[Chain]:
+    def _chains(self, wave: Seq[Branch], block_ids: Seq[int]) -> list[Chain]:
         chains, copies, num_used = [], [], 0
         for branch in wave:
             own = block_ids[num_used : num_used + branch.num_blocks]
@@ -188,19 +187,19 @@ class AheadDrafter:
         return chains
 
 
-def _rows(place: _Place) -> list[LogitsRow]:
+def _rows(reserved: _ReservedPass) -> list[LogitsRow]:
     """One for each position where the pass may end."""
-    sequence = place.mirror.spoken
-    drafts = place.draft_ids
-    rows = [row_after(sequence, sequence.token_ids, drafts[:k]) for k in range(len(drafts) + 1)]
-    return [masked(row, sequence) for row in rows]
+    target = reserved.sequence.target_sequence
+    drafts = reserved.draft_ids
+    rows = [row_after(target, target.token_ids, drafts[:k]) for k in range(len(drafts) + 1)]
+    return [masked(row, reserved.sequence.matcher, len(target.token_ids)) for row in rows]
 
 
-def _first_in_turn(waiting: Seq[_Place]) -> Seq[_Place]:
-    """Those that decode, if there are any, else all: a prompt is read while nobody else waits."""
-    return [each for each in waiting if each.mirror.num_missing_tokens <= _MAX_UNREAD] or waiting
+def _first_in_turn(waiting: Seq[_ReservedPass]) -> Seq[_ReservedPass]:
+    """Those that decode, if there are any, else all: a prompt is read while no other sequence waits."""
+    return [each for each in waiting if each.sequence.num_missing_tokens <= _MAX_UNREAD] or waiting
 
 
 def _prepared(branch: Branch, chain: Chain) -> PreparedDraft:
-    sequence = branch.mirror.spoken
-    return PreparedDraft(sequence.request_id, len(sequence.token_ids), branch.after, chain.draft())
+    target = branch.sequence.target_sequence
+    return PreparedDraft(target.request_id, len(target.token_ids), branch.after, chain.draft())

@@ -19,12 +19,12 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """`after` follows the committed tokens of a mirror, whose blocks hold the KV of both but for the last token.
+    """`after` follows the committed tokens of a sequence, whose blocks hold the KV of both but for the last token.
 
-    A draft of `num_drafts` grows behind it; `order` is its place among the branches of the sequence, likeliest first.
+    A draft of `num_drafts` grows behind it; `order` is its rank among the branches of the sequence, likeliest first.
     """
 
-    mirror: DraftSequence
+    sequence: DraftSequence
     after: tuple[int, ...]
     num_drafts: int
     order: int
@@ -32,8 +32,8 @@ class Branch:
 
     @property
     def start(self) -> int:
-        """Place of the last token of `after`: the first slot that the branch writes."""
-        return len(self.mirror.sequence.token_ids) + len(self.after) - 1
+        """KV index of the last token of `after`: the first slot that the branch writes."""
+        return len(self.sequence.blocks.token_ids) + len(self.after) - 1
 
     @property
     def num_blocks(self) -> int:
@@ -44,13 +44,20 @@ class Branch:
         """The start of the first block is the sequence's; nothing if the branch begins where a block does."""
         if self.start % self.block_size == 0:
             return []
-        return [BlockCopy(self.mirror.sequence.block_table[self._first_block], block_ids[0])]
+        return [BlockCopy(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
 
     def chain(self, block_ids: Seq[int]) -> Chain:
         """The branch's draft, to grow in `block_ids` behind the blocks it shares."""
-        table = [*self.mirror.sequence.block_table[: self._first_block], *block_ids]
-        spoken = self.mirror.spoken
-        return Chain(spoken, [*spoken.token_ids, *self.after], table, self.num_drafts, self.mirror.lead)
+        table = [*self.sequence.blocks.block_table[: self._first_block], *block_ids]
+        target = self.sequence.target_sequence
+        return Chain(
+            target,
+            [*target.token_ids, *self.after],
+            table,
+            self.num_drafts,
+            matcher=self.sequence.matcher,
+            position_offset=self.sequence.position_offset,
+        )
 
     @property
     def _first_block(self) -> int:

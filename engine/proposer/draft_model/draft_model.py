@@ -24,7 +24,7 @@ from engine.span import Span
 class Reading:
     """What is to be computed of a sequence: its missing tokens, and `draft_ids` behind them."""
 
-    mirror: DraftSequence
+    sequence: DraftSequence
     draft_ids: Seq[int] = ()
 
 
@@ -37,19 +37,19 @@ class Read:
 
 
 class DraftModel:
-    """A model runner, its mirrors, and how chains grow by them.
+    """A model runner, its sequences, and how chains grow by them.
 
     Attributes:
         sampler: chooses the drafts.
-        mirrors: the open sequences.
+        sequences: the open sequences.
         translation: between its own tokens and the target's, which chains and trees are made of.
     """
 
     def __init__(
-        self, runner: ModelRunner, mirrors: DraftSequences, translation: Translation, *, max_tokens_per_round: int
+        self, runner: ModelRunner, sequences: DraftSequences, translation: Translation, *, max_tokens_per_round: int
     ) -> None:
         self.runner = runner
-        self.mirrors = mirrors
+        self.sequences = sequences
         self.translation = translation
         self.sampler = ChainSampler(Sampler())
         self._tree_sampler = TreeSampler(Sampler())
@@ -63,16 +63,16 @@ class DraftModel:
         budget = self._max_tokens_per_round
         spans: list[Span] = []
         begun: list[Reading] = []
-        for reading in sorted(readings, key=lambda reading: reading.mirror.num_missing_tokens):
+        for reading in sorted(readings, key=lambda reading: reading.sequence.num_missing_tokens):
             if budget > 0:
-                spans.append(reading.mirror.next_span(budget, self.translation.read(reading.draft_ids)))
+                spans.append(reading.sequence.next_span(budget, self.translation.read(reading.draft_ids)))
                 begun.append(reading)
                 budget -= len(spans[-1].token_ids)
         logits = self.translation.align(self.runner.forward(spans)) if spans else torch.empty(0, 0)
         for reading, span in zip(begun, spans, strict=True):
-            sequence = reading.mirror.sequence
-            reading.mirror.computed(span)
-            self.mirrors.blocks.publish(sequence, sequence.num_computed_tokens)
+            blocks = reading.sequence.blocks
+            reading.sequence.computed(span)
+            self.sequences.blocks.publish(blocks, blocks.num_computed_tokens)
         return Read([reading for reading, span in zip(begun, spans, strict=True) if span.num_logits], logits)
 
     def grow(self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
@@ -94,7 +94,7 @@ class DraftModel:
         while trees:
             self._tree_sampler.branch(trees, logits)
             for tree in trees:
-                if not self.mirrors.blocks.reserve(tree.sequence, tree.num_slots):
+                if not self.sequences.blocks.reserve(tree.blocks, tree.num_slots):
                     tree.stop()
             trees = [tree for tree in trees if tree.level]
             if trees:

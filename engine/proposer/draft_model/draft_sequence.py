@@ -1,4 +1,4 @@
-"""A draft model's own view of one sequence: the target's committed tokens, and KV blocks of the draft's pool."""
+"""The draft's copy of a sequence: the target's committed tokens as the draft reads them, and blocks of its pool."""
 
 from __future__ import annotations
 
@@ -7,89 +7,90 @@ from collections.abc import Sequence as Seq
 from engine.proposer.common_prefix import num_equal
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.token_blocks import TokenBlocks
 from engine.span import Span
 
 
 class DraftSequence:
     """What a draft model has computed of a sequence.
 
-    `spoken` is the sequence in the target's tokens, its `token_ids` the target's own list: what drafts are chosen by.
-    `sequence` is the same in the draft's tokens, and holds the draft's blocks; where the vocabularies are one, the two
-    are one object. `fed_ids` are drafts, in the draft's tokens, whose KV lies right behind the committed tokens of the
-    round that made them, until `follow` has compared them with what was committed since. `last_round` is when the
-    sequence was drafted for last.
+    Attributes:
+        target_sequence: the sequence in the target's tokens, by which drafts are chosen.
+        blocks: the same in the draft's tokens, with the draft's blocks; where the vocabularies are one, both have one
+            list of tokens.
+        matcher: the draft's own, at the end of the committed tokens; None where drafts go without a grammar.
+        unverified_ids: drafts, in the draft's tokens, whose KV lies right behind the committed tokens of the round
+            that made them, until `sync` has compared them with what was committed since.
+        last_round: the last round in which the sequence was drafted for.
     """
 
-    def __init__(self, original: Sequence, translation: Translation, matcher: GrammarMatcher | None = None) -> None:
+    def __init__(
+        self, target_sequence: RequestTokens, translation: Translation, matcher: GrammarMatcher | None = None
+    ) -> None:
         """`matcher` has read the output that the request came with."""
-        self.spoken = _twin(original, matcher)
-        self.sequence = self.spoken
-        self._translation = translation
-        if not translation.is_identity:
-            self.sequence = _twin(original)
-            self.sequence.token_ids = []
-        self._num_read = 0
-        self._num_matched = len(self.spoken.token_ids)
-        self.fed_ids: Seq[int] = ()
+        request = target_sequence.request
+        self.blocks = TokenBlocks([], request.cache_salt)
+        self.matcher = matcher
+        self.unverified_ids: Seq[int] = ()
         self.last_round = 0
-        self.follow(original)
+        self._translation = translation
+        self._num_read = 0
+        self._num_matched = len(request.prompt_token_ids) + len(request.output_token_ids)
+        self.sync(target_sequence)
 
     @property
     def num_missing_tokens(self) -> int:
         """Committed tokens whose KV is not there, plus the last one: its logits are needed again if it is."""
-        return self.sequence.num_uncomputed_tokens
-
-    def follow(self, original: Sequence) -> None:
-        """Take the tokens committed since the last round; KV of drafts that stood is kept, the rest is overwritten."""
-        sequence = self.sequence
-        self.spoken.token_ids = original.token_ids
-        if sequence is not self.spoken:
-            sequence.token_ids += self._translation.read(original.token_ids[self._num_read :])
-            self._num_read = len(original.token_ids)
-        self._read_on()
-        committed = sequence.token_ids[sequence.num_computed_tokens :][: len(self.fed_ids)]
-        sequence.num_computed_tokens += num_equal(self.fed_ids, committed)
-        sequence.num_computed_tokens = max(0, min(sequence.num_computed_tokens, len(sequence.token_ids) - 1))
-        self.fed_ids = ()
-
-    def _read_on(self) -> None:
-        """Advance the grammar over what was committed; where it disagrees with the target's, drafts go without."""
-        spoken = self.spoken
-        if spoken.matcher is not None and not spoken.matcher.read(spoken.token_ids[self._num_matched :]):
-            spoken.matcher = None
-        self._num_matched = len(spoken.token_ids)
+        return self.blocks.num_uncomputed_tokens
 
     @property
-    def lead(self) -> int:
-        """How many more tokens the draft reads than the target, maybe less than none."""
-        return len(self.sequence.token_ids) - len(self.spoken.token_ids)
+    def position_offset(self) -> int:
+        """Tokens that the draft reads beyond the target's count; negative where it reads fewer."""
+        return len(self.blocks.token_ids) - len(self.target_sequence.token_ids)
+
+    def sync(self, target_sequence: RequestTokens) -> None:
+        """Take the tokens committed since the last round; KV of drafts that stood is kept, the rest is overwritten."""
+        self.target_sequence = target_sequence
+        self._read(target_sequence.token_ids)
+        blocks = self.blocks
+        committed = blocks.token_ids[blocks.num_computed_tokens :][: len(self.unverified_ids)]
+        num_computed = blocks.num_computed_tokens + num_equal(self.unverified_ids, committed)
+        blocks.num_computed_tokens = max(0, min(num_computed, len(blocks.token_ids) - 1))
+        self.unverified_ids = ()
 
     def rewind(self, num_tokens: int, block_size: int) -> bool:
-        """Only the first `num_tokens` of the draft's tokens are still what they were; False if a named block is not."""
-        sequence = self.sequence
-        if num_tokens < sequence.num_computed_tokens:
-            sequence.num_computed_tokens = num_tokens
-            self.fed_ids = ()
-        del sequence.block_keys[num_tokens // block_size :]
-        return sequence.num_keyed_blocks <= num_tokens // block_size
+        """Keep only the first `num_tokens` of the draft's tokens; False if a keyed block has others too."""
+        blocks = self.blocks
+        if num_tokens < blocks.num_computed_tokens:
+            blocks.num_computed_tokens = num_tokens
+            self.unverified_ids = ()
+        del blocks.block_keys[num_tokens // block_size :]
+        return blocks.num_keyed_blocks <= num_tokens // block_size
 
     def next_span(self, max_tokens: int, draft_ids: Seq[int] = ()) -> Span:
         """Up to `max_tokens` of the missing tokens; behind the last one `draft_ids`, and a row of logits for each."""
-        sequence = self.sequence
-        start = sequence.num_computed_tokens
-        end = min(start + max_tokens, len(sequence.token_ids))
-        token_ids = sequence.token_ids[start:end]
-        if end < len(sequence.token_ids):
-            return Span(token_ids, start, sequence.block_table, 0)
-        return Span([*token_ids, *draft_ids], start, sequence.block_table, len(draft_ids) + 1)
+        blocks = self.blocks
+        start = blocks.num_computed_tokens
+        end = min(start + max_tokens, len(blocks.token_ids))
+        token_ids = blocks.token_ids[start:end]
+        if end < len(blocks.token_ids):
+            return Span(token_ids, start, blocks.block_table, 0)
+        return Span([*token_ids, *draft_ids], start, blocks.block_table, len(draft_ids) + 1)
 
     def computed(self, span: Span) -> None:
         """A `next_span` has been computed, in slots that follow the committed tokens where it has drafts."""
-        sequence = self.sequence
-        sequence.num_computed_tokens = min(span.end, len(sequence.token_ids))
-        self.fed_ids = tuple(span.token_ids[len(span.token_ids) - (span.end - sequence.num_computed_tokens) :])
+        blocks = self.blocks
+        blocks.num_computed_tokens = min(span.end, len(blocks.token_ids))
+        self.unverified_ids = tuple(span.token_ids[len(span.token_ids) - (span.end - blocks.num_computed_tokens) :])
 
-
-def _twin(original: Sequence, matcher: GrammarMatcher | None = None) -> Sequence:
-    return Sequence(original.request, num_draft_tokens=0, verify=original.verify, arrival_s=0.0, matcher=matcher)
+    def _read(self, token_ids: list[int]) -> None:
+        """Read on in the target's tokens; where the grammar disagrees with the target's, drafts go without."""
+        if self._translation.is_identity:
+            self.blocks.token_ids = token_ids
+        else:
+            self.blocks.token_ids += self._translation.read(token_ids[self._num_read :])
+            self._num_read = len(token_ids)
+        if self.matcher is not None and not self.matcher.read(token_ids[self._num_matched :]):
+            self.matcher = None
+        self._num_matched = len(token_ids)

@@ -21,10 +21,10 @@ from engine.proposer.vocab_mapping.translation import SharedTokens
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A loaded draft model; `lookahead` is set where it drafts ahead of verdicts too."""
+    """A loaded draft model; `ahead` is set where it drafts ahead of verdicts too."""
 
     proposer: ModelProposer | TextProposer
-    lookahead: AheadDrafter | None = None
+    ahead: AheadDrafter | None = None
 
 
 def load_drafter(
@@ -36,7 +36,7 @@ def load_drafter(
     tree: TreeConfig | None = None,
     fan_out: int | None = None,
 ) -> Drafter:
-    """A draft for the target at `target_path`, which looks ahead at `fan_out` outcomes per position of a pass.
+    """A draft for the target at `target_path`, which drafts ahead for `fan_out` outcomes per position of a pass.
 
     Raises:
         ConfigError: the model cannot be served, does not fit the target, or cannot draft in this way.
@@ -52,7 +52,7 @@ def load_drafter(
     proposer = ModelProposer.from_config(
         model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
     )
-    return Drafter(proposer, None if fan_out is None else proposer.lookahead(fan_out))
+    return Drafter(proposer, None if fan_out is None else proposer.ahead_drafter(fan_out))
 
 
 def _why_text(choice: Choice, wanted: DraftVocabulary) -> str:

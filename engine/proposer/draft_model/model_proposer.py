@@ -28,21 +28,21 @@ from engine.proposer.growth.tree_shape import shape_of
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _DraftPlan:
     """A sequence that can have a draft now, how long it may be, and of how many nodes if it may be a tree."""
 
-    mirror: DraftSequence
+    sequence: DraftSequence
     num_drafts: int
     num_nodes: int
 
     @property
     def request_id(self) -> str:
-        return self.mirror.sequence.request_id
+        return self.sequence.target_sequence.request_id
 
 
 class ModelProposer:
@@ -66,16 +66,16 @@ class ModelProposer:
         """`max_tokens_per_round` bounds the prompt tokens computed before a round's drafts.
 
         Without `translation` the vocabularies are one, and `target_vocab_size` is with the target's padding. Without
-        `tree` drafts are chains whatever a share has room for.
+        `tree` drafts are chains whatever a query has room for.
 
         Raises:
             ConfigError: draft and target have different vocabularies, and there is no translation.
         """
         if translation is None:
             translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
-        self.mirrors = DraftSequences(blocks, translation, grammars)
+        self.sequences = DraftSequences(blocks, translation, grammars)
         self._tree_config = tree
-        self._model = DraftModel(runner, self.mirrors, translation, max_tokens_per_round=max_tokens_per_round)
+        self._model = DraftModel(runner, self.sequences, translation, max_tokens_per_round=max_tokens_per_round)
 
     @classmethod
     def from_config(
@@ -124,75 +124,86 @@ class ModelProposer:
         """Names the draft's weights."""
         return self._model.runner.model_version
 
-    def lookahead(self, fan_out: int) -> AheadDrafter:
-        """Drafting ahead of verdicts with this model, for the sequences that are open here."""
+    def ahead_drafter(self, fan_out: int) -> AheadDrafter:
+        """Return a drafter ahead of verdicts with this model, for the sequences that are open here."""
         return AheadDrafter(self._model, fan_out)
 
-    def open(self, sequence: Sequence) -> None:
-        self.mirrors.open(sequence)
+    def open(self, sequence: RequestTokens) -> None:
+        """Begin a copy of the sequence."""
+        self.sequences.open(sequence)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Nothing to do: `propose` compares its drafts with the committed tokens."""
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Only the first `num_tokens` tokens of a sequence are still what they were; drafts of it start over there."""
-        self.mirrors.rewind(request_id, num_tokens)
+        self.sequences.rewind(request_id, num_tokens)
 
     def close(self, request_id: str) -> None:
-        self.mirrors.close(request_id)
+        """Forget the sequence and free its blocks."""
+        self.sequences.close(request_id)
 
     @torch.inference_mode()
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        self.mirrors.begin_round()
-        wishes = {wish.mirror.sequence.request_id: wish for share in shares if (wish := self._begin(share))}
-        read = self._model.read([Reading(wish.mirror) for wish in wishes.values()])
-        ready = [wishes[reading.mirror.sequence.request_id] for reading in read.readings]
-        branching = [row for row, wish in enumerate(ready) if wish.num_nodes > 0]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Read what was committed, then grow all drafts together."""
+        self.sequences.begin_round()
+        plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
+        read = self._model.read([Reading(plan.sequence) for plan in plans.values()])
+        ready = [plans[reading.sequence.target_sequence.request_id] for reading in read.readings]
+        branching = [row for row, plan in enumerate(ready) if plan.num_nodes > 0]
         roots = read.logits[branching] if branching else read.logits[:0]  # a copy: the chains' passes overwrite them
         drafts = self._draft_chains(ready, read.logits)
         drafts |= self._draft_trees([ready[row] for row in branching], roots)
-        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
+        return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
-    def _draft_chains(self, ready: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
+    def _draft_chains(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """The drafts of those that have no tree, by request id; `logits [B, V]` are those of all."""
-        rows = [row for row, wish in enumerate(ready) if wish.num_nodes == 0]
+        rows = [row for row, plan in enumerate(ready) if plan.num_nodes == 0]
         chains = [_chain(ready[row]) for row in rows]
         if chains:
             self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
             self._model.grow(chains)
         for row, chain in zip(rows, chains, strict=True):
-            ready[row].mirror.fed_ids = self._model.translation.read(chain.token_ids[:-1])
+            ready[row].sequence.unverified_ids = self._model.translation.read(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
 
-    def _draft_trees(self, wishes: Seq[_Wish], logits: Tensor) -> dict[str, Draft]:
-        """Trees from roots with these logits, `[B, V]`. Their KV is not kept: the next round computes again what was
-        accepted.
+    def _draft_trees(self, plans: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
+        """Trees from roots with these logits, `[B, V]`.
+
+        Their KV is not kept: the next round computes again what was accepted.
         """
-        trees = [self._tree(wish) for wish in wishes]
+        trees = [self._tree(plan) for plan in plans]
         if trees:
             self._model.branch(trees, logits)
-        return {wish.request_id: tree.draft() for wish, tree in zip(wishes, trees, strict=True)}
+        return {plan.request_id: tree.draft() for plan, tree in zip(plans, trees, strict=True)}
 
-    def _begin(self, share: ScheduledSequence) -> _Wish | None:
-        """The share's sequence with slots for its committed tokens and all drafts that are fed back."""
-        mirror = self.mirrors.follow(share.sequence)
-        if mirror is None or not mirror.sequence.token_ids:
+    def _begin(self, query: DraftQuery) -> _DraftPlan | None:
+        """The query's sequence with slots for its committed tokens and all drafts that are fed back."""
+        sequence = self.sequences.sync(query.sequence)
+        if sequence is None or not sequence.blocks.token_ids:
             return None
-        num_read = len(mirror.sequence.token_ids)
+        num_read = len(sequence.blocks.token_ids)
         # Within the draft's positions: the last draft is never computed, so it needs none.
-        num_drafts = min(share.max_draft_tokens, self._model.runner.max_model_len - num_read + 1)
-        if num_drafts < 1 or not self.mirrors.reserve(mirror, num_read + num_drafts - 1):
+        num_drafts = min(query.max_draft_tokens, self._model.runner.max_model_len - num_read + 1)
+        if num_drafts < 1 or not self.sequences.reserve(sequence, num_read + num_drafts - 1):
             return None
-        return _Wish(mirror, num_drafts, share.max_tree_nodes if self._tree_config is not None else 0)
+        return _DraftPlan(sequence, num_drafts, query.max_tree_nodes if self._tree_config is not None else 0)
 
-    def _tree(self, wish: _Wish) -> Tree:
-        assert self._tree_config is not None, "without one no wish has nodes"
-        mirror = wish.mirror
-        shape = shape_of(self._tree_config, mirror.spoken, wish.num_nodes, wish.num_drafts)
-        return Tree(mirror.sequence, shape, wish.num_nodes, wish.num_drafts, mirror.spoken)
+    def _tree(self, plan: _DraftPlan) -> Tree:
+        assert self._tree_config is not None, "without one no plan has nodes"
+        sequence = plan.sequence
+        shape = shape_of(self._tree_config, sequence.target_sequence, plan.num_nodes, plan.num_drafts)
+        return Tree(sequence.target_sequence, sequence.blocks, shape, plan.num_nodes, plan.num_drafts, sequence.matcher)
 
 
-def _chain(wish: _Wish) -> Chain:
-    mirror = wish.mirror
-    spoken = mirror.spoken
-    return Chain(spoken, spoken.token_ids, mirror.sequence.block_table, wish.num_drafts, mirror.lead)
+def _chain(plan: _DraftPlan) -> Chain:
+    sequence = plan.sequence
+    target = sequence.target_sequence
+    return Chain(
+        target,
+        target.token_ids,
+        sequence.blocks.block_table,
+        plan.num_drafts,
+        matcher=sequence.matcher,
+        position_offset=sequence.position_offset,
+    )

@@ -16,8 +16,8 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery, UnscheduledQuery
+from engine.sequence.request_tokens import RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 
 _WINDOW_TOKENS = 16  # of the target's, behind which a draft is encoded
@@ -28,14 +28,14 @@ _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=_ENDLESS)
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A sequence of the target's as the draft model reads it; `own.token_ids` are those of `reader`."""
+    """A sequence of the target's as the draft model reads it; `sequence.token_ids` are those of `reader`."""
 
     reader: TextReader
-    own: Sequence
+    sequence: RequestTokens
 
 
 class TextProposer:
-    """Drafts through text with a `ModelProposer` that takes itself for alone; implements `Proposer`.
+    """Drafts through text with a `ModelProposer` that knows of no target; implements `Proposer`.
 
     Sampling parameters and grammars do not reach the draft model: they act where its drafts are verified.
     """
@@ -56,62 +56,65 @@ class TextProposer:
 
     def check_integrity(self) -> None:
         """Assert the invariants of the draft model's pool; for tests, O(N)."""
-        self._model.mirrors.check_integrity()
+        self._model.sequences.check_integrity()
 
     @property
     def counts(self) -> TranslationCounts:
         """Tokens that the draft model said, and those of them whose text no draft has."""
         return TranslationCounts(self._num_tokens, self._num_lost)
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
+        """Begin to read the sequence's text."""
         reader = TextReader(self._pair.target, self._pair.draft, self._special_ids)
         request = replace(
             sequence.request, prompt_token_ids=(), output_token_ids=(), sampling=_LIKELIEST, sample_index=0
         )
-        own = Sequence(request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0)
-        own.token_ids = reader.token_ids
-        self._readings[sequence.request_id] = _Reading(reader, own)
-        self._model.open(own)
+        draft_sequence = RequestTokens(request, num_draft_tokens=0, verify=VerifyMode.COUPLED)
+        draft_sequence.token_ids = reader.token_ids
+        self._readings[sequence.request_id] = _Reading(reader, draft_sequence)
+        self._model.open(draft_sequence)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        asked = {share.sequence.request_id: own for share in shares if (own := self._own_share(share)) is not None}
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Draft in the draft's tokens, and translate."""
+        asked = {each.sequence.request_id: own for each in queries if (own := self._own_query(each)) is not None}
         own_drafts = self._model.propose(list(asked.values())) if asked else []
-        said = {request_id: draft.token_ids for request_id, draft in zip(asked, own_drafts, strict=True)}
-        return [self._translate(share, said.get(share.sequence.request_id, ())) for share in shares]
+        drafted = {request_id: draft.token_ids for request_id, draft in zip(asked, own_drafts, strict=True)}
+        return [self._translate(query, drafted.get(query.sequence.request_id, ())) for query in queries]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Nothing to do: `propose` reads what was committed since."""
 
     def close(self, request_id: str) -> None:
+        """Forget the sequence."""
         self._readings.pop(request_id, None)
         self._model.close(request_id)
 
-    def _own_share(self, share: ScheduledSequence) -> ScheduledSequence | None:
-        """The share in the draft's tokens; None while there is nothing that the draft could read."""
-        reading = self._readings.get(share.sequence.request_id)
+    def _own_query(self, query: DraftQuery) -> DraftQuery | None:
+        """The query in the draft's tokens; None while there is nothing that the draft could read."""
+        reading = self._readings.get(query.sequence.request_id)
         if reading is None:
             return None
-        self._model.rewind(share.sequence.request_id, reading.reader.read(share.sequence.token_ids))
-        num_tokens = len(reading.own.token_ids)
+        self._model.rewind(query.sequence.request_id, reading.reader.read(query.sequence.token_ids))
+        num_tokens = len(reading.sequence.token_ids)
         if num_tokens == 0:
             return None
-        stretch = min(_MAX_STRETCH, num_tokens / len(share.sequence.token_ids))
-        return ScheduledSequence(reading.own, num_tokens - 1, 1, math.ceil(share.max_draft_tokens * stretch))
+        stretch = min(_MAX_STRETCH, num_tokens / len(query.sequence.token_ids))
+        return UnscheduledQuery(reading.sequence, math.ceil(query.max_draft_tokens * stretch))
 
-    def _translate(self, share: ScheduledSequence, said_ids: Seq[int]) -> Draft:
+    def _translate(self, query: DraftQuery, drafted_ids: Seq[int]) -> Draft:
         """The target's tokens for what the draft says: its text up to where it ends, and the end."""
-        if not said_ids:
+        if not drafted_ids:
             return NO_DRAFT
-        num_said = next((i for i, each in enumerate(said_ids) if each in self._end_ids), len(said_ids))
-        data = self._pair.draft.spell(said_ids[:num_said])
-        reading = self._readings[share.sequence.request_id]
-        token_ids = self._continue(share.sequence.token_ids, reading.reader.held, data)
-        self._num_tokens += num_said
+        num_drafted = next((i for i, each in enumerate(drafted_ids) if each in self._end_ids), len(drafted_ids))
+        data = self._pair.draft.spell(drafted_ids[:num_drafted])
+        reading = self._readings[query.sequence.request_id]
+        token_ids = self._continue(query.sequence.token_ids, reading.reader.held, data)
+        self._num_tokens += num_drafted
         num_kept = len(_complete(data).encode()) if token_ids else 0
-        self._num_lost += sum(end > num_kept for end in self._pair.draft.ends(said_ids[:num_said]))
-        if num_said < len(said_ids) and (token_ids or not data):
+        self._num_lost += sum(end > num_kept for end in self._pair.draft.ends(drafted_ids[:num_drafted]))
+        if num_drafted < len(drafted_ids) and (token_ids or not data):
             token_ids += self._pair.target_tokens.eos_token_ids[:1]
-        return Draft(tuple(token_ids[: share.max_draft_tokens]))
+        return Draft(tuple(token_ids[: query.max_draft_tokens]))
 
     def _continue(self, committed: Seq[int], held: bytes, data: bytes) -> list[int]:
         """Tokens that add `data`, of which the bytes in `held` are committed already, to the committed tokens.

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.draft import Draft, SparseDistribution
+from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 from engine.span import Span
 from protos.messages import VerifyMode
 
@@ -26,24 +27,33 @@ class Chain:
     `row` sees `token_ids` grow: it always stands for the next token. To the row the prefix is committed, so a chain
     behind tokens that are merely likely is the chain that they would get once they are committed.
 
-    Tokens are the target's. Those that are fed lie `lead` slots behind their positions: the draft model may read more
-    tokens than the target has before the drafts, or less.
+    Tokens are the target's. Those that are fed lie `position_offset` slots behind their positions: the draft model may
+    read more tokens than the target has before the drafts, or less. `matcher` has read the committed tokens.
     """
 
     def __init__(
-        self, sequence: Sequence, prefix_ids: Seq[int], block_table: Seq[int], num_wanted: int, lead: int = 0
+        self,
+        sequence: RequestTokens,
+        prefix_ids: Seq[int],
+        block_table: Seq[int],
+        num_wanted: int,
+        *,
+        matcher: GrammarMatcher | None,
+        position_offset: int = 0,
     ) -> None:
         self.sequence = sequence
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
         self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
-        self._lead = lead
+        self._matcher = matcher
+        self._position_offset = position_offset
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
         self.row = row_after(sequence, prefix_ids, self.token_ids)
 
     @property
     def num_left(self) -> int:
+        """Tokens until it is long enough."""
         return self.num_wanted - len(self.token_ids)
 
     @property
@@ -52,40 +62,41 @@ class Chain:
         return self.token_ids[-1] if self.token_ids else self.row.token_ids[-1]
 
     @property
-    def next_place(self) -> int:
-        """Where the token to be fed next lies."""
-        return self.row.position - 1 + self._lead
+    def next_kv_index(self) -> int:
+        """KV index of the token to be fed next."""
+        return self.row.position - 1 + self._position_offset
 
     def draft(self) -> Draft:
+        """Return what has grown so far."""
         return Draft(tuple(self.token_ids), tuple(self.distributions))
 
     def next_row(self) -> LogitsRow:
         """`row`, with what the grammar allows there."""
-        return masked(self.row, self.sequence)
+        return masked(self.row, self._matcher, len(self.sequence.token_ids))
 
 
 def next_steps(chains: Seq[Chain]) -> list[Span]:
     """The next tokens that each chain feeds back, the first of them known, in their slots; equally many of all."""
     num_steps = min(_MAX_STEPS, *(chain.num_left for chain in chains))
-    return [Span([0] * num_steps, chain.next_place, chain.block_table, num_steps) for chain in chains]
+    return [Span([0] * num_steps, chain.next_kv_index, chain.block_table, num_steps) for chain in chains]
 
 
-def row_after(sequence: Sequence, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:
+def row_after(sequence: RequestTokens, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:
     """The row of the sequence that samples what follows `prefix_ids`, taken as committed, and then `draft_ids`."""
     return LogitsRow(
         sequence.sampling, prefix_ids, sequence.num_prompt_tokens, sequence.request.sample_index, draft_ids=draft_ids
     )
 
 
-def masked(row: LogitsRow, sequence: Sequence) -> LogitsRow:
-    """The row with what the sequence's grammar allows behind its prefix; `row` itself where that is anything.
+def masked(row: LogitsRow, matcher: GrammarMatcher | None, num_committed: int) -> LogitsRow:
+    """Return the row with what the grammar allows behind its prefix; `row` itself without a grammar.
 
-    The matcher of `sequence` has read the committed tokens; the prefix may be longer.
+    `matcher` has read the `num_committed` committed tokens; the prefix may be longer.
     """
-    if sequence.matcher is None:
+    if matcher is None:
         return row
-    ahead = (*row.token_ids[len(sequence.token_ids) :], *row.draft_ids)
-    return replace(row, mask=sequence.matcher.mask_after(ahead))
+    ahead = (*row.token_ids[num_committed:], *row.draft_ids)
+    return replace(row, mask=matcher.mask_after(ahead))
 
 
 class ChainSampler:

@@ -15,8 +15,10 @@ from typing import Protocol
 
 from engine.draft import Draft, SparseDistribution
 from engine.proposer.growth.chain import masked, row_after
+from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.token_blocks import TokenBlocks
 from engine.span import Span
 
 ROOT = -1
@@ -54,19 +56,26 @@ class Shape(Protocol):
 class Tree:
     """The draft of one sequence while it branches, up to `max_nodes` nodes, none deeper than `max_depth`.
 
-    `sequence` is the draft model's own, with its blocks; `spoken` the same in the target's tokens, which the nodes are.
+    `sequence` is the target's, and so are the nodes' tokens; `blocks` are the same tokens as the drafting model reads
+    them, with its KV. `matcher` has read the committed tokens.
 
     `level` are the nodes whose children are wanted next. What is computed of a node lies behind the committed tokens
     and the nodes computed before it, whatever its depth.
     """
 
     def __init__(
-        self, sequence: Sequence, shape: Shape, max_nodes: int, max_depth: int, spoken: Sequence | None = None
+        self,
+        sequence: RequestTokens,
+        blocks: TokenBlocks,
+        shape: Shape,
+        max_nodes: int,
+        max_depth: int,
+        matcher: GrammarMatcher | None,
     ) -> None:
-        """Without `spoken` the draft's tokens are the target's."""
         self.level: list[int] = [ROOT]
         self.sequence = sequence
-        self.spoken = sequence if spoken is None else spoken
+        self.blocks = blocks
+        self._matcher = matcher
         self._shape = shape
         self._max_nodes = max_nodes
         self.max_depth = max_depth
@@ -76,7 +85,7 @@ class Tree:
     @property
     def num_slots(self) -> int:
         """Slots for the committed tokens and all nodes that have been computed or are next."""
-        return len(self.sequence.token_ids) + len(self._computed)
+        return len(self.blocks.token_ids) + len(self._computed)
 
     @property
     def level_parents(self) -> list[int]:
@@ -115,7 +124,7 @@ class Tree:
         parents = [places.get(self._nodes[node].parent, ROOT) for node in self._computed]
         start = self.num_slots - len(self.level)
         token_ids = [self._nodes[node].child.token_id for node in self.level]
-        return Span(token_ids, start, self.sequence.block_table, len(token_ids), parents)
+        return Span(token_ids, start, self.blocks.block_table, len(token_ids), parents)
 
     def draft(self) -> Draft:
         """The tree's best nodes, best first."""
@@ -144,4 +153,5 @@ class Tree:
         while node != ROOT:
             path.append(self._nodes[node].child.token_id)
             node = self._nodes[node].parent
-        return masked(row_after(self.spoken, self.spoken.token_ids, tuple(reversed(path))), self.spoken)
+        committed = self.sequence.token_ids
+        return masked(row_after(self.sequence, committed, tuple(reversed(path))), self._matcher, len(committed))

@@ -27,7 +27,7 @@ class TreeSampler:
         """Add the children of every tree's level; `logits [R, V] float32` have a row for each node of the levels."""
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
-        are_matched = [tree.spoken.is_matched for tree in trees for _ in tree.level]
+        are_matched = [tree.sequence.is_matched for tree in trees for _ in tree.level]
         scores = self._sampler.apply_processors(logits, rows)
         children: list[list[Child]] = [[]] * len(rows)
         for choose_children, flag in ((self._best, True), (self._drawn, False)):

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from engine.config import TreeConfig, TreeKind
 from engine.draft import depths
 from engine.proposer.growth.tree import Child, Node, Shape
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 
 # How often the first, second, ... child stands. The first is the demo pair's at T=1; the rest is assumed.
 RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
@@ -85,7 +85,7 @@ def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...
     return tuple(places[parents[node]] for node in places if node >= 0)
 
 
-def shape_of(config: TreeConfig, sequence: Sequence, num_nodes: int, max_depth: int) -> Shape:
+def shape_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> Shape:
     """The shape of one pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
     if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
         return DynamicShape(num_nodes)

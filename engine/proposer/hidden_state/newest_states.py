@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.proposer.passed_rows import PassedRows
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class _Newest:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Shares that can be drafted for, and their states [B, S]."""
+    """Queries that can be drafted for, and their states [B, S]."""
 
-    shares: list[ScheduledSequence]
+    queries: list[DraftQuery]
     states: Tensor
 
 
@@ -35,7 +35,7 @@ class NewestStates:
     def __init__(self) -> None:
         self._newest: dict[str, _Newest | None] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         self._newest[sequence.request_id] = None
 
     def close(self, request_id: str) -> None:
@@ -47,13 +47,13 @@ class NewestStates:
             if each.sequence.request_id in self._newest:
                 self._newest[each.sequence.request_id] = _Newest(state, each.num_tokens)
 
-    def of(self, shares: Seq[ScheduledSequence]) -> Ready | None:
-        """The shares whose state is here, in order; None where none is."""
-        found = [(share, newest) for share in shares if (newest := self._of(share.sequence)) is not None]
+    def of(self, queries: Seq[DraftQuery]) -> Ready | None:
+        """The queries whose state is here, in order; None where none is."""
+        found = [(query, newest) for query in queries if (newest := self._of(query.sequence)) is not None]
         if not found:
             return None
-        return Ready([share for share, _ in found], torch.stack([newest.state for _, newest in found]))
+        return Ready([query for query, _ in found], torch.stack([newest.state for _, newest in found]))
 
-    def _of(self, sequence: Sequence) -> _Newest | None:
+    def _of(self, sequence: RequestTokens) -> _Newest | None:
         newest = self._newest.get(sequence.request_id)
         return newest if newest is not None and newest.num_tokens == len(sequence.token_ids) else None

@@ -65,7 +65,7 @@ class RecurrentProposer(StateProposer):
             levels = [tree.level for tree in trees]
             self._tree_sampler.branch(trees, self._head.logits(states))
             for tree in trees:
-                if tree.num_slots - 1 > len(tree.sequence.block_table) * self._runner.block_size:
+                if tree.num_slots - 1 > len(tree.blocks.block_table) * self._runner.block_size:
                     tree.stop()
             parents = _parent_rows(trees, levels)
             trees = [tree for tree in trees if tree.level]

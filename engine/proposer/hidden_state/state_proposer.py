@@ -18,8 +18,8 @@ from engine.proposer.growth.tree_shape import shape_of
 from engine.proposer.hidden_state.newest_states import NewestStates
 from engine.proposer.passed_rows import PassedRows
 from engine.sampling.sampler import Sampler
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 
 
 class StateProposer(ABC):
@@ -36,10 +36,10 @@ class StateProposer(ABC):
         self._chain_sampler = ChainSampler(Sampler())
         self._tree_sampler = TreeSampler(Sampler())
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         self._states.open(sequence)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:  # noqa: B027
+    def commit(self, sequences: Seq[RequestTokens]) -> None:  # noqa: B027
         """Nothing to do: `learn` has brought all that a draft needs."""
 
     def close(self, request_id: str) -> None:
@@ -50,20 +50,20 @@ class StateProposer(ABC):
         """As `HeadProposer` has it."""
 
     @torch.inference_mode()
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        ready = self._states.of(shares)
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        ready = self._states.of(queries)
         if ready is None:
-            return [NO_DRAFT] * len(shares)
-        is_tree = [self._tree_config is not None and share.max_tree_nodes > 0 for share in ready.shares]
-        chains = [self._chain(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if not has_tree]
-        trees = [self._tree(share) for share, has_tree in zip(ready.shares, is_tree, strict=True) if has_tree]
+            return [NO_DRAFT] * len(queries)
+        is_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query in ready.queries]
+        chains = [self._chain(query) for query, has_tree in zip(ready.queries, is_tree, strict=True) if not has_tree]
+        trees = [self._tree(query) for query, has_tree in zip(ready.queries, is_tree, strict=True) if has_tree]
         if chains:
             self._grow(chains, _rows_of(ready.states, is_tree, False))
         if trees:
             self._branch(trees, _rows_of(ready.states, is_tree, True))
         grown: list[Chain | Tree] = [*chains, *trees]
         drafts = {each.sequence.request_id: each.draft() for each in grown}
-        return [drafts.get(share.sequence.request_id, NO_DRAFT) for share in shares]
+        return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
     @abstractmethod
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
@@ -73,19 +73,26 @@ class StateProposer(ABC):
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
         """Grow trees (at least one) level by level, until no level is left; `states` are [B, S]."""
 
-    def _chain(self, share: ScheduledSequence) -> Chain:
-        sequence = share.sequence
+    def _chain(self, query: DraftQuery) -> Chain:
+        sequence = query.sequence
         # A head feeds a draft beside the state before it, in the slot of that state: a draft model would one later.
-        return Chain(sequence, sequence.token_ids, sequence.block_table, self._depth(share), lead=-1)
+        return Chain(
+            sequence,
+            sequence.token_ids,
+            sequence.block_table,
+            self._depth(query),
+            matcher=sequence.matcher,
+            position_offset=-1,
+        )
 
-    def _tree(self, share: ScheduledSequence) -> Tree:
+    def _tree(self, query: DraftQuery) -> Tree:
         assert self._tree_config is not None, "without one there are chains"
-        depth = self._depth(share)
-        shape = shape_of(self._tree_config, share.sequence, share.max_tree_nodes, depth)
-        return Tree(share.sequence, shape, share.max_tree_nodes, depth)
+        depth = self._depth(query)
+        shape = shape_of(self._tree_config, query.sequence, query.max_tree_nodes, depth)
+        return Tree(query.sequence, query.sequence, shape, query.max_tree_nodes, depth, query.sequence.matcher)
 
-    def _depth(self, share: ScheduledSequence) -> int:
-        return share.max_draft_tokens if self._max_depth is None else min(share.max_draft_tokens, self._max_depth)
+    def _depth(self, query: DraftQuery) -> int:
+        return query.max_draft_tokens if self._max_depth is None else min(query.max_draft_tokens, self._max_depth)
 
 
 def _rows_of(states: Tensor, flags: Seq[bool], flag: bool) -> Tensor:

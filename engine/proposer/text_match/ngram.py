@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.draft import NO_DRAFT, Draft
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
 
@@ -25,14 +25,14 @@ class NgramProposer:
         self._sizes = range(min_size, max_size + 1)
         self._tables: dict[str, _ContinuationTable] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         table = self._tables[sequence.request_id] = _ContinuationTable(self._sizes)
         table.extend(sequence.token_ids)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [self._draft(share.sequence, share.max_draft_tokens) for share in shares]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        return [self._draft(query.sequence, query.max_draft_tokens) for query in queries]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         for sequence in sequences:
             table = self._tables.get(sequence.request_id)
             if table is not None:
@@ -41,7 +41,7 @@ class NgramProposer:
     def close(self, request_id: str) -> None:
         self._tables.pop(request_id, None)
 
-    def _draft(self, sequence: Sequence, num_tokens: int) -> Draft:
+    def _draft(self, sequence: RequestTokens, num_tokens: int) -> Draft:
         table = self._tables.get(sequence.request_id)
         start = table.find(sequence.token_ids) if table is not None and num_tokens > 0 else None
         return NO_DRAFT if start is None else Draft(copy_from(sequence.token_ids, start, num_tokens))

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.proposer.text_match.text_matcher import Guess
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 from protos.predicted_text import PredictedText
 
 
@@ -27,14 +27,14 @@ class PredictionGuesser:
     def __init__(self) -> None:
         self._followed: dict[str, _Followed] = {}
 
-    def is_for(self, sequence: Sequence) -> bool:
+    def is_for(self, sequence: RequestTokens) -> bool:
         return bool(sequence.request.prediction_token_ids)
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         followed = _Followed(PredictedText(sequence.request.prediction_token_ids), sequence.num_prompt_tokens)
         self._followed[sequence.request_id] = followed
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         for sequence in sequences:
             followed = self._followed.get(sequence.request_id)
             if followed is not None:
@@ -43,7 +43,7 @@ class PredictionGuesser:
     def close(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
         followed = self._followed.get(sequence.request_id)
         token_ids = followed.text.next(max_tokens) if followed is not None else ()
         if followed is None or not token_ids:

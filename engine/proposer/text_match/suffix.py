@@ -16,8 +16,8 @@ from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex
 from engine.proposer.text_match.text_matcher import Guess
 from engine.proposer.text_match.vote import VotedToken, continuation
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.sequence import Sequence
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
 _UNTAUGHT = MatchAcceptance()  # what was learned from a text of the same seed would tell of its noise
@@ -27,7 +27,7 @@ _UNTAUGHT = MatchAcceptance()  # what was learned from a text of the same seed w
 class _Followed:
     """An open sequence, the index of its prompt and output, and what was guessed at a length of it."""
 
-    sequence: Sequence
+    sequence: RequestTokens
     index: SuffixIndex
     guessed: Seq[VotedToken] = ()
     guessed_at: int = 0
@@ -57,15 +57,15 @@ class SuffixProposer:
         """Tokens of finished requests that are held, never more than `max_shared_tokens`."""
         return self._shared.num_tokens
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         followed = self._followed[sequence.request_id] = _Followed(sequence, SuffixIndex())
         followed.index.extend(sequence.token_ids)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        guesses = [self.guess(share.sequence, share.max_draft_tokens) for share in shares]
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        guesses = [self.guess(query.sequence, query.max_draft_tokens) for query in queries]
         return [NO_DRAFT if guess is None else Draft(guess.token_ids) for guess in guesses]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         for sequence in sequences:
             followed = self._followed.get(sequence.request_id)
             if followed is not None:
@@ -82,11 +82,11 @@ class SuffixProposer:
             text = sequence.token_ids[max(0, sequence.num_prompt_tokens - MAX_MATCH) :]
             self._shared.add(sequence.request.cache_salt, _noise_of(sequence), text)
 
-    def is_for(self, sequence: Sequence) -> bool:
+    def is_for(self, sequence: RequestTokens) -> bool:
         """Any text may repeat."""
         return True
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
         """What the occurrences of the text's end agree on, in its own text and in its tenant's, if there are any."""
         followed = self._followed.get(sequence.request_id)
         if followed is None or max_tokens == 0:
@@ -116,7 +116,7 @@ class SuffixProposer:
                 break
         followed.guessed = ()
 
-    def _texts_for(self, sequence: Sequence) -> SuffixIndex | None:
+    def _texts_for(self, sequence: RequestTokens) -> SuffixIndex | None:
         """The tenant's texts, unless they know the noise that will verify the draft.
 
         A text sampled with the same seed tells what that noise is. With coupled verification noise is public; a ratio
@@ -128,5 +128,5 @@ class SuffixProposer:
         return self._shared.of(tenant_id)
 
 
-def _noise_of(sequence: Sequence) -> NoiseId:
+def _noise_of(sequence: RequestTokens) -> NoiseId:
     return NoiseId(sequence.sampling.seed, sequence.request.sample_index)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class TextMatcher(Protocol):
     A guess is a function of committed tokens and of other texts, so every verifier treats it as certain.
     """
 
-    def is_for(self, sequence: Sequence) -> bool:
+    def is_for(self, sequence: RequestTokens) -> bool:
         """Whether there can be guesses for this sequence at all."""
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestTokens) -> None:
         """The sequence was added; its prompt may be read."""
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
         """These sequences' `token_ids` have grown."""
 
     def close(self, request_id: str) -> None:
         """The sequence ended; unknown ids are ignored."""
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
+    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
         """The next tokens, at most `max_tokens`, or None."""

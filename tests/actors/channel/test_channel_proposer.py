@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers, Round, ToDraft
+from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers, Round
 from actors.process.frames import FrameConnection, FrameListener
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence.sequence import Sequence
@@ -21,7 +21,7 @@ class ScriptedDraft:
         self.connection: FrameConnection | None = None
 
     def greet(self, version: int = PROTOCOL_VERSION) -> None:
-        self.connection = self.listener.accept(ToDraft, 20.0)
+        self.connection = self.listener.accept(Round, 20.0)
         assert self.connection is not None
         self.connection.send(Hello(version, "draft-1"), 1.0)
 

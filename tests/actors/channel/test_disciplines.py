@@ -76,23 +76,23 @@ def slow_down(
 
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
     """The draft has looked beyond all that is committed."""
-    lookahead = server._ahead and server._ahead._lookahead
-    wanting = [each.sequence for each in channel._followed.values() if each.sequence.num_wanted_drafts > 0]
-    if not isinstance(lookahead, WatchedLookahead):
+    ahead_drafter = server._ahead and server._ahead._drafter
+    wanting = [each.sequence for each in channel._sequences.values() if each.sequence.num_wanted_drafts > 0]
+    if not isinstance(ahead_drafter, WatchedAheadDrafter):
         return True
-    return all(lookahead.seen.get(sequence.request_id) == len(sequence.token_ids) for sequence in wanting)
+    return all(ahead_drafter.seen.get(sequence.request_id) == len(sequence.token_ids) for sequence in wanting)
 
 
-class WatchedLookahead:
+class WatchedAheadDrafter:
     """Remembers how far into each sequence everything was prepared."""
 
-    def __init__(self, lookahead: AheadDrafter) -> None:
-        self._lookahead = lookahead
+    def __init__(self, ahead_drafter: AheadDrafter) -> None:
+        self._drafter = ahead_drafter
         self.seen: dict[str, int] = {}
 
-    def run(self, prospects, emit, is_stopped) -> bool:
-        lengths = {each.sequence.request_id: len(each.sequence.token_ids) for each in prospects}
-        is_done = self._lookahead.run(prospects, emit, is_stopped)
+    def run(self, pending, emit, is_stopped) -> bool:
+        lengths = {each.sequence.request_id: len(each.sequence.token_ids) for each in pending}
+        is_done = self._drafter.run(pending, emit, is_stopped)
         if is_done:
             self.seen |= lengths
         return is_done
@@ -103,9 +103,9 @@ def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig 
     """A draft process, as a thread."""
     model = ModelConfig(str(folders.draft), dtype="float32")
     proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig(), tree=tree)
-    lookahead = None if fan_out is None else WatchedLookahead(proposer.lookahead(fan_out))
+    ahead_drafter = None if fan_out is None else WatchedAheadDrafter(proposer.ahead_drafter(fan_out))
     listener = FrameListener(path)
-    server = DraftServer(listener, proposer, proposer.model_version, lookahead, tree)
+    server = DraftServer(listener, proposer, proposer.model_version, ahead_drafter, tree)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -115,7 +115,7 @@ def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig 
         thread.join(PATIENCE_S)
         listener.close()
         assert not thread.is_alive()
-        proposer.mirrors.check_integrity()
+        proposer.sequences.check_integrity()
 
 
 def connected(path: Path) -> ChannelProposer:

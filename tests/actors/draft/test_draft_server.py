@@ -1,4 +1,4 @@
-"""The channel's draft side: mirrors follow commits, whatever is repeated, missing or out of order."""
+"""The channel's draft side: sequences grow with commits, whatever is repeated, missing or out of order."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round, ToTarget
+from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
@@ -52,7 +52,7 @@ def target(folder: Path, proposer: CountingProposer) -> Iterator[FrameConnection
     server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    connection = connect(folder / "draft.sock", ToTarget)
+    connection = connect(folder / "draft.sock", DraftMessage)
     assert connection is not None
     assert connection.receive(PATIENCE_S) == [Hello(PROTOCOL_VERSION, "draft-1")]
     yield connection
@@ -134,7 +134,7 @@ def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer
     target.send(Round(opens=(opening(),)), 1.0)
     until(lambda: bool(proposer.open_ids))
     target.close()
-    successor = connect(folder / "draft.sock", ToTarget)
+    successor = connect(folder / "draft.sock", DraftMessage)
     assert successor is not None
     assert successor.receive(PATIENCE_S) == [Hello(PROTOCOL_VERSION, "draft-1")]
     assert proposer.open_ids == set()
@@ -159,7 +159,7 @@ class Target:
         return self._heard.pop(0)
 
 
-class CountingLookahead:
+class CountingAheadDrafter:
     """Expects that all drafts stand and the next number follows; does so in steps of a millisecond, `num_steps`."""
 
     def __init__(self) -> None:
@@ -167,35 +167,35 @@ class CountingLookahead:
         self.seen: list[PendingPass] = []
         self.num_stopped = 0
 
-    def run(self, prospects, emit, is_stopped) -> bool:
-        self.seen += prospects
+    def run(self, pending, emit, is_stopped) -> bool:
+        self.seen += pending
         for _ in range(self.num_steps):
             if is_stopped():
                 self.num_stopped += 1
                 return False
             time.sleep(0.001)
-        emit(tuple(_prepared(prospect) for prospect in prospects))
+        emit(tuple(_prepared(each) for each in pending))
         return True
 
 
-def _prepared(prospect: PendingPass) -> PreparedDraft:
-    last = (*prospect.sequence.token_ids, *prospect.draft_ids)[-1]
-    after = (*prospect.draft_ids, last + 1)
-    draft = Draft(tuple(last + 2 + index for index in range(prospect.num_drafts)))
-    return PreparedDraft(prospect.sequence.request_id, len(prospect.sequence.token_ids), after, draft)
+def _prepared(pending: PendingPass) -> PreparedDraft:
+    last = (*pending.sequence.token_ids, *pending.draft_ids)[-1]
+    after = (*pending.draft_ids, last + 1)
+    draft = Draft(tuple(last + 2 + index for index in range(pending.num_drafts)))
+    return PreparedDraft(pending.sequence.request_id, len(pending.sequence.token_ids), after, draft)
 
 
 @pytest.fixture
-def lookahead() -> CountingLookahead:
-    return CountingLookahead()
+def ahead_drafter() -> CountingAheadDrafter:
+    return CountingAheadDrafter()
 
 
 @pytest.fixture
-def async_target(folder: Path, proposer: CountingProposer, lookahead: CountingLookahead) -> Iterator[Target]:
-    server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1", lookahead)
+def async_target(folder: Path, proposer: CountingProposer, ahead_drafter: CountingAheadDrafter) -> Iterator[Target]:
+    server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1", ahead_drafter)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    connection = connect(folder / "draft.sock", ToTarget)
+    connection = connect(folder / "draft.sock", DraftMessage)
     assert connection is not None
     connection.receive(PATIENCE_S)
     yield Target(connection)
@@ -235,19 +235,19 @@ def test_any_other_outcome_is_answered_first(async_target):
     assert outcomes_of(async_target.hear()) == {(10, 11, 12): (13, 14)}
 
 
-def test_a_verdict_ends_what_was_prepared_for_it_at_once(async_target, lookahead):
-    lookahead.num_steps = FOREVER
+def test_a_verdict_ends_what_was_prepared_for_it_at_once(async_target, ahead_drafter):
+    ahead_drafter.num_steps = FOREVER
     async_target.send(Round(opens=(opening(),)), 1.0)
-    until(lambda: bool(lookahead.seen))
+    until(lambda: bool(ahead_drafter.seen))
     async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
     assert drafts_of(async_target.hear()) == {"a": (3, (4, 5))}  # nothing had been offered yet
-    lookahead.num_steps = 1
+    ahead_drafter.num_steps = 1
     async_target.send(Round(closes=("unknown",)), 1.0)  # any news ends it, and it begins anew
     assert outcomes_of(async_target.hear()) == {(4, 5, 6): (7, 8)}
-    assert lookahead.num_stopped == 2
+    assert ahead_drafter.num_stopped == 2
 
 
-def test_a_sequence_that_wants_no_more_is_not_looked_ahead_for(async_target, lookahead):
+def test_a_sequence_that_wants_no_more_is_not_drafted_ahead_for(async_target, ahead_drafter):
     async_target.send(Round(opens=(opening(),)), 1.0)
     async_target.hear()
     async_target.send(Round(commits=(Commit("a", 2, (3,), 0),)), 1.0)
@@ -255,11 +255,11 @@ def test_a_sequence_that_wants_no_more_is_not_looked_ahead_for(async_target, loo
     assert [offer.request_id for offer in async_target.hear().offers] == ["b"]
 
 
-def test_a_closed_sequence_is_not_looked_ahead_for(async_target, lookahead):
-    lookahead.num_steps = FOREVER
+def test_a_closed_sequence_is_not_drafted_ahead_for(async_target, ahead_drafter):
+    ahead_drafter.num_steps = FOREVER
     async_target.send(Round(opens=(opening("a"), opening("b"))), 1.0)
-    until(lambda: bool(lookahead.seen))
-    lookahead.num_steps = 1
+    until(lambda: bool(ahead_drafter.seen))
+    ahead_drafter.num_steps = 1
     async_target.send(Round(closes=("a",)), 1.0)
     assert [offer.request_id for offer in async_target.hear().offers] == ["b"]
 

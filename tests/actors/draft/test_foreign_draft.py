@@ -27,7 +27,7 @@ def serving(folders: Folders, path: Path, vocabulary: DraftVocabulary, fan_out: 
     drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), vocabulary, None, fan_out)
     proposer = drafter.proposer
     listener = FrameListener(path)
-    server = DraftServer(listener, proposer, proposer.model_version, drafter.lookahead, counts=lambda: proposer.counts)
+    server = DraftServer(listener, proposer, proposer.model_version, drafter.ahead, counts=lambda: proposer.counts)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.draft_messages import Commit, Hello, Offer, Offers, Round, ToDraft, ToTarget
+from actors.channel.draft_messages import Commit, DraftMessage, Hello, Offer, Offers, Round
 from actors.process.frames import (
     MAX_FRAME_BYTES,
     ConnectionLostError,
@@ -30,7 +30,7 @@ MESSAGES = [
 @pytest.fixture
 def pair():
     left, right = socket.socketpair()
-    connections = FrameConnection(left, ToTarget), FrameConnection(right, ToDraft)
+    connections = FrameConnection(left, DraftMessage), FrameConnection(right, Round)
     yield connections
     for connection in connections:
         connection.close()
@@ -38,7 +38,7 @@ def pair():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_messages_survive_any_cut_of_the_stream(seed: int):
-    codec: FrameCodec = FrameCodec(ToTarget)
+    codec: FrameCodec = FrameCodec(DraftMessage)
     data = b"".join(codec.encode(message) for message in MESSAGES)
     rng = random.Random(seed)
     received = []
@@ -50,13 +50,13 @@ def test_messages_survive_any_cut_of_the_stream(seed: int):
 
 
 def test_a_frame_longer_than_the_limit_ends_the_connection():
-    codec: FrameCodec = FrameCodec(ToTarget)
+    codec: FrameCodec = FrameCodec(DraftMessage)
     with pytest.raises(ConnectionLostError, match="longer than the limit"):
         codec.feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
 
 
 def test_what_is_not_a_message_ends_the_connection():
-    codec: FrameCodec = FrameCodec(ToTarget)
+    codec: FrameCodec = FrameCodec(DraftMessage)
     with pytest.raises(ConnectionLostError, match="does not follow the protocol"):
         codec.feed(b"\x02\0\0\0\x91\x05")
 
@@ -90,18 +90,18 @@ def test_a_restarted_listener_takes_its_path_over(folder: Path):
     path = folder / "x.sock"
     first = FrameListener(path)
     first.close()
-    assert connect(path, ToDraft) is None
+    assert connect(path, Round) is None
     second = FrameListener(path)
-    client = connect(path, ToDraft)
+    client = connect(path, Round)
     assert client is not None
-    server = second.accept(ToTarget, 20.0)
+    server = second.accept(DraftMessage, 20.0)
     assert server is not None
     server.send(Round(("a",)), 1.0)
     assert client.receive(1.0) == [Round(("a",))]
 
 
 def test_nobody_listening_is_no_error():
-    assert connect(Path("/nonexistent/socket"), ToDraft) is None
+    assert connect(Path("/nonexistent/socket"), Round) is None
 
 
 def test_an_error_crosses_the_socket_as_it_was_raised():

@@ -41,26 +41,26 @@ def never() -> bool:
     return False
 
 
-def look_ahead(
+def draft_ahead(
     drafter: Drafter,
-    prospects: Seq[PendingPass],
+    pending: Seq[PendingPass],
     fan_out: int = 3,
     is_stopped: Callable[[], bool] = never,
-    lookahead: AheadDrafter | None = None,
+    ahead_drafter: AheadDrafter | None = None,
 ) -> list[PreparedDraft]:
     waves: list[tuple[PreparedDraft, ...]] = []
-    (lookahead or drafter.proposer.lookahead(fan_out)).run(prospects, waves.append, is_stopped)
+    (ahead_drafter or drafter.proposer.ahead_drafter(fan_out)).run(pending, waves.append, is_stopped)
     drafter.check()
     assert drafter.blocks.num_free_blocks == drafter.blocks.num_blocks - num_held(drafter)
     return [each for wave in waves for each in wave]
 
 
 def num_held(drafter: Drafter) -> int:
-    mirrors = drafter.proposer.mirrors._by_id.values()
-    return len({block_id for mirror in mirrors for block_id in mirror.sequence.block_table})
+    sequences = drafter.proposer.sequences._by_id.values()
+    return len({block_id for each in sequences for block_id in each.blocks.block_table})
 
 
-def prospect(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
+def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
     (draft,) = drafter.proposer.propose([share(sequence, num_drafts)])
     return PendingPass(sequence, draft.token_ids, num_drafts)
 
@@ -103,7 +103,7 @@ def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
     afterwards: Afterwards, drafter: Drafter, length: int, sampling: SamplingParams, verify: VerifyMode
 ) -> None:
     sequence = new_sequence(drafter, "a", length, sampling, verify)
-    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     assert len(prepared) == 3 * (K + 1)
     for each in prepared:
         assert (each.request_id, each.base_len) == ("a", length)
@@ -113,8 +113,8 @@ def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
 def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: Drafter) -> None:
     kinds = [(GREEDY, VerifyMode.COUPLED), (SAMPLED, VerifyMode.BLOCK), (SAMPLED, VerifyMode.REJECTION)]
     sequences = [new_sequence(drafter, str(i), 7 + 9 * i, *kind) for i, kind in enumerate([*kinds, *kinds])]
-    prospects = [prospect(drafter, sequence, 1 + index % 3) for index, sequence in enumerate(sequences)]
-    prepared = look_ahead(drafter, prospects)
+    pending = [pending_pass(drafter, sequence, 1 + index % 3) for index, sequence in enumerate(sequences)]
+    prepared = draft_ahead(drafter, pending)
     assert {each.request_id for each in prepared} == {sequence.request_id for sequence in sequences}
     for each in prepared:
         index = int(each.request_id)
@@ -123,8 +123,8 @@ def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: D
 
 def test_outcomes_are_distinct_and_those_of_the_pass(drafter: Drafter) -> None:
     sequence = new_sequence(drafter, "a", sampling=SAMPLED)
-    expected = prospect(drafter, sequence)
-    outcomes = [each.after for each in look_ahead(drafter, [expected])]
+    expected = pending_pass(drafter, sequence)
+    outcomes = [each.after for each in draft_ahead(drafter, [expected])]
     assert len(set(outcomes)) == len(outcomes)
     for *accepted, last in outcomes:
         assert tuple(accepted) == expected.draft_ids[: len(accepted)]
@@ -134,29 +134,29 @@ def test_outcomes_are_distinct_and_those_of_the_pass(drafter: Drafter) -> None:
 
 def test_the_likeliest_outcome_is_what_the_draft_itself_would_say(drafter: Drafter, folder: Path) -> None:
     sequence = new_sequence(drafter, "a", sampling=SAMPLED)
-    first = look_ahead(drafter, [prospect(drafter, sequence)], fan_out=1)[0]
+    first = draft_ahead(drafter, [pending_pass(drafter, sequence)], fan_out=1)[0]
     assert first.after == Oracle(folder).draft(sequence, K + 1)
 
 
 def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: Drafter) -> None:
-    """Rounds of drafting and looking ahead, with every kind of verdict; each draft is that of a fresh model."""
+    """Rounds of drafting and drafting ahead, with every kind of verdict; each draft is that of a fresh model."""
     oracle = Oracle(folder)
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
     for num_accepted in (0, 3, 1, 2, 3, 0):
-        expected = prospect(drafter, sequence)
+        expected = pending_pass(drafter, sequence)
         assert expected.draft_ids == oracle.draft(sequence, K)
-        prepared = look_ahead(drafter, [expected])
+        prepared = draft_ahead(drafter, [expected])
         true = next(each for each in prepared if len(each.after) == num_accepted + 1)
         sequence.token_ids += true.after
-        # Looking ahead again without a question in between, as after a hit:
+        # Drafting ahead again without a question in between, as after a hit:
         assert true.draft.token_ids == oracle.draft(sequence, K)
-        for each in look_ahead(drafter, [PendingPass(sequence, true.draft.token_ids, K)])[:2]:
+        for each in draft_ahead(drafter, [PendingPass(sequence, true.draft.token_ids, K)])[:2]:
             assert afterwards.agrees(sequence, each)
 
 
 def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, drafter: Drafter) -> None:
     sequence = new_sequence(drafter, "a", 100)
-    prepared = look_ahead(drafter, [PendingPass(sequence, (), K)])
+    prepared = draft_ahead(drafter, [PendingPass(sequence, (), K)])
     assert [len(each.after) for each in prepared] == [1, 1, 1]
     assert afterwards.agrees(sequence, prepared[0])
 
@@ -164,17 +164,17 @@ def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, dr
 def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
     drafter = new_drafter(folder, max_tokens_per_round=16)
     short, long = new_sequence(drafter, "a", 9), new_sequence(drafter, "b", 90)
-    expected = prospect(drafter, short)
-    prepared = look_ahead(drafter, [PendingPass(long, (), K), expected])
+    expected = pending_pass(drafter, short)
+    prepared = draft_ahead(drafter, [PendingPass(long, (), K), expected])
     assert [each.request_id for each in prepared] == ["a"] * 12 + ["b"] * 3
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_it_ends_at_once_when_it_is_stopped_and_leaves_no_trace(folder: Path, drafter: Drafter, num_steps: int) -> None:
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
-    expected = prospect(drafter, sequence)
+    expected = pending_pass(drafter, sequence)
     asked = count()
-    prepared = look_ahead(drafter, [expected], is_stopped=lambda: next(asked) >= num_steps)
+    prepared = draft_ahead(drafter, [expected], is_stopped=lambda: next(asked) >= num_steps)
     assert next(asked) <= num_steps + 2
     assert len(prepared) in (0, 12)
     sequence.token_ids += [*expected.draft_ids[:2], 7]
@@ -184,26 +184,26 @@ def test_it_ends_at_once_when_it_is_stopped_and_leaves_no_trace(folder: Path, dr
 def test_a_short_verification_gets_the_likeliest_outcomes(drafter: Drafter) -> None:
     """Stopped again and again after the same few steps, it comes to prepare what fits."""
     sequences = [new_sequence(drafter, f"s{i}", 9) for i in range(4)]
-    lookahead = drafter.proposer.lookahead(3)
-    prospects = [prospect(drafter, sequence) for sequence in sequences]
+    ahead_drafter = drafter.proposer.ahead_drafter(3)
+    pending = [pending_pass(drafter, sequence) for sequence in sequences]
     for _ in range(5):
         rows_left = [100]
 
         def is_stopped(rows_left: list[int] = rows_left) -> bool:
-            rows_left[0] -= lookahead._num_rows
+            rows_left[0] -= ahead_drafter._num_rows
             return rows_left[0] < 0
 
-        prepared = look_ahead(drafter, prospects, is_stopped=is_stopped, lookahead=lookahead)
+        prepared = draft_ahead(drafter, pending, is_stopped=is_stopped, ahead_drafter=ahead_drafter)
     assert 0 < len(prepared) < 48
     assert {each.request_id for each in prepared[:4]} == {"s0", "s1", "s2", "s3"}
     assert {len(each.after) for each in prepared[:4]} == {K + 1}
-    assert len(look_ahead(drafter, prospects, lookahead=lookahead)) == 48
+    assert len(draft_ahead(drafter, pending, ahead_drafter=ahead_drafter)) == 48
 
 
 def test_a_short_pool_costs_branches_and_nothing_else(folder: Path, afterwards: Afterwards) -> None:
     drafter = new_drafter(folder, num_blocks=8)
     sequence = new_sequence(drafter, "a", 9)
-    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     assert 0 < len(prepared) < 12
     assert all(afterwards.agrees(sequence, each) for each in prepared)
 
@@ -213,16 +213,16 @@ def test_sequences_without_room_or_unknown_are_left_out(folder: Path) -> None:
     large = new_sequence(drafter, "a", 40)
     closed = new_sequence(drafter, "b", 4)
     drafter.proposer.close("b")
-    assert look_ahead(drafter, [PendingPass(large, (), K), PendingPass(closed, (), K)]) == []
+    assert draft_ahead(drafter, [PendingPass(large, (), K), PendingPass(closed, (), K)]) == []
 
 
 def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: Drafter) -> None:
     sequence = new_sequence(drafter, "a", 9, replace(GREEDY, max_tokens=5))
-    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     # Five tokens in all: behind an outcome of n tokens the next pass may draft 4 - n.
     assert {(len(each.after), len(each.draft.token_ids)) for each in prepared} == {(1, 3), (2, 2), (3, 1)}
     stopping = new_sequence(drafter, "b", 9, replace(GREEDY, stop_token_ids=tuple(range(VOCAB_SIZE))))
-    assert look_ahead(drafter, [prospect(drafter, stopping)]) == []
+    assert draft_ahead(drafter, [pending_pass(drafter, stopping)]) == []
 
 
 def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
@@ -230,7 +230,7 @@ def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
     for length in range(506, 514):
         sequence = new_sequence(drafter, f"s{length}", length)
         (draft,) = drafter.draft([sequence], K)
-        prepared = look_ahead(drafter, [PendingPass(sequence, (*draft, 1, 2, 3)[:K], K)])
+        prepared = draft_ahead(drafter, [PendingPass(sequence, (*draft, 1, 2, 3)[:K], K)])
         assert all(length + len(each.after) + len(each.draft.token_ids) <= 513 for each in prepared)
         drafter.proposer.close(f"s{length}")
 
@@ -240,7 +240,7 @@ def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
 
 def differs(afterwards: Afterwards, drafter: Drafter, sampling: SamplingParams, verify: VerifyMode) -> bool:
     sequence = new_sequence(drafter, "a", 10, sampling, verify)
-    prepared = look_ahead(drafter, [prospect(drafter, sequence)])
+    prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     return not all(afterwards.agrees(sequence, each) for each in prepared)
 
 
@@ -261,9 +261,9 @@ def test_noise_of_the_pass_before_is_noticed(
 
 def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
     """Takes the outcome for drafts of the pass that is being verified, and uses that pass's noise a second time."""
-    sequence, num_outcome = branch.mirror.sequence, len(branch.after)
-    table = [*sequence.block_table[: branch.start // branch.block_size], *block_ids]
-    chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome)
+    sequence, num_outcome = branch.sequence.target_sequence, len(branch.after)
+    table = [*branch.sequence.blocks.block_table[: branch.start // branch.block_size], *block_ids]
+    chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome, matcher=None)
     chain.token_ids += branch.after
     chain.draft = lambda: Draft(tuple(chain.token_ids[num_outcome:]), tuple(chain.distributions))  # type: ignore[method-assign]
     return chain

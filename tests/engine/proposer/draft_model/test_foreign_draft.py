@@ -179,7 +179,7 @@ def check_integrity(proposer: Proposer) -> None:
     if isinstance(proposer, TextProposer):
         proposer.check_integrity()
     if isinstance(proposer, ModelProposer):
-        proposer.mirrors.check_integrity()
+        proposer.sequences.check_integrity()
 
 
 def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders) -> None:

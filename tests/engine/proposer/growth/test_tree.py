@@ -37,7 +37,7 @@ PEAKED, FLAT = pair_library(4)[:2]
 
 def grow(shape: Shape, num_nodes: int, model: TabularModel, sequences: Seq[Sequence], max_depth: int) -> list[Draft]:
     """Trees as a draft model grows them, with a tabular one."""
-    trees = [Tree(sequence, shape, num_nodes, max_depth) for sequence in sequences]
+    trees = [Tree(sequence, sequence, shape, num_nodes, max_depth, sequence.matcher) for sequence in sequences]
     sampler, growing = TreeSampler(Sampler()), trees
     while growing:
         rows = [row for tree in growing for row in tree.rows]
@@ -179,7 +179,7 @@ def test_only_drafts_that_are_matched_choose_their_shape_by_their_tokens() -> No
 
 def test_levels_lie_one_behind_the_other_and_name_their_parents() -> None:
     sequence = new_sequence(SamplingParams(temperature=0.0))
-    tree = Tree(sequence, StaticShape(PARENTS), len(PARENTS), 2)
+    tree = Tree(sequence, sequence, StaticShape(PARENTS), len(PARENTS), 2, sequence.matcher)
     TreeSampler(Sampler()).branch([tree], torch.tensor([[0.0, 3.0, 2.0, 1.0]]))
     span = tree.span()
     assert (list(span.token_ids), span.start, span.num_logits, list(span.parents)) == ([1, 2], 2, 2, [-1, -1])

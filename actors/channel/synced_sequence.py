@@ -5,15 +5,15 @@ from __future__ import annotations
 from actors.channel.draft_messages import Commit, Open
 from actors.channel.offer_table import OfferTable
 from engine.draft import Draft
-from engine.sequence.sequence import Sequence
+from engine.sequence.request_tokens import RequestTokens
 
 _NEVER = -1
 
 
-class FollowedSequence:
-    """What was told of a sequence, and what the draft has offered; the committed tokens are those of `sequence`."""
+class SyncedSequence:
+    """A sequence of the target's, how much of it the draft process was told, and what the draft has offered."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: RequestTokens) -> None:
         self.sequence = sequence
         self.offers = OfferTable(sequence.token_ids)
         self._told_len = 0
@@ -21,26 +21,26 @@ class FollowedSequence:
 
     @property
     def is_told(self) -> bool:
-        """The draft process has an `Open` of it."""
+        """True if the draft process has an `Open` of it."""
         return self._told_len > 0
 
     @property
     def has_news(self) -> bool:
-        """More is committed than the draft process was told."""
+        """True if more is committed than the draft process was told."""
         return self._told_len < len(self.sequence.token_ids)
 
     @property
     def draft(self) -> Draft | None:
-        """What was offered on top of exactly what is committed now."""
+        """The offer on top of exactly what is committed now, if there is one."""
         return self.offers.draft
 
     @property
     def is_awaited(self) -> bool:
-        """Drafts were asked for on top of what is committed now, and have not come."""
+        """True if drafts were asked for on top of what is committed now, and have not come."""
         return self._asked_len == len(self.sequence.token_ids) and self.draft is None
 
     def opening(self) -> Open:
-        """All committed tokens. The draft is asked to answer only if the sequence decodes already."""
+        """Return all committed tokens; the draft is asked to answer only if the sequence decodes already."""
         sequence = self.sequence
         return Open(
             request_id=sequence.request_id,
@@ -54,7 +54,7 @@ class FollowedSequence:
         )
 
     def commit(self) -> Commit:
-        """The tokens committed since the draft was told last."""
+        """Return a message with the tokens committed since the draft was told last."""
         new_ids = tuple(self.sequence.token_ids[self._told_len :])
         return Commit(self.sequence.request_id, self._told_len, new_ids, self.sequence.num_wanted_drafts)
 

@@ -1,0 +1,94 @@
+"""A request and its committed tokens: all that a proposer knows of a sequence, in the target's process and in others.
+
+It knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.logits_row import GREEDY_BELOW
+from engine.sequence.token_blocks import TokenBlocks
+from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+
+
+class RequestTokens(TokenBlocks):
+    """Committed tokens, and how those behind them are sampled, drafted and verified.
+
+    `token_ids` are the prompt, then the output. A `matcher` has read the output in `token_ids`, and nothing else.
+
+    Args:
+        request: its prompt and output are the first tokens.
+        num_draft_tokens: K that a pass may have; 0 is plain decoding.
+        num_guess_tokens: K of drafts that cost nothing to make; None is as of any.
+        verify: rule by which the target accepts drafts.
+        method: selects the proposers.
+        matcher: the grammar of the output; None where any text will do.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        num_draft_tokens: int,
+        num_guess_tokens: int | None = None,
+        verify: VerifyMode,
+        method: SpeculationMethod = SpeculationMethod.NONE,
+        matcher: GrammarMatcher | None = None,
+    ) -> None:
+        super().__init__([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt)
+        self.request = request
+        self.sampling = request.sampling
+        self.verify = verify
+        self.method = method
+        self.matcher = matcher
+        self.num_draft_tokens = num_draft_tokens
+        self.num_guess_tokens = num_guess_tokens
+        self.draft_allowance = num_draft_tokens  # K of its next pass, never more
+        self.num_guessed = 0  # drafts of its next pass that are made already, where it may have more of them than K
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if every token is the argmax."""
+        return self.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def is_matched(self) -> bool:
+        """True if drafts are verified by matching, as those of greedy requests are in every mode."""
+        return self.verify is VerifyMode.COUPLED or self.is_greedy
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed tokens behind the prompt."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that the request may still generate."""
+        return self.max_output_tokens - self.num_output_tokens
+
+    @property
+    def num_wanted_drafts(self) -> int:
+        """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
+        return max(0, min(max(self.draft_allowance, self.num_guessed), self.num_remaining_tokens - 1))
+
+    @property
+    def num_wanted_guesses(self) -> int:
+        """K of the next pass if its drafts cost nothing to make."""
+        limit = self.draft_allowance if self.num_guess_tokens is None else self.num_guess_tokens
+        return max(0, min(limit, self.num_remaining_tokens - 1))
+
+    def append(self, token_ids: Seq[int]) -> None:
+        """Commit tokens: they are output from now on, and the grammar goes on behind them."""
+        self.token_ids += token_ids
+        if self.matcher is not None:
+            self.matcher.read(token_ids)
