@@ -206,7 +206,7 @@ def test_an_abort_while_the_draft_writes_frees_everything(pair: Folders):
     assert not engine.has_work
     assert engine.stats().num_used_blocks == 0
     drafter.sequences.check_integrity()
-    assert drafter.mirrors.blocks.num_free_blocks == CACHE.num_blocks
+    assert drafter.sequences.blocks.num_free_blocks == CACHE.num_blocks
     assert engine.step() == []
 
 
