@@ -35,6 +35,7 @@ from models.training.architecture import REPETITION_PENALTY
 
 
 def main() -> None:
+    """Race the contenders and print their table."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)

@@ -1,1 +1,1 @@
-"""What runs where: the schema of deploy.yaml, devices and placement, the application, and the command line."""
+"""The deployment: the schema of deploy.yaml, devices and placement, the application, and the command line."""

@@ -1,4 +1,4 @@
-"""Builds the Serve application from deploy.yaml's `args`: `import_path: cluster.app:build`."""
+"""The Serve application, built from deploy.yaml's `args`: `import_path: cluster.app:build`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _WATCHED = {
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application `outrider`: `Ingress` in front of `Pair`, and `Prefill` behind it where it is asked for.
+    """Return the application `outrider`: `Ingress` in front of `Pair`, and `Prefill` behind it where it is asked for.
 
     Raises:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
@@ -94,7 +94,7 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
 
 
 def _nodes() -> list[NodeResources]:
-    """What Ray's nodes offer, or this machine where the application is built without a cluster (`serve build`)."""
+    """Return the resources of Ray's nodes, or this machine's where no cluster runs (`serve build`)."""
     if not ray.is_initialized():
         return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -159,7 +159,7 @@ def _prefill_options(config: DeployConfig, placement: PairPlacement, share: Proc
 def _ingress_options(config: DeployConfig) -> dict[str, Any]:
     return {
         "num_replicas": config.ingress.num_replicas,
-        "max_surge_percent": 100,  # a redeploy starts the new ones first, so that somebody always answers
+        "max_surge_percent": 100,  # a redeploy starts the new ones first, so that one always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,
         "graceful_shutdown_timeout_s": CONNECTION_DRAIN_S,

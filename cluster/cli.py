@@ -1,4 +1,4 @@
-"""The command line: `outrider serve` is what `make serve` runs, `outrider check` starts nothing."""
+"""The command line: `outrider serve`, which `make serve` runs, and `outrider check`, which starts nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REPORT_PERIOD_S = 5.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     parser = argparse.ArgumentParser(prog="outrider", description="Exact speculative LLM serving on Ray.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("serve", "serve a deployment on this machine until Ctrl-C"), ("check", "check a deployment")):
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Interrupt:
-    """The first SIGINT or SIGTERM asks to stop, a second one insists."""
+    """The signals SIGINT and SIGTERM: the first asks to stop, a second one insists."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -58,7 +58,7 @@ class _Interrupt:
         self.listen()
 
     def listen(self) -> None:
-        """Hear the signals from now on; once more after Ray has started, which takes SIGTERM for itself."""
+        """Catch the signals from now on. Called again after Ray has started, which takes SIGTERM for itself."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
@@ -71,7 +71,7 @@ class _Interrupt:
 
     @contextmanager
     def breaking(self) -> Iterator[None]:
-        """The first signal ends what is done in here at once, by `_InterruptedError`."""
+        """Let the first signal end the block at once, by `_InterruptedError`."""
         self._is_breaking = True
         try:
             if self.is_set.is_set():
@@ -82,7 +82,7 @@ class _Interrupt:
 
 
 class _InterruptedError(Exception):
-    """Somebody pressed Ctrl-C while the deployment was starting."""
+    """Ctrl-C while the deployment was starting."""
 
 
 def _serve(file: DeployFile) -> None:
@@ -114,7 +114,7 @@ def _stop(cluster: LocalCluster) -> None:
 
 
 class _Progress:
-    """Says every few seconds what is being waited for, and gives up when asked to."""
+    """A report of the wait every few seconds, which ends with the first signal."""
 
     def __init__(self, interrupt: _Interrupt, began_s: float) -> None:
         self._interrupt = interrupt

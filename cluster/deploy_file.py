@@ -25,7 +25,7 @@ _BUILDER = "cluster.app:build"
 
 @dataclass(frozen=True, slots=True)
 class DeployFile:
-    """What is deployed, where it listens, and the application's checked configuration."""
+    """Serve's configuration, the addresses it listens on, and the application's checked configuration."""
 
     deployment: dict[str, Any]  # Serve's declarative configuration, as `serve deploy` sends it
     http_host: str
@@ -58,7 +58,7 @@ def read_deploy_file(path: Path) -> DeployFile:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: the first value would be ignored."""
+    """A loader that refuses a mapping with a key twice: the first value would be ignored."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -83,7 +83,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _unknown_keys(deployment: dict[str, Any]) -> Iterator[str]:
-    """Serve would ignore them, for they might be a later version's."""
+    """Name the keys that Serve would ignore, since they might be a later version's."""
     yield from _unknown(deployment, ServeDeploySchema, "")
     yield from _unknown(deployment.get("http_options", {}), HTTPOptionsSchema, "http_options.")
     yield from _unknown(deployment.get("grpc_options", {}), gRPCOptionsSchema, "grpc_options.")

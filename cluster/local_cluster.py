@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone, started for one deployment and gone with it."""
+"""A Ray cluster of this machine alone, started for one deployment and stopped with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """Serve's word on the application: its status, why it is so, and the deployments that are not healthy (yet)."""
+    """Serve's report on the application: its status, the reason, and the deployments that are not healthy (yet)."""
 
     status: str
     message: str
@@ -42,7 +42,7 @@ class AppStatus:
 
 
 class LocalCluster:
-    """`start`, `deploy`, `wait_running`, `stop`; stopping twice is fine, and stops whatever has been started."""
+    """`start`, `deploy`, `wait_running`, `stop`. A second `stop` is fine, and stops a cluster half started."""
 
     def __init__(self) -> None:
         self._dashboard = ""
@@ -81,7 +81,7 @@ class LocalCluster:
             ) from None
 
     def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
-        """Return when every replica serves; `on_wait` hears how it goes twice a second.
+        """Return when every replica serves; call `on_wait` with the status twice a second.
 
         Raises:
             ConfigError: the deployment failed, with Serve's reason.
@@ -127,6 +127,6 @@ class LocalCluster:
 
 
 def _reason(message: str) -> str:
-    """Our own error out of Serve's message, which wraps it in the stack of every process on the way."""
+    """Return our own error out of Serve's message, which wraps it in the stack of every process on the way."""
     _, _, reason = message.rpartition("\nprotos.errors.")
     return reason or message

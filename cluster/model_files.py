@@ -1,4 +1,4 @@
-"""Whether the models' files are all there, looked at before anything makes room for them."""
+"""A check that the models' files are all there, made before anything makes room for them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 
 def check_models(config: DeployConfig) -> None:
-    """Look at the target's weights and tokenizer and at a draft model's weights, so that a redeploy that cannot work is
-    refused while the old pairs still serve. Of weights only the headers are read; Hub ids are fetched where they are
-    loaded.
+    """Check the target's weights and tokenizer and a draft model's weights.
+
+    A redeploy that cannot work is thus refused while the old pairs still serve. Of weights only the headers are read;
+    Hub ids are fetched where they are loaded.
 
     Raises:
         ConfigError: a file is missing, cut short or not what its name says.
@@ -45,7 +46,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that the index names, or all where there is none."""
+    """Return the files that the index names, or all where there is none."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""From what deploy.yaml calls a model to a place every process of the node finds it in."""
+"""The paths of deploy.yaml made absolute, so that every process of the node finds the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
 def resolve_model_path(path: str) -> str:
-    """An absolute folder, or the Hub id as it is.
+    """Return an absolute folder, or the Hub id as it is.
 
     A relative folder is looked for where the application is built and then beside the project's packages, so that the
     bundled models are found wherever `serve deploy` builds it.

@@ -1,4 +1,4 @@
-"""How much of a node each process of a pair gets, and which devices: pure decisions over what the cluster has.
+"""The part of a node that each process of a pair gets, and its devices: pure decisions over the cluster's resources.
 
 A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle,
 because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES. A
@@ -24,7 +24,7 @@ _NUM_VERSIONS = 4  # of the ingress side by side: streams of those that a redepl
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """What one node offers, in whole cores and devices."""
+    """The resources of one node, in whole cores and devices."""
 
     num_cpus: int
     num_gpus: int = 0
@@ -32,7 +32,7 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What must be placed; thread counts are None where the user left them to us. `draft_gpu` is as in deploy.yaml.
+    """The processes to be placed; thread counts are None where the user set none. `draft_gpu` is as in deploy.yaml.
 
     A target and its draft model compute in turn, or side by side where `is_side_by_side`.
     """
@@ -72,16 +72,18 @@ class PairPlacement:
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
-    """Divide the cluster among its pairs and prefill replicas: on CPU nodes all cores, in equal parts, on GPU nodes a
-    device for each rank of a target, one for its draft or none, and a device for each rank of a prefill replica.
+    """Divide the cluster among its pairs and prefill replicas.
+
+    On CPU nodes they get all cores, in equal parts. On GPU nodes each rank of a target gets a device, its draft one or
+    none, and each rank of a prefill replica one.
 
     Two processes that want the same cores at once stall each other at every barrier, so the threads of a target and a
-    draft side by side never exceed the cores their pair owns unless the user says so (or there is but one core). In
+    draft side by side never exceed the cores their pair owns unless the user sets more (or there is but one core). In
     turn they have one thread more: the draft's first one computes where the target's sleeps meanwhile, while others of
     either still spin for some milliseconds after a pass.
 
     Raises:
-        ConfigError: the cluster is too small; says what is needed, what is there and which topology was seen.
+        ConfigError: the cluster is too small; names the need, the resources and the topology that was seen.
     """
     num_gpus = _gpus_per_pair(request, nodes, topology)
     hosts = [node for node in nodes if node.num_gpus] if num_gpus else [node for node in nodes if node.num_cpus]
@@ -136,7 +138,7 @@ def _hundredths(num_cpus: float) -> float:
 
 
 def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
-    """A device for each rank of the target, and one more for the draft if it shall or, left to us, can have it."""
+    """Return one device per rank of the target, and one more for the draft if it shall or, left open, can have it."""
     num_gpus, num_ranks = sum(node.num_gpus for node in nodes), request.num_ranks
     if num_gpus == 0:
         return 0
@@ -199,7 +201,7 @@ def _and(indices: tuple[int, ...]) -> str:
 
 
 def pin_devices(assigned: tuple[int, ...], num_ranks: int = 1, draft_gpu: str | int = "auto") -> PairDevices:
-    """`choose_devices` on the node this runs on."""
+    """Choose devices as `choose_devices` does, on the node this runs on."""
     devices = choose_devices(assigned, topology := read_topology(), num_ranks, draft_gpu)
     if assigned:
         logger.info("target on GPUs %s, draft on GPU %s of %s", devices.targets, devices.draft, topology)

@@ -1,4 +1,4 @@
-"""Which TCP ports of this machine are free."""
+"""The free TCP ports of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = range(20_000, 30_000)  # between the ports of Ray and those of Serve, wh
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether one could listen there now. Raises ConfigError if the host is none of this machine."""
+    """True if a server could listen there now. Raises ConfigError if the host is none of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -27,11 +27,11 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that the system gives nobody who does not ask for it."""
+    """Return a port without a listener, outside the range that the system hands out by itself."""
     return next(port for port in random.sample(_OURS, len(_OURS)) if is_free("0.0.0.0", port))
 
 
 def free_ports(count: int) -> range:
-    """`count` ports in a row of which nobody listens on any."""
+    """Return `count` ports in a row, all without a listener."""
     rows = [range(first, first + count) for first in _OURS[::count]]
     return next(row for row in random.sample(rows, len(rows)) if all(is_free("0.0.0.0", port) for port in row))

@@ -1,4 +1,4 @@
-"""What would keep a deployment from starting, found before anything is started."""
+"""Obstacles to a deployment, found before anything is started."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _prefill_bytes(config: DeployConfig) -> int:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Twice the files, which loading takes: what is packed beside what is read, or float32 of bfloat16 files."""
+    """Return twice the files' size, which loading takes: packed weights beside those read, or float32 of bfloat16."""
     return 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _holder(port: int) -> str:
-    """Who listens on a port, as far as this user may know."""
+    """Name the process that listens on a port, as far as this user may know."""
     try:
         connections: list[Any] = psutil.net_connections("inet")
     except psutil.AccessDenied:

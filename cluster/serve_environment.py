@@ -1,4 +1,4 @@
-"""The environment variables that decide how fast Serve's own part is; Ray reads them when its processes start."""
+"""The environment variables that set the speed of Serve's own part; Ray reads them when its processes start."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _NUM_GRPC_PORTS = 100  # one for each replica of this machine
 
 
 def set_variables() -> None:
-    """Set what is not set already: the fast path, and what suits a cluster of our own.
+    """Set the variables that are not set already: the fast path, and those of a cluster of our own.
 
     The proxies' own ports, and those on which replicas await the proxy's gRPC calls, are any free ones, since no client
-    calls them: the usual ones may belong to another cluster. Serve and gRPC would share most of them with it without a
-    word, and each cluster would get some of the other's calls.
+    calls them: the usual ones may belong to another cluster. Serve and gRPC would silently share most of them
+    with it, and each cluster would get some of the other's calls.
     """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)
@@ -57,7 +57,7 @@ def set_variables() -> None:
 
 
 def warn_of_missing_variables() -> None:
-    """Log which variables of the fast path the cluster runs without."""
+    """Log the variables of the fast path that are not set."""
     missing = [f"{name}={value}" for name, value in FAST_PATH.items() if os.environ.get(name) != value]
     if missing:
         logger.warning(

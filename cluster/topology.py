@@ -1,6 +1,6 @@
-"""Which devices of a node speak NVLink to each other; read from NVML, or from a record of another machine.
+"""The devices of a node that NVLink joins; read from NVML, or from a record of another machine.
 
-Ray counts GPUs and knows nothing of the wires between them, so whoever pins a pair to neighbours must look for himself.
+Ray counts GPUs and knows nothing of the links between them, so pinning a pair to neighbours needs this.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NodeTopology:
         return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
     def group_of(self, index: int) -> tuple[int, ...]:
-        """The group a device belongs to; a device this topology does not know stands alone."""
+        """Return the group a device belongs to; a device this topology does not know stands alone."""
         return next((group for group in self.groups if index in group), (index,))
 
     def __str__(self) -> str:
@@ -74,11 +74,11 @@ def _read(nvml: Any) -> NodeTopology:
 
 
 def _is_linked(nvml: Any, left: Any, right: Any) -> bool:
-    """Whether peer traffic between two devices goes over NVLink, which is so through bridges and NVSwitch alike."""
+    """True if peer traffic between two devices goes over NVLink, through a bridge or NVSwitch."""
     try:
         status = nvml.nvmlDeviceGetP2PStatus(left, right, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except nvml.NVMLError:
-        return False  # a driver or a virtual machine that does not tell has no NVLink to rely on
+        return False  # a driver or a virtual machine that does not report it has no NVLink to rely on
     return status == nvml.NVML_P2P_STATUS_OK
 
 

@@ -1,1 +1,1 @@
-"""What a race is between: one class per way to generate, the rounds, and the table of results."""
+"""The contenders of a race: one class per way to generate, the rounds, and the table of results."""

@@ -1,4 +1,4 @@
-"""What a contender of a benchmark is: something that turns prompts into greedy tokens while a clock runs."""
+"""The protocol of a benchmark's contender: it turns prompts into greedy tokens while a clock runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class ChannelTimes:
-    """Seconds a draft process worked, and its offers took beyond that; both partly beside the target's work."""
+    """Seconds of a draft process's work, and of its offers' way beyond that; both partly beside the target's work."""
 
     drafting_s: float
     channel_s: float

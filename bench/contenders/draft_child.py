@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 120.0
 
 
 def start_draft(settings: PairSettings, stack: ExitStack) -> ChannelProposer:
-    """The connected channel to a new draft process on the last core; `stack` ends the process."""
+    """Return the connected channel to a new draft process on the last core; `stack` ends the process."""
     folder = private_folder()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings, folder), daemon=True)
     process.start()

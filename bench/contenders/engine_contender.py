@@ -79,7 +79,7 @@ class EngineContender:
         )
 
     def _requests(self, prompts: Prompts, num_tokens: int) -> deque[GenerateRequest]:
-        """A salt per run and wave keeps the prefix cache of those before out of the comparison."""
+        """Return a salt per run and wave keeps the prefix cache of those before out of the comparison."""
         samplings = cycle(self._samplings)
         requests: deque[GenerateRequest] = deque()
         for wave in range(self._waves):

@@ -1,4 +1,4 @@
-"""Outrider as a user meets it: the served application, driven by the OpenAI client over HTTP with streaming."""
+"""Outrider served: the whole application, driven by the OpenAI client over HTTP with streaming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.contenders.served_times import read_served_times
 
 @dataclass(slots=True)
 class Answer:
-    """The tokens of one stream, and when they came."""
+    """The tokens of one stream, and the times of their arrival."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)

@@ -12,8 +12,9 @@ PROMPT_TOKENS = 96
 
 
 def held_out_prompts(model_path: Path, num_prompts: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Token ids of `num_prompts` distinct prompts of `num_tokens` tokens from held-out files: from the middle of each,
-    then, where more are wanted than there are files, from further on in each.
+    """Token ids of `num_prompts` distinct prompts of `num_tokens` tokens from held-out files.
+
+    They are taken from the middle of each file, then, where more are wanted than there are files, from further on.
     """
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     texts = [tokenizer.encode(document.text, add_special_tokens=False).ids for document in collect().held_out]

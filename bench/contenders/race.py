@@ -1,4 +1,4 @@
-"""Contenders in turn, round after round, so that each meets the same moods of the machine."""
+"""Contenders in turn, round after round, so that the machine's drift is the same for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.contenders.contender import Contender, Prompts, Run
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One run and whose it was."""
+    """One run of a contender."""
 
     contender: str
     num_streams: int
@@ -20,7 +20,7 @@ class TimedRun:
 def race(
     contenders: Seq[Contender], prompts: Prompts, streams: Seq[int], num_tokens: int, num_rounds: int
 ) -> list[TimedRun]:
-    """Every contender at every number of streams, `num_rounds` times, after one warm-up round that is not counted."""
+    """Run every contender at every number of streams, `num_rounds` times, after a warm-up that is not counted."""
     runs = []
     for round_index in range(num_rounds + 1):
         for num_streams in streams:

@@ -33,7 +33,7 @@ class Row:
 
 
 def rows_of(runs: Seq[TimedRun]) -> list[Row]:
-    """One row per contender and number of streams, streams first."""
+    """Return one row per contender and number of streams, streams first."""
     return [
         _row(name, num_streams, members, _runs_of_first(runs, num_streams))
         for (num_streams, name), members in _groups(runs)
@@ -71,7 +71,7 @@ def _row(name: str, num_streams: int, runs: Seq[Run], reference: Seq[Run]) -> Ro
 
 
 def equal_share(run: Run, reference: Run) -> float:
-    """The share of positions at which both have the same token."""
+    """Return the share of positions at which both have the same token."""
     pairs = [
         pair
         for ours, theirs in zip(run.outputs, reference.outputs, strict=True)
@@ -81,6 +81,7 @@ def equal_share(run: Run, reference: Run) -> float:
 
 
 def print_rows(rows: Seq[Row]) -> None:
+    """Print the table."""
     print(f"{'':26} streams   tok/s (min-max)        ratio   tokens/pass   same tokens")
     for row in rows:
         per_pass = f"{row.tokens_per_pass:.2f}" if row.tokens_per_pass else "-"

@@ -15,11 +15,12 @@ from bench.contenders.contender import Prompts, Run
 
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Return the checkpoint at `path`, ready to generate."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 class ArrivalStreamer(BaseStreamer):
-    """Notes when new tokens came; `generate` hands over the prompt first, which is none."""
+    """The times at which new tokens came; `generate` hands over the prompt first, which is not counted."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []

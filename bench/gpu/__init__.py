@@ -1,1 +1,1 @@
-"""`python -m bench.gpu`: what decoding costs on this GPU, in one table."""
+"""`python -m bench.gpu`: the cost of decoding on this GPU, in one table."""

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: one table of what decoding costs on this GPU, within ten minutes; without a GPU, one that says so.
+"""`make bench-gpu`: the cost of decoding on this GPU in one table, within ten minutes; without a GPU, a table of gaps.
 
     python -m bench.gpu --out results            on a GPU
     python -m bench.gpu --device cpu --smoke     the same code on a tiny pair, to see that it runs
@@ -39,6 +39,7 @@ SMOKE_DRAFT = WideShape(160, 3, 400, 8, 2, 64, 4160)
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Measure every section in time and print the table."""
     args = _parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     results = Results(args.out / "gpu.json")

@@ -80,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How a cell is measured: steps before and under the clock, and the seconds after which it ends as it is."""
+    """The limits of a cell: steps before and under the clock, and the seconds after which it ends as it is."""
 
     num_warm_steps: int
     num_steps: int
@@ -104,7 +104,7 @@ class Bench:
         self._read_text()
 
     def has_room(self, cell: Cell, limits: Limits) -> bool:
-        """Whether the pool holds the cell's sequences to their end."""
+        """True if the pool holds the cell's sequences to their end."""
         tokens = cell.context + _max_tokens(cell.mode, limits) + cell.mode.rows
         return cell.batch * -(-tokens // self.runner.block_size) + 1 <= self._num_blocks
 
@@ -244,7 +244,7 @@ def _max_tokens(mode: Mode, limits: Limits) -> int:
 
 
 def _wait_for_drafts(engine: EngineCore, proposer: Proposer, cell: Cell) -> None:
-    """Steps at leisure until every sequence is drafted for: the draft reads its prompts itself."""
+    """Step slowly until every sequence has drafts: the draft reads its prompts itself."""
     for _ in range(_MOST_WAITS if cell.mode.num_drafts else 1):
         before = engine.stats().drafts.num_drafts
         _run(engine, proposer, 1, 0.0)

@@ -1,4 +1,4 @@
-"""What a step of a model costs at least: the bytes it must read and the products it must compute."""
+"""The least cost of a model's step: the bytes it must read and the products it must compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from models.fixtures.wide_fixture import WideShape
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What the device reached when it did nothing else; 0 where it was not measured."""
+    """The speed that the device reached when it did nothing else; 0 where it was not measured."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -50,7 +50,7 @@ class ModelCost:
         return 2 * self.num_weights * rows + attention
 
     def floor_s(self, speed: DeviceSpeed, num_sequences: int, num_rows: int, context: int) -> float:
-        """The longer of reading and computing; the two overlap at best."""
+        """Return the longer of reading and computing; the two overlap at best."""
         reading = self.step_bytes(num_sequences, num_rows, context) / speed.bytes_per_s
         computing = self.step_flops(num_sequences, num_rows, context) / speed.flops_per_s
         return max(reading, computing)

@@ -30,7 +30,7 @@ _REPEATS = 7
 
 
 def measure_speed() -> DeviceSpeed:
-    """Reading by a reduction and moving by a copy, the better of the two, and a large bfloat16 product."""
+    """Measure reading by a reduction and moving by a copy, the better of the two, and a large bfloat16 product."""
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product_s = _median_s(lambda: left @ right)
     return DeviceSpeed(_measure_bandwidth(), 2 * 8192**3 / product_s)
@@ -45,7 +45,7 @@ def _measure_bandwidth() -> float:
 
 
 def measure_kernel(plan: Plan, results: Results, speed: DeviceSpeed) -> None:
-    """Decodes and verifications of every batch and context in bfloat16, decodes in float8 too."""
+    """Measure decodes and verifications of every batch and context in bfloat16, decodes in float8 too."""
     deadline_s = time.monotonic() + plan.section_s
     cases = product((torch.bfloat16, torch.float8_e4m3fn), reversed(plan.contexts), plan.batches, (1, 8))
     for dtype, context, batch, rows in cases:
@@ -65,7 +65,7 @@ def _add(results: Results, *case: Any) -> None:
 def measure_attention(
     shape: WideShape, kv_dtype: torch.dtype, batch: int, context: int, rows: int, speed: DeviceSpeed
 ) -> KernelLine:
-    """Launches over one pool after the other, replayed without the host."""
+    """Measure launches over one pool after the other, replayed without the host."""
     device = torch.device("cuda")
     layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim)
     blocks_each = -(-(context + rows) // _BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""What one run of the GPU bench measures, and on what."""
+"""The plan of one run of the GPU bench: models, device, sections and limits."""
 
 from __future__ import annotations
 

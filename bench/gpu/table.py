@@ -1,4 +1,4 @@
-"""What was measured so far: saved after every line, printed as tables at the end; what is missing says so."""
+"""The results so far: saved after every line, printed as tables at the end, with the reasons for gaps."""
 
 from __future__ import annotations
 

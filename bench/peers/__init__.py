@@ -1,4 +1,4 @@
-"""`make bench-peers`: what else one could serve the same pair with, against this, in one run (docs/peers.md).
+"""`make bench-peers`: other servers of the same pair against this one, in one run (docs/peers.md).
 
 ```
  install -> convert -> reference -> rounds of systems, one alive at a time -> rows -> docs/peers.md, .json, .png

@@ -1,4 +1,4 @@
-"""`make bench-peers`: installs the peers, converts the pair for each, runs them and us in turn, writes docs/peers.md.
+"""`make bench-peers`: install the peers, convert the pair for each, run them and us in turn, write docs/peers.md.
 
 python -m bench.peers --peers outrider openvino --streams 1 8 --rounds 2 --tokens 48
 """
@@ -27,6 +27,7 @@ from bench.peers.worker_systems import openvino_system, transformers_system
 
 
 def main() -> None:
+    """Install, convert, measure and write the page."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     load_before = os.getloadavg()[0]
@@ -65,13 +66,13 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _limits(args: argparse.Namespace) -> Limits:
-    """Room for the drafts beyond the last token, too."""
+    """Return the limits, with room for the drafts beyond the last token."""
     context = PROMPT_TOKENS + args.tokens + args.num_draft_tokens + 1
     return Limits(args.threads, args.num_draft_tokens, max(args.streams), context, args.deadline)
 
 
 def _outrider(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
-    """In bf16 twice: as fast as it can, and with the same bits for a token in every pass."""
+    """Return our systems: bfloat16 twice, as fast as possible and with the same bits for a token in every pass."""
     logs = args.cache / "logs"
     systems: list[System] = [OutriderSystem(pair, precision, limits, logs) for precision in args.precisions]
     if Precision.BF16 in args.precisions:

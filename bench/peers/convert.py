@@ -40,7 +40,7 @@ def _converted(pair: Pair, cache: Path, kind: str, export: Callable[[Path, Path]
 
 
 def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Path:
-    """Named after the weights; a conversion that was broken off has another name and is done again."""
+    """Convert into a folder named after the weights; a conversion that broke off has another name and is done again."""
     out = cache / "models" / f"{model.name}-{model_version(str(model))[:8]}-{kind}"
     if not out.exists():
         print(f"converting {model} to {out}", flush=True)
@@ -59,7 +59,7 @@ def _remove(path: Path) -> None:
 
 
 def _call(log: Path, command: list[str | Path]) -> None:
-    """Away from PYTHONPATH and the repository, whose packages are not the peer's. Raises SystemExit if it fails."""
+    """Run away from PYTHONPATH and the repository, whose packages are not the peer's. Raises SystemExit if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     absolute = [str(part.absolute()) if isinstance(part, Path) else part for part in command]
     with log.open("wb") as output:

@@ -11,6 +11,7 @@ import sys
 
 
 def main() -> None:
+    """Run the converter with a fixed splitter."""
     source, model, out = sys.argv[1:]
     sys.path[:0] = [source, f"{source}/gguf-py"]
     from conversion.base import TextModel

@@ -1,4 +1,4 @@
-"""Installs the peers, each in an environment of its own under the cache folder; what is there already is kept."""
+"""The peers' installation, each in an environment of its own under the cache folder; a finished one is kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LlamaCpp:
 
 
 def install_openvino(cache: Path) -> Path:
-    """OpenVINO GenAI and the exporter; returns the environment's folder of programs."""
+    """Install OpenVINO GenAI and the exporter; return the environment's folder of programs."""
     folder = cache / "openvino"
     requirements = (OPENVINO, OPENVINO_EXPORT, f"torch=={version('torch').split('+')[0]}")
     if not _is_installed(folder, requirements):
@@ -51,7 +51,7 @@ def install_openvino(cache: Path) -> Path:
 
 
 def install_llama_server(cache: Path) -> LlamaCpp:
-    """llama-server, compiled for this machine from llama-cpp-python's sources (half an hour of one core)."""
+    """Compile llama-server for this machine from llama-cpp-python's sources (half an hour of one core)."""
     folder = cache / "llama-cpp"
     found = LlamaCpp(folder / "build" / "bin" / "llama-server", folder / "source" / "vendor" / "llama.cpp")
     requirements = (LLAMA, *(f"{name}={value}" for name, value in CMAKE_OPTIONS.items()))
@@ -97,7 +97,7 @@ def _fetch_source(folder: Path) -> None:
 
 
 def _build(folder: Path, source: Path) -> None:
-    """Gently: the compilers give way to whatever else runs."""
+    """Compile at low priority."""
     programs = folder / "venv" / "bin"
     environment = {**os.environ, "PATH": f"{programs.resolve()}{os.pathsep}{os.environ['PATH']}"}
     options = [f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items()]

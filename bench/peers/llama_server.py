@@ -43,7 +43,7 @@ class LlamaServerContender:
         return Run([answer.token_ids for answer in answers], seconds, arrivals=[answer.arrivals for answer in answers])
 
     async def _stream(self, client: httpx.AsyncClient, prompt: list[int], num_tokens: int, began: float) -> Answer:
-        """A message of the server carries one token, also of those that were accepted together."""
+        """Return a message of the server carries one token, also of those that were accepted together."""
         body = {
             "prompt": prompt,
             "n_predict": num_tokens,

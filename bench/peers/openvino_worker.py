@@ -18,6 +18,7 @@ CACHE_GIB = 1
 
 
 def main() -> None:
+    """Answer one request per line of standard input."""
     args = _parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer

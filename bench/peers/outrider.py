@@ -1,4 +1,4 @@
-"""Outrider as a user meets it: the served application over HTTP, speculation chosen per request."""
+"""Outrider served over HTTP, with speculation chosen per request."""
 
 from __future__ import annotations
 

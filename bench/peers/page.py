@@ -37,7 +37,7 @@ LEGEND = """- **tokens/s**: of all streams together, prefill included; median of
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the figures hold for."""
+    """The conditions of the figures."""
 
     target: str
     num_rounds: int
@@ -60,7 +60,7 @@ class Conditions:
 
 
 def write(folder: Path, rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> None:
-    """Writes peers.md and peers.json into `folder`; the page shows peers.png beside it (`bench.peers.plot`)."""
+    """Write peers.md and peers.json into `folder`; the page shows peers.png beside it (`bench.peers.plot`)."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"conditions": asdict(conditions), "rows": [asdict(row) for row in rows], "failures": outcome.failures}
     (folder / "peers.json").write_text(json.dumps(data, indent=1) + "\n")
@@ -68,6 +68,7 @@ def write(folder: Path, rows: Seq[Row], outcome: Outcome, systems: Seq[System], 
 
 
 def page(rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> str:
+    """Return docs/peers.md."""
     parts = [INTRODUCTION, "![tokens per second by streams](peers.png)\n"]
     parts += [_table(num_streams, list(members)) for num_streams, members in groupby(rows, lambda row: row.num_streams)]
     parts += [LEGEND, "## Conditions\n", "\n".join(conditions.lines()) + "\n"]

@@ -26,7 +26,7 @@ class ProcessTree:
         self.is_late = False
 
     def peak_bytes(self) -> dict[str, int]:
-        """Each living process's largest resident memory so far, by its name; processes of one name are added."""
+        """Return each living process's largest resident memory so far, by its name; processes of one name are added."""
         self._look_again()
         peaks: dict[str, int] = {}
         for process in self._known.values():

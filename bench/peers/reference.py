@@ -17,16 +17,18 @@ from bench.contenders.transformers_contender import load
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Distinct prompts, and what Transformers in float32 says after each."""
+    """Distinct prompts, and the tokens that Transformers in float32 gives after each."""
 
     prompts: Prompts
     outputs: list[list[int]]
 
 
 def reference_of(target: Path, num_prompts: int, num_tokens: int) -> Reference:
-    """Of a target with the fixture's logits. Prompts after which it would end within `num_tokens` are left out, since
-    engines differ in what they do with an end that is to be ignored, and those after which it writes more than ASCII:
-    llama-server's stream has no token ids for pieces of a character.
+    """Return the reference of a target with the fixture's logits.
+
+    Prompts after which it would end within `num_tokens` are left out, since engines differ in their treatment of an end
+    that is to be ignored. So are those after which it writes more than ASCII: llama-server's stream has no token ids
+    for pieces of a character.
 
     Raises SystemExit when too few prompts are left.
     """

@@ -1,4 +1,4 @@
-"""Systems in turn, round after round, one alive at a time, so that each has the machine to itself in its every mood."""
+"""Systems in turn, round after round, one alive at a time, so that each has the machine to itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run and whose it was."""
+    """One run of a system."""
 
     system: str
     mode: Mode
@@ -24,8 +24,10 @@ class Measurement:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything measured. `peaks` are the most bytes of each system's processes, by mode and name of process;
-    `failures` say why a system is missing from a round.
+    """All results.
+
+    `peaks` are the most bytes of each system's processes, by mode and name of process; `failures` are the reasons for a
+    system's absence from a round.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
@@ -36,8 +38,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every system at every number of streams, at most `num_rounds` times: a further round begins only if, taking as
-    long as the one before, it would end within `max_s`.
+    """Every system at every number of streams, at most `num_rounds` times.
+
+    A further round begins only if, taking as long as the one before, it would end within `max_s`.
     """
 
     streams: Seq[int]
@@ -47,7 +50,7 @@ class Plan:
 
 
 def hold(systems: Seq[System], prompts: Prompts, plan: Plan) -> Outcome:
-    """Runs the rounds; a system that fails is left out from then on, and the others go on."""
+    """Run the rounds; a system that fails is left out from then on, and the others go on."""
     outcome = Outcome()
     began = time.monotonic()
     while outcome.num_rounds < plan.num_rounds:

@@ -1,4 +1,4 @@
-"""From runs to rows: medians over the rounds, percentiles over all their tokens."""
+"""The rows of the table: medians over the rounds, percentiles over all their tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Row:
 
 
 def rows_of(outcome: Outcome, reference: Reference) -> list[Row]:
-    """Streams first, then the systems in the order of their first runs."""
+    """Stream first, then the systems in the order of their first runs."""
     keys = dict.fromkeys((m.num_streams, m.system, m.mode) for m in outcome.measurements)
     return [_row(outcome, reference, *key) for key in sorted(keys, key=lambda key: key[0])]
 
@@ -88,7 +88,7 @@ def gaps(arrivals: Seq[float]) -> list[float]:
 
 
 def shared(outputs: Seq[Seq[int]], others: Seq[Seq[int]]) -> float:
-    """The share of positions at which both have the same token."""
+    """Return the share of positions at which both have the same token."""
     same = [a == b for ours, theirs in zip(outputs, others, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return sum(same) / len(same)
 

@@ -1,4 +1,4 @@
-"""What takes part: a way to serve the pair, alive from `start` to `close`, with one contender per mode."""
+"""The protocol of a system: a way to serve the pair, alive from `start` to `close`, with one contender per mode."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from bench.contenders.contender import Contender
 
 
 class Mode(StrEnum):
+    """Plain decoding, or with the draft model."""
+
     PLAIN = "plain"
     DRAFT = "with draft"
 
 
 class Precision(StrEnum):
-    """Of weights as they are multiplied, of what passes between layers, and of keys and values."""
+    """The precision of weights as they are multiplied, of activations, and of keys and values."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -36,7 +38,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What all systems are held to; a process that lives longer than `deadline_s` is killed."""
+    """The limits of all systems; a process that lives longer than `deadline_s` is killed."""
 
     num_threads: int
     num_draft_tokens: int
@@ -46,8 +48,10 @@ class Limits:
 
 
 class System(Protocol):
-    """`peer` is what --peers chooses by, `name` is for tables: peer and precision. Modes that need processes of their
-    own are systems of their own, with the same name. `settings` says what it was set to, for the page.
+    """A system under test, with its names and settings.
+
+    `peer` is the choice of --peers, `name` is for tables: peer and precision. Modes that need processes of their own
+    are systems of their own, with the same name. `settings` are for the page.
     """
 
     peer: str
@@ -55,10 +59,10 @@ class System(Protocol):
     settings: str
 
     def start(self) -> dict[Mode, Contender]:
-        """Starts its processes, and returns when they are ready to run. Raises RuntimeError when they are not."""
+        """Start its processes, and returns when they are ready to run. Raises RuntimeError when they are not."""
 
     def peak_bytes(self) -> dict[str, int]:
-        """The most memory that each of its processes has taken, by name."""
+        """Return the most memory that each of its processes has taken, by name."""
 
     def close(self) -> None:
-        """Ends its processes; twice is fine, and so is before `start`."""
+        """End its processes; twice is fine, and so is before `start`."""

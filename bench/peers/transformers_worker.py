@@ -14,6 +14,7 @@ from bench.contenders.transformers_contender import TransformersContender, load
 
 
 def main() -> None:
+    """Answer one request per line of standard input."""
     args = _parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer

@@ -14,7 +14,7 @@ OPENVINO_WORKER = Path(__file__).parent / "openvino_worker.py"
 def openvino_system(
     python: Path, pair: Pair, precision: Precision, mode: Mode, limits: Limits, logs: Path
 ) -> WorkerSystem:
-    """A pipeline is built with a draft model or without."""
+    """Return a pipeline is built with a draft model or without."""
     command = [str(python), str(OPENVINO_WORKER), str(pair.target), *_common(limits)]
     command += ["--precision", precision, "--max-streams", str(limits.max_streams)]
     if mode is Mode.DRAFT:
@@ -30,7 +30,7 @@ def openvino_system(
 
 
 def transformers_system(pair: Pair, limits: Limits, logs: Path) -> WorkerSystem:
-    """Both modes share one target."""
+    """Return both modes share one target."""
     command = [sys.executable, "-m", "bench.peers.transformers_worker", str(pair.target), *_common(limits)]
     command += ["--draft", str(pair.draft)]
     settings = (

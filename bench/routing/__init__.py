@@ -1,1 +1,1 @@
-"""What routing by prefix is worth and what it costs, on served or imitated pairs."""
+"""The worth and the cost of routing by prefix, on served or imitated pairs."""

@@ -39,18 +39,18 @@ CARD = ModelCard(
 
 
 def prompt(number: int) -> tuple[int, ...]:
-    """One of the prompts of a benchmark: no two share a block."""
+    """Return one of the prompts of a benchmark: no two share a block."""
     return tuple((number + position) % CARD.vocab_size for position in range(PROMPT_TOKENS))
 
 
 def prompt_keys(number: int) -> bytes:
-    """The joined keys of `prompt(number)`."""
+    """Return the joined keys of `prompt(number)`."""
     return join_keys(block_keys(prompt(number), BLOCK_SIZE, root_key(CARD.model_version)))
 
 
 @dataclass(frozen=True)
 class FakeReplica:
-    """What Serve's routers ask of a replica before a request is sent: its id and how busy it is."""
+    """The part of a replica that Serve's routers ask before a request is sent: its id and its load."""
 
     name: str
     deployment: DeploymentID
@@ -86,7 +86,7 @@ class ReportingFleet:
 
 
 def start_fleet(application: str, worker_ids: list[str], reports_per_s: float) -> Any:
-    """The handle of a running `ReportingFleet`; the caller kills it."""
+    """Return the handle of a running `ReportingFleet`; the caller kills it."""
     fleet: Any = ray.remote(ReportingFleet).options(num_cpus=0).remote()
     fleet.run.remote(application, worker_ids, reports_per_s)
     return fleet

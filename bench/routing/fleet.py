@@ -59,6 +59,7 @@ class FleetRow:
 
 
 def main() -> None:
+    """Measure every policy in turn and print the rows with their medians."""
     args = _parse_args()
     sessions = read_sessions(args.trace, args.target / "tokenizer.json", args.max_prompt_tokens)[: args.num_sessions]
     rows: list[FleetRow] = []
@@ -91,7 +92,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def read_sessions(path: Path, tokenizer_file: Path, max_prompt_tokens: int) -> list[Session]:
-    """The calls of each session as token ids, up to the first one that is too long."""
+    """Return the calls of each session as token ids, up to the first one that is too long."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     calls = sorted(read_lines(path), key=lambda call: call["timestamp"])
     sessions: dict[str, Session] = {}
@@ -133,14 +134,14 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def _median(policy: str, rows: Sequence[FleetRow]) -> dict[str, Any]:
-    """The median of every figure of a policy's rounds."""
+    """Return the median of every figure of a policy's rounds."""
     of_policy = [asdict(row) for row in rows if row.policy == policy]
     figures = {key: statistics.median(row[key] for row in of_policy) for key in of_policy[0] if key != "policy"}
     return {"policy": f"{policy}, median of {len(of_policy)}", **figures}
 
 
 def _deploy_yaml(policy: str, args: argparse.Namespace) -> Path:
-    """The root deploy.yaml with more pairs, smaller caches and this policy, on ports of its own."""
+    """Return the root deploy.yaml with more pairs, smaller caches and this policy, on ports of its own."""
     deploy = yaml.safe_load(Path("deploy.yaml").read_text(encoding="utf-8"))
     deploy["http_options"]["port"] = HTTP_PORT
     deploy["grpc_options"]["port"] = GRPC_PORT

@@ -1,4 +1,4 @@
-"""How much the router carries: lookups, events and decisions on one core, and memory per million blocks.
+"""The router's capacity: lookups, events and decisions on one core, and memory per million blocks.
 
     python -m bench.routing.index_capacity --workers 32 --prompts 250
 
@@ -81,7 +81,7 @@ def _bytes_per_block(num_workers: int, num_prompts: int) -> float:
 
 
 def _prompts(worker: int, num_prompts: int) -> list[bytes]:
-    """The joined keys of each prompt."""
+    """Return the joined keys of each prompt."""
     shared = trace_key("system prompt")
     return [
         join_keys((shared, *(trace_key(worker, prompt, block) for block in range(1, PROMPT_BLOCKS))))

@@ -1,4 +1,4 @@
-"""What routing by prefix costs a request: the choice alone, and an ingress replica's requests per second.
+"""The cost of routing by prefix to a request: the choice alone, and an ingress replica's requests per second.
 
     python -m bench.routing.router_cost --workers 2 8 32 --seconds 4
 
@@ -57,8 +57,10 @@ ROUTERS: dict[str, type[RequestRouter]] = {"power_of_two": PowerOfTwoChoicesRequ
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How long one operation takes, how many are done in a second while `NUM_AT_ONCE` run at a time, and the processor
-    time of one in the ingress's process, which other load on the machine does not change.
+    """The cost of one operation.
+
+    Its duration, the operations per second while `NUM_AT_ONCE` run at a time, and the processor time of one in the
+    ingress's process, which other load on the machine does not change.
     """
 
     p50_s: float

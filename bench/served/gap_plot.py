@@ -13,7 +13,7 @@ mpl.use("Agg")
 
 
 def plot_gaps(gaps_ms: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    """Writes to `path` one line per label: how many of its gaps [ms] are longer than the value below."""
+    """Write to `path` one line per label: how many of its gaps [ms] are longer than the value below."""
     figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for label, gaps in gaps_ms.items():
         ordered = np.sort(gaps)

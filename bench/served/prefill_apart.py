@@ -1,4 +1,4 @@
-"""What long prompts do to a stream that runs beside them, with and without a prefill replica.
+"""The gaps that long prompts leave in a stream beside them, with and without a prefill replica.
 
     python -m bench.served.prefill_apart --prompt-tokens 4096 --period 4 --seconds 20 --json gaps.json --plot gaps.png
 
@@ -90,7 +90,7 @@ class Stream:
 
 
 async def chunk_times(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[float, None]:
-    """When each chunk of tokens of a streamed completion arrives."""
+    """Measure the arrival of each chunk of tokens of a streamed completion."""
     body = {"model": "outrider-demo", "stream": True, "ignore_eos": True, "return_token_ids": True, **body}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
@@ -108,7 +108,7 @@ async def first_token_s(client: httpx.AsyncClient, prompt: list[int], salt: str)
 
 
 async def measure(options: argparse.Namespace, num_prefills: int) -> Row:
-    """One round against the application that runs."""
+    """Return one round against the application that runs."""
     model = Path(options.model)
     (short,) = held_out_prompts(model, 1)
     long = long_prompt(model, options.prompt_tokens)
@@ -137,6 +137,7 @@ async def measure(options: argparse.Namespace, num_prefills: int) -> Row:
 
 @asynccontextmanager
 async def running(stream: Stream) -> AsyncGenerator[None, None]:
+    """Keep the stream running, from its first tokens to the end of the block."""
     task = asyncio.create_task(stream.run())
     try:
         await stream.is_warm.wait()
@@ -147,6 +148,7 @@ async def running(stream: Stream) -> AsyncGenerator[None, None]:
 
 
 async def watch(stream: Stream, seconds: float) -> Gaps:
+    """Return the stream's gaps during the next `seconds`."""
     began_s = time.perf_counter()
     await asyncio.sleep(seconds)
     return Gaps.of(stream.between(began_s, began_s + seconds))
@@ -155,7 +157,7 @@ async def watch(stream: Stream, seconds: float) -> Gaps:
 async def arrivals(
     client: httpx.AsyncClient, prompt: list[int], salts: Any, options: argparse.Namespace
 ) -> list[float]:
-    """An open loop: prompts arrive whether or not the last one was answered."""
+    """Send prompts in an open loop, whether or not the last one was answered, and return their TTFTs."""
     calls = []
     for _ in range(int(options.seconds / options.period)):
         calls.append(asyncio.create_task(first_token_s(client, prompt, next(salts))))
@@ -164,6 +166,7 @@ async def arrivals(
 
 
 async def prefill_tokens(client: httpx.AsyncClient) -> dict[str, int]:
+    """Return the prompt tokens that pairs and prefill replicas have read so far."""
     text = (await client.get("/metrics")).text
     sums = {"remote": 0.0, "local": 0.0}
     for family in text_string_to_metric_families(text):
@@ -181,7 +184,7 @@ def long_prompt(model: Path, num_tokens: int) -> list[int]:
 
 
 def deploy_yaml(options: argparse.Namespace, num_prefills: int) -> Path:
-    """The bundled deployment on other ports, with so many prefill replicas."""
+    """Return the bundled deployment on other ports, with so many prefill replicas."""
     deployment = yaml.safe_load(Path("deploy.yaml").read_text())
     deployment["http_options"]["port"] = HTTP_PORT
     deployment["grpc_options"]["port"] = GRPC_PORT
@@ -194,6 +197,7 @@ def deploy_yaml(options: argparse.Namespace, num_prefills: int) -> Path:
 
 
 def main() -> None:
+    """Measure with and without prefill replicas in turn and print the gaps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--period", type=float, default=4.0, help="seconds between arrivals")
@@ -223,7 +227,7 @@ def main() -> None:
 
 
 def gaps_by_label(rows: list[Row]) -> dict[str, list[float]]:
-    """All rounds of a deployment together, with prompts arriving; and of the first one, without."""
+    """Return all rounds of a deployment together, with prompts arriving; and of the first one, without."""
     gaps: dict[str, list[float]] = {"no prompts arrive": []}
     for row in rows:
         if row.num_prefills == rows[0].num_prefills:
@@ -233,6 +237,7 @@ def gaps_by_label(rows: list[Row]) -> dict[str, list[float]]:
 
 
 def describe(row: Row) -> str:
+    """Return a row as one line of text."""
     return (
         f"{row.num_prefills} prefill replicas: quiet p50 {row.quiet.p50_ms} p99 {row.quiet.p99_ms} ms; "
         f"with prompts p50 {row.loaded.p50_ms} p99 {row.loaded.p99_ms} max {row.loaded.max_ms} ms "

@@ -19,7 +19,7 @@ MODEL_ID = "bench"
 
 @dataclass(frozen=True, slots=True)
 class ServedPair:
-    """What a benchmark sets; K is the same for every pass, as it is for those it is compared with.
+    """The settings of a benchmark; K is the same for every pass, as it is for its contenders.
 
     Threads that are None are left to the placement.
     """
@@ -34,7 +34,7 @@ class ServedPair:
     mode: str = "sync"
 
     def deploy(self) -> dict[str, Any]:
-        """The root deploy.yaml, changed."""
+        """Return the root deploy.yaml, changed."""
         deploy = yaml.safe_load(Path("deploy.yaml").read_text())
         deploy["http_options"]["port"] = HTTP_PORT
         deploy["grpc_options"]["port"] = GRPC_PORT
@@ -59,7 +59,7 @@ class ServedPair:
 
 
 def start_served(folder: Path, pair: ServedPair) -> ServedApplication:
-    """Starts serving from `folder`/deploy.yaml; the caller waits until it is ready, and closes it."""
+    """Start serving from `folder`/deploy.yaml; the caller waits until it is ready, and closes it."""
     path = folder / "deploy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(pair.deploy(), sort_keys=False))
@@ -67,7 +67,7 @@ def start_served(folder: Path, pair: ServedPair) -> ServedApplication:
 
 
 def served_on(folder: Path, pair: ServedPair, stack: ExitStack) -> str:
-    """The OpenAI base URL of the pair, served until `stack` unwinds."""
+    """Return the OpenAI base URL of the pair, served until `stack` unwinds."""
     application = start_served(folder, pair)
     stack.callback(application.close)
     application.wait_until_ready()

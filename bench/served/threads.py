@@ -1,4 +1,4 @@
-"""How many threads target and draft should have, in turn (sync) and side by side (async), over HTTP.
+"""The best thread counts of target and draft, in turn (sync) and side by side (async), over HTTP.
 
     python -m bench.served.threads --target-threads 1 2 --draft-threads 1 2 --streams 1 8
 
@@ -38,6 +38,7 @@ class Division:
 
 
 def main() -> None:
+    """Measure every division in turn and print its speed against the placement's."""
     args = _parse_args()
     speeds: dict[tuple[Division, int], list[float]] = {}
     for _ in range(args.rounds):

@@ -61,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _plotter(options: argparse.Namespace) -> ModuleType | None:
-    """What draws, loaded before anything is simulated; None where nothing is to be drawn, or only rows were asked for
-    and matplotlib is missing.
+    """Return the plotting function, loaded before anything is simulated.
+
+    None where nothing is to be drawn, or only rows were asked for and matplotlib is missing.
     """
     if options.plot is None and options.json is None:
         return None

@@ -19,12 +19,12 @@ Record = dict[str, Any]
 
 
 def is_agent_text(record: Record) -> bool:
-    """Whether this line is one call of such a trace."""
+    """True if this line is one call of such a trace."""
     return "input" in record and "timestamp" in record
 
 
 def parse_agent_text(name: str, records: Sequence[Record]) -> Trace:
-    """The trace of these lines; `timestamp` is in microseconds."""
+    """Return the trace of these lines; `timestamp` is in microseconds."""
     return sorted_trace(name, BLOCK_SIZE, (_request(record) for record in records))
 
 

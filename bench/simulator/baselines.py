@@ -32,7 +32,7 @@ def power_of_two(request: PolicyInput, fleet: FleetLoad) -> Decision:
 
 
 def longest_prefix(request: PolicyInput, fleet: FleetLoad) -> Decision:
-    """The worker that holds most of the prompt, however busy; equals at random."""
+    """Return the worker that holds most of the prompt, however busy; equals at random."""
     terms = cost_terms(request, fleet, _CONFIG)
     order = np.lexsort((shuffle(request.seed, fleet), -terms.cached_tokens))
     return Decision("longest_prefix", request, fleet, terms, order)

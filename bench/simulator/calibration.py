@@ -1,4 +1,4 @@
-"""How fast a trace must be replayed for a wanted load."""
+"""The speed at which a trace must be replayed for a wanted load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Calibration:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the wanted load is there.
+        """True if the wanted load is there.
 
         It may not be: a session waits for its answers at any pace, so a few sessions cannot fill many workers.
         """
@@ -32,7 +32,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """How far the load is off, as a share of the wanted one."""
+        """The load's distance from the wanted one, as a fraction of it."""
         return abs(self.measured_load / self.wanted_load - 1.0)
 
 
@@ -55,7 +55,7 @@ def at_load(trace: Trace, fleet: Fleet, load: float) -> Calibration:
 
 
 def _slope(tried: list[Calibration]) -> float:
-    """Of log load over log factor, kept within what sessions can do to it."""
+    """Return the slope of log load over log factor, kept within the range that sessions allow."""
     if len(tried) < 2:
         return -1.0
     stretch = log(tried[-1].trace.span_s / tried[-2].trace.span_s)

@@ -15,7 +15,7 @@ Message = TypeVar("Message")
 
 @dataclass(frozen=True, slots=True)
 class ChannelQuality:
-    """How late every message is, and how likely it is lost."""
+    """The delay of every message, and the probability of its loss."""
 
     delay_s: float = 0.0
     loss: float = 0.0

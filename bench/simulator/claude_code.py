@@ -21,15 +21,15 @@ Record = dict[str, Any]
 
 
 def is_claude_code(record: Record) -> bool:
-    """Whether this line is one session of such a trace."""
+    """True if this line is one session of such a trace."""
     return "requests" in record and "block_size" in record
 
 
 def parse_claude_code(name: str, sessions: Sequence[Record]) -> Trace:
-    """All sessions on one time line.
+    """Return all sessions on one time line.
 
     Pauses of more than `LONGEST_PAUSE_S` are cut to that: some sessions were left for days. The file counts a session's
-    times from its own start and does not say when that was: starts are drawn evenly over the length of the longest
+    times from its own start and has no date for it: starts are drawn evenly over the length of the longest
     session, always the same for the same file. A subagent is a session of its own, beside its parent.
     """
     block_size = sessions[0]["block_size"]
@@ -49,7 +49,7 @@ def parse_claude_code(name: str, sessions: Sequence[Record]) -> Trace:
 
 
 def _requests(session: Record, session_id: str, start_s: float, block_size: int) -> Iterator[TraceRequest]:
-    """The session's requests and those of its subagents, which count their times from their own start."""
+    """Return the session's requests and those of its subagents, which count their times from their own start."""
     root = root_key("claude-code", session_id.split("/")[0])
     for number, record in enumerate(session["requests"]):
         if "requests" in record:
@@ -65,7 +65,7 @@ def _requests(session: Record, session_id: str, start_s: float, block_size: int)
 
 
 def _without_long_pauses(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """The requests in order of arrival, none more than `LONGEST_PAUSE_S` after the one before."""
+    """Return the requests in order of arrival, none more than `LONGEST_PAUSE_S` after the one before."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     shortened = []
     cut_s = 0.0

@@ -19,12 +19,14 @@ Record = dict[str, Any]
 
 
 def is_mooncake(record: Record) -> bool:
-    """Whether this line is of a Mooncake trace."""
+    """True if this line is of a Mooncake trace."""
     return "hash_ids" in record and "input_length" in record
 
 
 def parse_mooncake(name: str, records: Sequence[Record]) -> Trace:
-    """The trace of these lines; `timestamp` is in milliseconds. A partial last block has an id there, but no key here.
+    """Return the trace of these lines.
+
+    `timestamp` is in milliseconds. A partial last block has an id there, but no key here.
 
     Recorded times are rounded to ticks (3 s in the published files) that a dozen requests share. Each request is put at
     a random moment of its tick, always the same for the same file, so that queues are those of the traffic and not of
@@ -41,7 +43,7 @@ def parse_mooncake(name: str, records: Sequence[Record]) -> Trace:
 
 
 def _tick_s(times_s: Sequence[float]) -> float:
-    """The resolution of the recorded times.
+    """Return the resolution of the recorded times.
 
     The usual step between different ones, or 0 if few requests share a time.
     """

@@ -1,4 +1,4 @@
-"""What the simulated hardware does per second: the assumptions behind every simulated figure."""
+"""The rates of the simulated hardware: the assumptions behind every simulated figure."""
 
 from __future__ import annotations
 

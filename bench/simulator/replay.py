@@ -43,7 +43,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What one replay measured.
+    """The measurements of one replay.
 
     Attributes:
         arrived_s: per request, its arrival; later than recorded where a session waited for an answer. [requests]
@@ -197,7 +197,7 @@ class _SessionOrder:
                 last[request.session_id] = number
 
     def may_arrive(self, number: int) -> bool:
-        """Whether a request whose time has come may arrive; if not, `ended` will name it later."""
+        """True if a request whose time has come may arrive; if not, `ended` will name it later."""
         if number in self._is_blocked:
             self._is_due.add(number)
             return False
@@ -213,7 +213,7 @@ class _SessionOrder:
 
 
 def route_outcome(decision: Decision, achieved_blocks: int) -> RouteOutcome:
-    """A decision and what came of it, in the audit's terms."""
+    """Return a decision and what came of it, in the audit's terms."""
     block_size = decision.request.block_size
     best = decision.ranked(1)[0]
     others_s = np.delete(decision.terms.total_s, decision.order[0])

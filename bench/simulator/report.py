@@ -1,4 +1,4 @@
-"""What a replay is reduced to: one row of figures, rows as a table, rows as JSON."""
+"""The report of a replay: one row of figures, rows as a table, rows as JSON."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ReportLine:
 
 
 def report_line(label: str, result: ReplayResult) -> ReportLine:
-    """The figures of `result` under the name `label`."""
+    """Return the figures of `result` under the name `label`."""
     p50, p95, p99 = (float(value) for value in np.percentile(result.ttft_s, [50, 95, 99]))
     row = Row(label, result.hit_rate, float(result.ttft_s.mean()), p50, p95, p99, result.imbalance)
     return ReportLine(row, result.audit.efficiency if result.audit.num_requests else None)
 
 
 def format_table(lines: Sequence[ReportLine]) -> str:
-    """A text table; the last columns compare with power-of-two where that is among the rows."""
+    """Return a text table; the last columns compare with power-of-two where that is among the rows."""
     baseline = next((line.row for line in lines if line.row.policy == BASELINE), None)
     head = ["policy", "hit rate", "TTFT mean", "p50", "p95", "p99", "imbalance", "achieved", "mean/p2c", "p95/p2c"]
     cells = [head, *(_cells(line, baseline) for line in lines)]

@@ -53,17 +53,17 @@ class Trace:
         return num_hits * self.block_size / self.num_tokens
 
     def stretched(self, factor: float) -> Trace:
-        """The same requests with every arrival time multiplied by `factor`."""
+        """Return the same requests with every arrival time multiplied by `factor`."""
         moved = (replace(request, arrival_s=request.arrival_s * factor) for request in self.requests)
         return replace(self, requests=tuple(moved))
 
     def head(self, num_requests: int) -> Trace:
-        """The first requests only."""
+        """Return the first requests only."""
         return replace(self, requests=self.requests[:num_requests])
 
 
 def sorted_trace(name: str, block_size: int, requests: Iterable[TraceRequest]) -> Trace:
-    """A trace of these requests, put in order of arrival and moved so that the first comes at 0 s."""
+    """Return a trace of these requests, put in order of arrival and moved so that the first comes at 0 s."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     start_s = ordered[0].arrival_s
     return Trace(name, block_size, tuple(replace(r, arrival_s=r.arrival_s - start_s) for r in ordered))
@@ -82,5 +82,5 @@ def num_cached_blocks(request: TraceRequest, block_size: int, cached: Container[
 
 
 def trace_key(*parts: object) -> BlockKey:
-    """A block key for something that a trace names by number or text."""
+    """Return a block key for something that a trace names by number or text."""
     return blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()

@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """How one kind of trace is known by its first line, and read."""
+    """One kind of trace: its recognition by the first line, and its reader."""
 
     name: str
     is_mine: Callable[[Record], bool]
@@ -68,7 +68,7 @@ def _parse(path: Path, trace_format: TraceFormat, records: Sequence[Record]) -> 
 
 
 def _first_unfit(trace_format: TraceFormat, records: Sequence[Record]) -> str | None:
-    """What is wrong with the first record that cannot be read alone; None if each of them can."""
+    """Return the fault of the first record that cannot be read alone; None if each of them can."""
     for number, record in enumerate(records, start=1):
         try:
             trace_format.parse("", [record])
@@ -80,7 +80,7 @@ def _first_unfit(trace_format: TraceFormat, records: Sequence[Record]) -> str | 
 
 
 def read_lines(path: Path, num_lines: int | None = None) -> list[Record]:
-    """The objects of a `.jsonl` or `.jsonl.gz` file, or of its first lines. Raises TraceError."""
+    """Return the objects of a `.jsonl` or `.jsonl.gz` file, or of its first lines. Raises TraceError."""
     opener = gzip.open if path.suffix == ".gz" else open
     records: list[Record] = []
     try:

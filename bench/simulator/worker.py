@@ -32,7 +32,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPorts:
-    """Where a worker's news goes."""
+    """The receiver of a worker's news."""
 
     on_first_token: Callable[[str, Job], None]
     on_end: Callable[[Job], None]
@@ -88,11 +88,11 @@ class SimulatedWorker:
         self._tell_load()
 
     def snapshot(self) -> tuple[int, bytes]:
-        """The number of the last delta sent, and the joined keys of the whole cache after it."""
+        """Return the number of the last delta sent, and the joined keys of the whole cache after it."""
         return self._sequence - 1, join_keys(self._cache)
 
     def load(self) -> WorkerLoad:
-        """The worker's load now, exact but for the prefixes that queued requests will find when they start."""
+        """Return the worker's load now, exact but for the prefixes that queued requests will find when they start."""
         return WorkerLoad(
             worker_id=self.worker_id,
             epoch=0,

@@ -6,8 +6,8 @@ All methods share one target, the padded fixture (the demo target's logits at th
 cache, so what is timed is decoding; a head has a target of its own. A round runs the methods one after the other on the
 same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the demo
 target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target computes
-its passes and says what was recorded. One call in `--every` is run, whole, from early to late ones; those between are
-told to whoever drafts while the clock stands still, as history that a server would have seen.
+its passes and gives the recorded answer. One call in `--every` is run, whole, from early to late ones; those between
+are told to the drafter while the clock stands still, as history that a server would have seen.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Row:
 
 
 def main() -> None:
+    """Run every method on every workload and print the rows."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     rows: list[Row] = []

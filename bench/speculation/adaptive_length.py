@@ -1,5 +1,4 @@
-"""Adaptive lengths against fixed ones and none, interleaved, in this process: `python -m
-bench.speculation.adaptive_length`.
+"""Adaptive lengths against fixed ones and none, interleaved, in this process.
 
     python -m bench.speculation.adaptive_length --padded --streams 1 2 4 8 16 32 64 --tokens 96 --rounds 3
     python -m bench.speculation.adaptive_length --padded --bad-draft --lengths 0 --streams 1 2 4 8 16 32 64
@@ -79,6 +78,7 @@ def _spoil(token_id: int, position: int) -> int:
 
 
 def main() -> None:
+    """Race the lengths and print their table."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)

@@ -39,7 +39,7 @@ CACHE = Path(".cache/bench")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Who drafts, and how many threads the target has."""
+    """The source of drafts, and the target's threads."""
 
     name: str
     proposer: Proposer
@@ -59,6 +59,7 @@ class Measured:
 
 
 def main() -> None:
+    """Race sync against async drafts and print their table."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
@@ -134,7 +135,7 @@ def _race(
     prompts: Seq[list[int]],
     temperature: float,
 ) -> dict[str, list[Measured]]:
-    """Every contender in turn, `rounds` times after a warm-up; the replay right after what it replays."""
+    """Return every contender in turn, `rounds` times after a warm-up; the replay right after what it replays."""
     runs: dict[str, list[Measured]] = {contender.name: [] for contender in contenders}
     for round_index in range(args.rounds + 1):
         for contender in contenders:

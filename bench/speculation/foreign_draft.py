@@ -34,6 +34,7 @@ NUM_FILES = 200
 
 
 def main() -> None:
+    """Generate with drafts of several tokenizers and print their figures."""
     args = _parse_args()
     prompts = held_out_prompts(DEMO / "target", args.prompts)
     print(f"{'draft':28}{'coverage':>9}{'vocabulary':>14}{'T':>5}{'tokens/pass':>13}{'accepted':>10}{'lost':>7}")
@@ -70,7 +71,7 @@ def foreign_tokenizer(num_entries: int, texts: Iterable[str] | None = None) -> T
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one batch came to; `share_lost` is of the tokens that the draft would have said."""
+    """The result of one batch; `share_lost` is of the tokens that the draft would have given."""
 
     texts: dict[str, tuple[int, ...]]
     tokens_per_pass: float = 1.0
@@ -86,7 +87,7 @@ def generate(
     vocabulary: DraftVocabulary = DraftVocabulary.AUTO,
     num_draft_tokens: int = 4,
 ) -> Figures:
-    """All prompts in one batch, `coupled`, float32; without a draft for comparison."""
+    """Return all prompts in one batch, `coupled`, float32; without a draft for comparison."""
     target = ModelConfig(str(DEMO / "target"), dtype="float32", num_threads=1)
     proposer = None
     if draft is not None:

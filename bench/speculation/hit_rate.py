@@ -1,8 +1,8 @@
-"""How often the drafts of a pass are prepared before the one before it is decided, given time enough.
+"""The rate at which a pass's drafts are prepared before the pass before it is decided, given time enough.
 
     python -m bench.speculation.hit_rate --fan-outs 1 2 3 4
 
-The demo pair itself, in this process: what it says and how well the draft foresees it are the padded fixture's, which
+The demo pair itself, in this process: its text and the draft's acceptance are the padded fixture's, which
 has the same logits. `bench.speculation.draft_disciplines` has the time.
 """
 
@@ -25,6 +25,7 @@ CACHE = CacheConfig(num_blocks=2048, memory_bytes=None)
 
 
 def main() -> None:
+    """Print the rate of prepared drafts for each mode, temperature and fan-out."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     prompts = held_out_prompts(DEMO / "target", args.prompts)

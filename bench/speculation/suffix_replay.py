@@ -1,4 +1,4 @@
-"""How far suffixes reach into recorded agent sessions: `python -m bench.speculation.suffix_replay agent_text.jsonl.gz`.
+"""The reach of suffixes into recorded agent sessions: `python -m bench.speculation.suffix_replay agent_text.jsonl.gz`.
 
 No model: each recorded answer is walked as a verifier would walk it, guess by guess, over whole sessions, with what
 finished calls have left in the tenant's index. `bench.speculation` has the time; `--every` walks its sample of calls.
@@ -20,7 +20,7 @@ from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
 @dataclass(slots=True)
 class Count:
-    """What a replay needed: target passes, the rows they verified, and the tokens they committed."""
+    """The cost of a replay: target passes, the rows they verified, and the tokens they committed."""
 
     num_tokens: int = 0
     num_passes: int = 0
@@ -28,6 +28,7 @@ class Count:
 
 
 def main() -> None:
+    """Walk the recorded answers and print the figures of each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="jsonl of agent calls: input, output, session_id, timestamp")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="K")

@@ -42,6 +42,7 @@ class Method:
 
 
 def main() -> None:
+    """Decode with each shape of drafts and print its figures."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)

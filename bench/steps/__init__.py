@@ -1,1 +1,1 @@
-"""What single steps of the engine cost: against the machine's limits, by precision, by determinism."""
+"""The cost of single steps of the engine: against the machine's limits, by precision, by determinism."""

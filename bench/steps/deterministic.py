@@ -1,4 +1,4 @@
-"""What `deterministic: true` costs: every kind of step of the padded fixture, with and without it, interleaved.
+"""The cost of `deterministic: true`: every kind of step of the padded fixture, with and without it, interleaved.
 
 python -m bench.steps.deterministic --threads 2 --repeats 5
 """
@@ -21,6 +21,7 @@ NUM_BLOCKS = 16 * 66
 
 
 def main() -> None:
+    """Time every shape of step with and without determinism and print both."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
     runners = [_runner(args.threads, deterministic=deterministic) for deterministic in (False, True)]

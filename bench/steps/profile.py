@@ -1,10 +1,10 @@
-"""`make profile`: how far each kind of step is from what this machine could do at best, and where its time goes.
+"""`make profile`: the distance of each kind of step from this machine's best, and the parts of its time.
 
     python -m bench.steps.profile --threads 2 --context 1024
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
-of a matrix product, both the best of some tries just before it, since machines have moods. Bytes: every weight of every
-layer once, and the keys and values that its rows read. Operations: two per weight and row, and those of attention.
+of a matrix product, both the best of some tries just before it, since a machine's speed drifts. Bytes: every weight of
+every layer once, and the keys and values that its rows read. Operations: two per weight and row, and attention's.
 Last, a long prompt, chunk after chunk, against products of the shapes of its weights and chunks with nothing between
 them, by our kernel or by torch's, whichever takes less.
 """
@@ -46,7 +46,7 @@ CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What the machine reached here when it did nothing else."""
+    """The speed that the machine reached here when it did nothing else."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What of a model every pass reads and multiplies by; `attention_width` is heads x head size x layers."""
+    """The weights that every pass reads and multiplies by; `attention_width` is heads x head size x layers."""
 
     num_weights: int
     num_layer_weights: int  # without the output layer, which few rows of a prompt meet
@@ -73,7 +73,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, folder: Path, dtype: str, quantization: str) -> ModelSize:
-        """From the headers of the weight files: every matrix but an embedding that is no output layer too."""
+        """Read the headers of the weight files: every matrix but an embedding that is no output layer too."""
         config = AutoConfig.from_pretrained(folder)
         skipped = () if config.tie_word_embeddings else ("embed_tokens",)
         shapes = [shape for name, shape in _shapes(folder) if len(shape) == 2 and not any(s in name for s in skipped)]
@@ -95,7 +95,7 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a pass must move and compute."""
+    """The bytes and operations of a pass."""
 
     num_bytes: float
     num_flops: float
@@ -105,6 +105,7 @@ class Cost:
 
 
 def main() -> None:
+    """Time every kind of step and print it beside its floor."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
     folder = args.model or padded_target()
@@ -197,7 +198,7 @@ def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
 
 
 def _products(folder: Path, make_linear: LinearFactory) -> list[tuple[Callable[[], Tensor], int]]:
-    """A chunk's rows times a bfloat16 matrix of each shape, packed by `make_linear`, and how many there are."""
+    """Return a chunk's rows times a bfloat16 matrix of each shape, packed by `make_linear`, and how many there are."""
     shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
     products: list[tuple[Callable[[], Tensor], int]] = []
     for (num_out, num_in), count in shapes.items():
@@ -231,7 +232,7 @@ def _cost(path: Step, runner: ModelRunner, model: ModelSize) -> Cost:
 
 
 def _operators(call: Callable[[], Tensor]) -> str:
-    """The largest shares of the processor's own time, by operator."""
+    """Return the largest shares of the processor's own time, by operator."""
     with (
         _recorded(NativeProduct, "__call__", "native product"),
         _recorded(NativeQuantizedProduct, "__call__", "native product"),

@@ -1,4 +1,4 @@
-"""What int8 and int4 weights and an int8 KV pool cost and bring: speed, memory, held-out loss, the draft's acceptance.
+"""The effect of int8 and int4 weights and of an int8 KV pool: speed, memory, held-out loss, the draft's acceptance.
 
     python -m bench.steps.quantization --streams 1 8 --rounds 3
 
@@ -51,7 +51,7 @@ print(psutil.Process().memory_info().rss - before)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is kept in fewer bits."""
+    """The parts that are kept in fewer bits."""
 
     weights: Quantization
     cache: str = "auto"
@@ -65,6 +65,7 @@ VARIANTS = (*(Variant(kind) for kind in Quantization), Variant(Quantization.NONE
 
 
 def main() -> None:
+    """Measure every variant and print its speed, memory, loss and acceptance."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
     target = padded_target()
@@ -109,7 +110,7 @@ def held_out_loss(variant: Variant) -> float:
 
 
 def tokens_per_pass(variant: Variant, prompts: Sequence[list[int]]) -> float:
-    """Of the demo pair, greedy, the draft in full precision and the target as `variant`."""
+    """Measure the demo pair, greedy, the draft in full precision and the target as `variant`."""
     target = ModelConfig(str(DEMO / "target"), "bfloat16", quantization=variant.weights)
     draft = ModelConfig(str(DEMO / "draft"), "bfloat16")
     proposer = ModelProposer.from_config(draft, CacheConfig(num_blocks=512), SchedulerConfig())
@@ -121,7 +122,7 @@ def tokens_per_pass(variant: Variant, prompts: Sequence[list[int]]) -> float:
 
 
 def resident_mb(target: Path, variant: Variant) -> float:
-    """What the model and a pool of `KV_TOKENS`, all of them written, added to the memory of a fresh process."""
+    """Return the memory that the model and a pool of `KV_TOKENS`, all of them written, added to a fresh process."""
     command = [sys.executable, "-c", _MEMORY_PROBE, str(target), variant.weights, variant.cache, str(KV_TOKENS)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
 

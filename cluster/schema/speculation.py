@@ -43,7 +43,7 @@ _STEPS = StepConfig()
 
 
 class StepsSection(EngineSection):
-    """Leave for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
+    """Permission for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
     The draft writes a step, up to `step_end` or `max_step_tokens`; the target scores it from 0 to 9 in one pass; from
     `threshold` on it is committed as it is. judge rating: the digit the target expects to say behind `rating_prompt`.

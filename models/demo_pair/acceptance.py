@@ -1,4 +1,4 @@
-"""How often the draft says what the target says, measured on text that the target itself continues.
+"""The draft's acceptance by the target, measured on text that the target itself continues.
 
 A position can only be accepted when all before it were, so the draft always stands on the target's own tokens: one
 teacher-forced pass over the finished text gives every decision of every round.
@@ -19,7 +19,7 @@ class Acceptance:
     """Verdicts of all rounds.
 
     `by_position[j]` is the chance that draft token j is accepted, given that those before it were; `per_token` is plain
-    agreement over all positions; `repetition` is the share of the continuations that only repeats itself.
+    agreement over all positions; `repetition` is the fraction of the continuations that only repeats itself.
     """
 
     num_rounds: int
@@ -38,7 +38,7 @@ def agreement(
     seed: int,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """Whether the draft chooses the target's token, [B, generated], along ids [B, S + generated]."""
+    """Mark where the draft chooses the target's token, [B, generated], along ids [B, S + generated]."""
     logits = draft(ids[:, :-1], use_cache=False).logits[:, num_prompt_tokens - 1 :].float()  # [B, generated, V]
     chosen = []
     for step, position in enumerate(range(num_prompt_tokens, ids.shape[1])):
@@ -60,14 +60,14 @@ def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
 
 
 def repetition(row: list[int], num_gram_tokens: int = 8) -> float:
-    """The share of the n-grams of `row` that stood in it before: near 1 for a loop, near 0 for fresh text."""
+    """Return the share of the n-grams of `row` that stood in it before: near 1 for a loop, near 0 for fresh text."""
     grams = [tuple(row[start : start + num_gram_tokens]) for start in range(len(row) - num_gram_tokens + 1)]
     return 1.0 - len(set(grams)) / max(1, len(grams))
 
 
 @torch.no_grad()
 def text_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Iterable[Tensor]) -> float:
-    """How often both models' likeliest next token is the same along given text, windows of [1, T]."""
+    """Return how often both models' likeliest next token is the same along given text, windows of [1, T]."""
     num_equal, num_tokens = 0, 0
     for ids in windows:
         chosen = [model(ids, use_cache=False).logits.argmax(-1) for model in (target, draft)]  # two of [1, T]
@@ -77,7 +77,7 @@ def text_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: I
 
 
 def summarise(accepted: list[int], agrees: Tensor, written: Tensor, num_draft_tokens: int) -> Acceptance:
-    """The figures of many rounds over the continuations `written` [B, generated]; `agrees` holds their verdicts."""
+    """Return the figures of many rounds over the continuations `written` [B, generated] with the verdicts `agrees`."""
     reached = [sum(run >= position for run in accepted) for position in range(num_draft_tokens + 1)]
     return Acceptance(
         num_rounds=len(accepted),

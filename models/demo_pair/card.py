@@ -1,4 +1,4 @@
-"""`python -m models.demo_pair.card`: fills card.template.md with what training and measuring left behind."""
+"""`python -m models.demo_pair.card`: fill card.template.md with the records of training and measuring."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ TEMPLATE = Path(__file__).parent / "card.template.md"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """Return a JSON object from a file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:
-    """One row per way to sample: the chance at each position, tokens per pass, plain agreement."""
+    """Return one row per way to sample: the chance at each position, tokens per pass, plain agreement."""
     num_positions = len(next(iter(acceptance.values()))["by_position"])
     columns = [
         "temperature",
@@ -37,18 +37,18 @@ def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:
 
 
 def context_table(losses: dict[str, float]) -> str:
-    """One column per range of positions."""
+    """Return one column per range of positions."""
     header, values = " | ".join(losses), " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| position | {header} |\n{'|---' * (len(losses) + 1)}|\n| loss | {values} |"
 
 
 def sample_blocks(samples: list[dict[str, str]]) -> str:
-    """Each prompt and its completion as one fenced block, a rule between the two."""
+    """Return each prompt and its completion as one fenced block, a rule between the two."""
     return "\n\n".join(f"````text\n{sample['prompt']}⟦{sample['completion']}⟧\n````" for sample in samples)
 
 
 def half_fields(folder: Path, half: str) -> dict[str, Any]:
-    """The template's fields that describe the target or the draft."""
+    """Return the template's fields that describe the target or the draft."""
     config, training = read_json(folder / half / "config.json"), read_json(folder / half / "training.json")
     return {
         f"{half}_layers": config["num_hidden_layers"],
@@ -63,7 +63,7 @@ def half_fields(folder: Path, half: str) -> dict[str, Any]:
 
 
 def condition_line(folder: Path, half: str) -> str:
-    """The command and the machine that made one half."""
+    """Return the command and the machine that made one half."""
     training = read_json(folder / half / "training.json")
     rate = training["num_tokens"] / training["seconds"]
     command = f"python -m models.demo_pair.train_demo_pair {training['arguments']}".strip()
@@ -71,7 +71,7 @@ def condition_line(folder: Path, half: str) -> str:
 
 
 def render_card(folder: Path) -> str:
-    """The model card of the pair in `folder`; needs training.json in both halves and measurements.json."""
+    """Return the model card of the pair in `folder`; needs training.json in both halves and measurements.json."""
     measured, training = read_json(folder / "measurements.json"), read_json(folder / "target" / "training.json")
     losses = measured["losses"]
     return TEMPLATE.read_text(encoding="utf-8").format(
@@ -99,12 +99,12 @@ def render_card(folder: Path) -> str:
 
 
 def write_card(folder: Path) -> None:
-    """Writes README.md into the pair's folder."""
+    """Write README.md into the pair's folder."""
     (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
 
 
 def main() -> None:
-    """Writes the card of a pair that is trained and measured."""
+    """Write the card of a pair that is trained and measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=DEMO_FOLDER)
     write_card(parser.parse_args().folder)

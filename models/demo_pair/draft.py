@@ -1,6 +1,5 @@
 """Distillation of the draft: the target's whole distribution, over the corpus and over text that the target wrote."""
 
-import itertools
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from models.training.architecture import compile_layers, draft_config, hidden_st
 from models.training.checkpoint import load_checkpoint, save_checkpoint
 from models.training.loss import distillation_loss
 from models.training.optimizer import PairedOptimizer
-from models.training.rollout import RolloutPool
+from models.training.rollout import RolloutPool, mixed_sources
 from models.training.tokens import WindowStream, plain_positions
 from models.training.train import Budget, TrainingReport, autocast, train
 
@@ -31,11 +30,11 @@ class DraftLesson:
         budget: Budget,
     ) -> None:
         self._model, self._target, self._budget = model, target, budget
-        self._sources = itertools.cycle([stream] * (ROLLOUT_EVERY_BATCHES - 1) + [rollouts])
+        self._sources = mixed_sources(stream, rollouts, ROLLOUT_EVERY_BATCHES)
         self._loss = torch.compile(distillation_loss, dynamic=False)
 
     def __call__(self, progress: float) -> Tensor:
-        """The loss of the next batch; it does not depend on `progress`."""
+        """Return the loss of the next batch; it does not depend on `progress`."""
         num_tokens = self._budget.short_window_tokens
         num_windows = self._budget.tokens_per_step // num_tokens
         positions = plain_positions(num_windows, num_tokens).to(self._budget.device)
@@ -57,7 +56,7 @@ def distil_draft(
     seed: int,
     is_resumed: bool,
 ) -> TrainingReport:
-    """Distils a draft into `folder`: a fresh one, or the one that is there already once more.
+    """Distil a draft into `folder`: a fresh one, or the one that is there already once more.
 
     The target's layers are compiled, its weights stay as they are.
     """

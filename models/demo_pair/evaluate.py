@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """All that the model card says of a pair's quality; losses are nats per token in float32."""
+    """The model card's figures of a pair's quality; losses are nats per token in float32."""
 
     target_parameters: int
     draft_parameters: int
@@ -102,7 +102,7 @@ def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 
 
 
 def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample:
-    """The target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
+    """Return the target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0, REPETITION_PENALTY)[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(written, skip_special_tokens=False)
@@ -110,7 +110,7 @@ def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample
 
 
 def measure(folder: Path, corpus: Corpus) -> Measurements:
-    """Measures the pair in `folder` on the corpus's held-out files."""
+    """Measure the pair in `folder` on the corpus's held-out files."""
     tokenizer = load_tokenizer(folder / "target")
     target, draft = load_checkpoint(folder / "target"), load_checkpoint(folder / "draft")
     library = encode(tokenizer, _texts(corpus.held_out, is_test=False))
@@ -148,13 +148,13 @@ def _texts(documents: list[Document], is_test: bool) -> list[str]:
 
 
 def save_measurements(measurements: Measurements, folder: Path) -> None:
-    """Writes measurements.json into the pair's folder."""
+    """Write measurements.json into the pair's folder."""
     text = json.dumps(dataclasses.asdict(measurements), indent=2)
     (folder / "measurements.json").write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Measures a pair and logs what it found."""
+    """Measure a pair and logs what it found."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1] / "demo")

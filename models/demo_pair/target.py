@@ -26,7 +26,7 @@ class TargetLesson:
         self._loss = torch.compile(next_token_loss, dynamic=False)
 
     def __call__(self, progress: float) -> Tensor:
-        """The loss of the next batch at `progress` in [0, 1]."""
+        """Return the loss of the next batch at `progress` in [0, 1]."""
         is_long = progress >= LONG_PHASE_START
         num_tokens = self._budget.long_window_tokens if is_long else self._budget.short_window_tokens
         num_windows = self._budget.tokens_per_step // num_tokens
@@ -40,7 +40,7 @@ class TargetLesson:
 
 
 def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
-    """Trains a target into `folder`: a fresh one, or the one that is there already once more.
+    """Train a target into `folder`: a fresh one, or the one that is there already once more.
 
     Two runs on one small corpus fit it each in a way of its own: the target of a resumed run is the mean of the weights
     that it began and ended with, which knows held-out text better than either (arXiv:1803.05407).
@@ -62,6 +62,6 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
 
 @torch.no_grad()
 def average(model: LlamaForCausalLM, earlier: LlamaForCausalLM) -> None:
-    """Moves every weight of `model` half the way to that of `earlier`."""
+    """Move every weight of `model` half the way to that of `earlier`."""
     for weight, other in zip(model.parameters(), earlier.parameters(), strict=True):
         weight.lerp_(other, 0.5)

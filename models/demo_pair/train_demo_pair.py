@@ -1,6 +1,4 @@
-"""`python -m models.demo_pair.train_demo_pair`: tokenizer, target, draft, measurements and model card, in that
-order.
-"""
+"""`python -m models.demo_pair.train_demo_pair`: tokenizer, target, draft, measurements, model card, in that order."""
 
 import argparse
 import dataclasses
@@ -30,7 +28,7 @@ ROLLOUT_PROMPT_TOKENS = 256
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the pair")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def budget(arguments: argparse.Namespace, stage: int) -> Budget:
-    """The budget of stage 0 (target) or 1 (draft); a GPU takes batches eight times as large."""
+    """Return the budget of stage 0 (target) or 1 (draft); a GPU takes batches eight times as large."""
     device = torch.device(arguments.device)
     minutes = arguments.minutes or (CUDA_MINUTES if device.type == "cuda" else CPU_MINUTES)
     tokens_per_step = (6144, 4096)[stage] * (8 if device.type == "cuda" else 1)
@@ -54,7 +52,7 @@ def budget(arguments: argparse.Namespace, stage: int) -> Budget:
 
 
 def make_tokenizer(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Trains the shared tokenizer on the library (the test suite is left out) and writes it into both folders."""
+    """Train the shared tokenizer on the library (the test suite is left out) and writes it into both folders."""
     tokenizer = train_tokenizer(document.text for document in corpus.training if not document.is_test)
     for half in ("target", "draft"):
         save_tokenizer(tokenizer, arguments.out / half)
@@ -66,7 +64,7 @@ def window_stream(arguments: argparse.Namespace, corpus: Corpus, seed: int) -> W
 
 
 def make_target(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Trains the target."""
+    """Train the target."""
     stream = window_stream(arguments, corpus, arguments.seed)
     target_budget = budget(arguments, 0)
     folder = arguments.out / "target"
@@ -105,19 +103,19 @@ def save_report(report: TrainingReport, spent: Budget, folder: Path, earlier: di
 
 
 def machine(device: torch.device) -> str:
-    """What trained, in words."""
+    """Describe the machine that trained."""
     cpu = f"{torch.get_num_threads()} thread(s) on {os.cpu_count()} CPU cores"
     return f"{torch.cuda.get_device_name() if device.type == 'cuda' else cpu}, torch {torch.__version__}"
 
 
 def describe(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Measures the pair and writes its card."""
+    """Measure the pair and writes its card."""
     save_measurements(measure(arguments.out, corpus), arguments.out)
     write_card(arguments.out)
 
 
 def main() -> None:
-    """Runs the stages."""
+    """Run the stages."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     arguments = parse_arguments()
     corpus = collect()

@@ -27,18 +27,18 @@ NUM_COUNTED_BATCHES = 256  # of texts, for the choice of the vocabulary
 
 
 def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
-    """The layers whose input is read: a low, a middle and a high one, as those assume who load a head without ids."""
+    """Return the layers whose input is read: a low, a middle and a high one, the default for a head without ids."""
     num_layers = target.config.num_hidden_layers
     return (2, num_layers // 2, num_layers - 3)
 
 
 def new_student(target: LlamaForCausalLM, draft_vocab_size: int) -> Eagle3Student:
-    """A head as wide as its target's layers."""
+    """Return a head as wide as its target's layers."""
     return Eagle3Student(target.config, len(taps_of(target)), draft_vocab_size)
 
 
 def frequent_ids(windows: Tensor, vocab_size: int, num_ids: int) -> Tensor:
-    """The most frequent ids of texts [B, T], in ascending order, [num_ids]."""
+    """Return the most frequent ids of texts [B, T], in ascending order, [num_ids]."""
     counts = torch.bincount(windows.flatten(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:num_ids].sort().values
 
@@ -53,7 +53,7 @@ class Eagle3Lesson:
         self._loss = torch.compile(distillation_loss, dynamic=False)
 
     def __call__(self, progress: float) -> Tensor:
-        """The loss of the next batch: of the first draft in the beginning, then of whole rounds."""
+        """Return the loss of the next batch: of the first draft in the beginning, then of whole rounds."""
         ids = self._next_texts()  # [B, T]
         num_steps = NUM_STEPS if progress >= UNROLLED_FROM else 1
         num_rounds = ids.shape[1] - num_steps
@@ -124,7 +124,7 @@ def head_config(target: LlamaForCausalLM, draft_vocab_size: int) -> dict[str, ob
 
 
 def eagle3_logits(folder: Path, target: LlamaForCausalLM) -> DraftLogits:
-    """The head in `folder` as a function of texts, in float32."""
+    """Return the head in `folder` as a function of texts, in float32."""
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("t2d")
     offsets = tensors.pop("d2t")

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """What a target says of a text [B, T]."""
+    """A target's logits and hidden states for a text [B, T]."""
 
     features: Tensor  # [B, T, taps * hidden] inputs of the tapped layers
     logits: Tensor  # [B, T, V]
@@ -60,7 +60,7 @@ class Eagle3Student(nn.Module):
                 nn.init.zeros_(weight)
 
     def steps(self, features: Tensor, embedded: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """What each draft of a round is told from, step by step: normed states [B, T - K, hidden], K = `num_steps`.
+        """Return the states of each draft of a round, step by step: normed states [B, T - K, hidden], K = `num_steps`.
 
         `features` [B, T, taps * hidden] and the tokens' embeddings `embedded` [B, T, hidden] are those of a text. Row p
         of step j stands for the token at p + 2 + j; of a round that does not fit in the text there is nothing.
@@ -76,7 +76,7 @@ class Eagle3Student(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """In the dtype of what is normed; with float32 weights the fused kernel would not take bfloat16."""
+    """Norm in the input's dtype; with float32 weights the fused kernel would not take bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

@@ -1,4 +1,4 @@
-"""How often a head's drafts are what the target says, and what a round of them is worth.
+"""The acceptance of a head's drafts by the target, and the worth of a round of them.
 
 A head is seen as a function of a text: for the j-th draft of a round the logits at every position where a round may
 begin. A draft can only be accepted when all before it were, so the text behind a round is always the target's own.
@@ -23,7 +23,7 @@ DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]
 def verdicts(
     head: DraftLogits, ids: Tensor, num_prompt_tokens: int, temperature: float, num_draft_tokens: int, seed: int
 ) -> Tensor:
-    """Whether draft j of a round that begins at generated token i is the target's, [B, rounds, K], along ids [B, T].
+    """Mark where draft j of a round that begins at generated token i is the target's, [B, rounds, K], along ids [B, T].
 
     Rounds are those that end with the text or before.
     """
@@ -56,8 +56,7 @@ def measure_head(
     num_draft_tokens: int = 5,
     seed: int = 0,
 ) -> Acceptance:
-    """Acceptance over continuations of prompts [B, S], as `models.demo_pair.acceptance.measure_acceptance` has it for
-    drafts.
+    """Measure as `models.demo_pair.acceptance.measure_acceptance` does, with a head in the draft's place.
 
     `per_token` is how often the first draft of a round stands, wherever the round begins.
     """

@@ -1,6 +1,6 @@
 """Medusa heads for the target of the pair (arXiv:2401.10774): training, saving in vLLM's format, acceptance.
 
-Head k reads the normed last hidden state of position p and says token p + 2 + k. All heads share the target's own
+Head k reads the normed last hidden state of position p and predicts token p + 2 + k. All heads share the target's own
 linear layer to the vocabulary, so a head is its residual blocks alone.
 """
 
@@ -52,7 +52,7 @@ class _Blocks(nn.Module):
 
 
 class MedusaLesson:
-    """How far the heads are off what the target says where each of them looks."""
+    """The loss of the heads against the target's distribution at the positions they predict."""
 
     def __init__(self, heads: MedusaHeads, target: LlamaForCausalLM, seed: int = 0) -> None:
         self._heads, self._target = heads, target
@@ -96,7 +96,7 @@ def measure_heads(
 def agreement(
     target: LlamaForCausalLM, heads: MedusaHeads, ids: Tensor, num_prompt_tokens: int, temperature: float, seed: int
 ) -> Tensor:
-    """Whether head h chose the target's token at each generated place, [H, B, generated].
+    """Mark where head h chose the target's token, [H, B, generated].
 
     It looked h + 2 tokens ahead of its own; places that it cannot see from the text count as missed.
     """
@@ -127,7 +127,7 @@ def count_rounds(agrees: list[list[bool]]) -> list[int]:
 
 
 def save_heads(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
-    """Writes the heads as vLLM reads them, in bfloat16, the target's linear layer left out."""
+    """Write the heads as vLLM reads them, in bfloat16, the target's linear layer left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -146,7 +146,7 @@ def save_heads(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> No
 
 
 def load_heads(folder: Path, target: LlamaForCausalLM) -> MedusaHeads:
-    """The saved heads in float32."""
+    """Return the saved heads in float32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = MedusaHeads(target.config.hidden_size, config["num_heads"], config["num_hidden_layers"])
     heads.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})

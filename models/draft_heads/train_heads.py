@@ -1,9 +1,6 @@
-"""`python -m models.draft_heads.train_heads --kind eagle3`: trains a head for the demo target, measures it and writes
-its card.
-"""
+"""`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head for the demo target."""
 
 import argparse
-import itertools
 import logging
 import sys
 import time
@@ -24,7 +21,7 @@ from models.draft_heads.medusa_heads import MedusaHeads, MedusaLesson, load_head
 from models.training.checkpoint import load_checkpoint
 from models.training.corpus import collect
 from models.training.optimizer import schedule
-from models.training.rollout import write_rollouts
+from models.training.rollout import mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer
 from models.training.tokens import WindowStream, encode, tokenize_corpus
 from models.training.train import Budget, TrainingReport
@@ -40,7 +37,7 @@ LOG_EVERY_STEPS = 20
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=tuple(TRAINERS), required=True)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
@@ -53,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Batches:
-    """Windows of the corpus, and every second time of text that the target wrote, as a head meets it when it serves."""
+    """Windows of the corpus, and every second time of text that the target wrote, as at serving time."""
 
     def __init__(self, target: LlamaForCausalLM, arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.target)
@@ -61,7 +58,7 @@ class Batches:
         rollouts = write_rollouts(
             target, self._stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed
         )
-        self._sources = itertools.cycle([self._stream] * (ROLLOUT_EVERY_BATCHES - 1) + [rollouts])
+        self._sources = mixed_sources(self._stream, rollouts, ROLLOUT_EVERY_BATCHES)
 
     def next(self) -> Tensor:
         """Token ids [B, T]."""
@@ -69,7 +66,7 @@ class Batches:
 
 
 def train(head: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Batches, minutes: float) -> str:
-    """Steps until the minutes are over; returns what was spent, in words."""
+    """Step until the minutes are over; return the cost, in words."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
     began, step, mean_loss = time.monotonic(), 0, 0.0
     while (progress := (time.monotonic() - began) / (60.0 * minutes)) < 1.0:
@@ -90,13 +87,13 @@ def train(head: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Batches
 
 
 def held_out(arguments: argparse.Namespace) -> Tensor:
-    """The prompts with which the pair itself is measured."""
+    """Return the prompts with which the pair itself is measured."""
     documents = [document.text for document in collect().held_out if not document.is_test]
     return held_out_prompts(encode(load_tokenizer(arguments.target), documents), arguments.prompts)
 
 
 def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Trains and saves a Medusa head set, and returns its card."""
+    """Train and save a set of Medusa heads, and return its card."""
     teacher = load_checkpoint(arguments.target, torch.bfloat16).requires_grad_(False)
     heads = MedusaHeads(target.config.hidden_size)
     spent = train(heads, MedusaLesson(heads, teacher), Batches(teacher, arguments), arguments.minutes)
@@ -112,14 +109,14 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
 
 
 def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Trains and saves an EAGLE-3 head, and returns its card, with the pair's draft to compare."""
+    """Train and save an EAGLE-3 head, and return its card, with the pair's draft to compare."""
     budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS, WINDOW_TOKENS)
     report = train_eagle3(target, Batches(target, arguments).next, budget, folder)
     return eagle3_card(target, arguments, folder, report)
 
 
 def eagle3_card(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, report: TrainingReport) -> str:
-    """Measures the head in `folder` and says how it was made."""
+    """Measure the head in `folder` and describe its making."""
     head, prompts = eagle3_logits(folder, target), held_out(arguments)
     measured = {f"{t:g}": measure_head(target, head, prompts, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
     size = (folder / "model.safetensors").stat().st_size / 1e6
@@ -140,7 +137,7 @@ TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]]
 
 
 def card(title: str, kind: str, about: str, measured: dict[str, Acceptance], spent: str, num_prompts: int) -> str:
-    """A head's README: what it is, how often its drafts stand by position, how it was made."""
+    """Return a head's README: its kind, the acceptance of its drafts by position, its making."""
     num_drafts = len(next(iter(measured.values())).by_position)
     columns = ["temperature", *map(str, range(1, num_drafts + 1)), "tokens per pass", "repetition", "rounds"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -172,7 +169,7 @@ It must be trained again with the target.
 
 
 def main() -> None:
-    """Trains, measures, writes."""
+    """Train, measure and write."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)

@@ -1,1 +1,1 @@
-"""What every training needs: corpus, tokenizer, loss, optimizer, checkpoints."""
+"""The parts of every training: corpus, tokenizer, loss, optimizer, checkpoints."""

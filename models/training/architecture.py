@@ -1,4 +1,4 @@
-"""The two Llamas of the demo pair: their shapes, their birth and their hidden states in training.
+"""The two Llamas of the demo pair: their shapes, initial weights and hidden states in training.
 
 The target is deep and narrow on purpose: at this size a step costs what its layers cost, so a two-layer draft is cheap
 beside it.
@@ -17,7 +17,7 @@ END_OF_TURN_ID = 4
 
 
 def llama_config(num_layers: int, hidden_size: int, mlp_size: int, num_heads: int, num_kv_heads: int) -> LlamaConfig:
-    """A Llama over the demo vocabulary with heads of 64 and tied embeddings."""
+    """Return a Llama over the demo vocabulary with heads of 64 and tied embeddings."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
@@ -48,7 +48,7 @@ def draft_config() -> LlamaConfig:
 
 
 def new_model(config: LlamaConfig, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
-    """A fresh float32 model; the projections that end a residual branch are zero, so a layer begins as identity."""
+    """Return a fresh float32 model; projections that end a residual branch are zero, so a layer begins as identity."""
     torch.manual_seed(seed)
     with device or torch.device("cpu"):
         model = LlamaForCausalLM(config)
@@ -59,7 +59,7 @@ def new_model(config: LlamaConfig, seed: int, device: torch.device | None = None
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
-    """The normed last hidden states [B, T, hidden] under plain causal attention.
+    """Return the normed last hidden states [B, T, hidden] under plain causal attention.
 
     `positions` [B, T] may skip (`tokens.skipped_positions`); LlamaModel.forward would take a skip for a border of
     documents.
@@ -73,7 +73,7 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Te
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Compiles the decoder layer once for all layers of the model; it is traced again for each shape it meets."""
+    """Compile the decoder layer once for all layers of the model; it is traced again for each shape it meets."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
 

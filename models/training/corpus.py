@@ -1,4 +1,4 @@
-"""The Python standard library as a corpus: which files, which of them are held out, which chat documents they yield.
+"""The Python standard library as a corpus: its files, those held out, and the chat documents they yield.
 
 Knows files and text, nothing of tokens or models.
 """
@@ -33,12 +33,12 @@ class Document:
 
     @property
     def is_test(self) -> bool:
-        """Whether the file belongs to the library's own test suite."""
+        """True for the library's own test suite."""
         return not TEST_FOLDERS.isdisjoint(self.name.split("/"))
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training never sees the file; decided by a digest of the name, so the split survives any re-run."""
+        """True if training never sees the file; decided by a digest of the name, so the split survives any re-run."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
@@ -59,17 +59,17 @@ class ChatExample:
 
 
 def library_root() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_skipped(relative: Path) -> bool:
-    """Whether a path below the root is left out of the corpus."""
+    """True if a path below the root is left out of the corpus."""
     return not SKIPPED_FOLDERS.isdisjoint(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES)
 
 
 def read_documents(root: Path) -> Iterator[Document]:
-    """Every usable source file below `root`, ordered by name; what is not UTF-8 or too large is passed over."""
+    """Return every usable source file below `root`, ordered by name; what is not UTF-8 or too large is passed over."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if is_skipped(relative) or not 0 < path.stat().st_size <= MAX_FILE_BYTES:
@@ -82,7 +82,7 @@ def read_documents(root: Path) -> Iterator[Document]:
 
 
 def collect(root: Path | None = None) -> Corpus:
-    """Reads the corpus and splits it by file."""
+    """Read the corpus and splits it by file."""
     documents = list(read_documents(root or library_root()))
     return Corpus(
         training=[document for document in documents if not document.is_held_out],
@@ -91,7 +91,7 @@ def collect(root: Path | None = None) -> Corpus:
 
 
 def chat_examples(document: Document) -> Iterator[ChatExample]:
-    """One example for each documented function of a file, the request worded from its docstring's first line."""
+    """Return one example for each documented function of a file, the request worded from its docstring's first line."""
     try:
         tree = ast.parse(document.text)
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""The two losses of the pair, each compiled into one pass over the logits by those who use it."""
+"""The two losses of the pair; their users compile each into one pass over the logits."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -19,12 +19,12 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def schedule(progress: float) -> float:
-    """The factor on every learning rate at `progress` in [0, 1]: up, flat, and linearly down to nothing."""
+    """Return the factor on every learning rate at `progress` in [0, 1]: up, flat, and linearly down to nothing."""
     return min(1.0, (progress + 1e-3) / WARMUP_FRACTION, max(0.0, (1.0 - progress) / DECAY_FRACTION))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix of `matrix` [rows, columns], by five Newton-Schulz steps in bfloat16."""
+    """Return the semi-orthogonal matrix nearest to `matrix` [rows, columns], by five Newton-Schulz steps, bfloat16."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix).to(torch.bfloat16)
@@ -57,7 +57,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Moves every parameter by its orthogonalised momentum."""
+        """Move every parameter by its orthogonalised momentum."""
         with one_thread():
             for parameter, momentum in self._momenta:
                 assert parameter.grad is not None

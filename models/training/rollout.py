@@ -1,4 +1,7 @@
-"""Text that the target itself writes: what the draft meets at serving time, and so a part of what it learns from."""
+"""Text that the target itself writes, as the draft meets at serving time: a part of its training."""
+
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -10,14 +13,14 @@ from models.training.tokens import WindowStream
 
 
 def gumbel_noise(num_sequences: int, vocab_size: int, seed: int, position: int) -> Tensor:
-    """The noise [B, V] of one position, a pure function of (seed, position): draft and target draw the same."""
+    """Return the noise [B, V] of one position, a pure function of (seed, position): draft and target draw the same."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + position)
     uniform = torch.rand(num_sequences, vocab_size, generator=generator).clamp(1e-9, 1.0 - 1e-7)
     return -torch.log(-torch.log(uniform))
 
 
 def choose(logits: Tensor, temperature: float, seed: int, position: int) -> Tensor:
-    """The tokens [B] that sampling takes from logits [B, V] at `position`: argmax(logits / temperature + noise)."""
+    """Return tokens [B] sampled from logits [B, V] at `position`: argmax(logits / temperature + noise)."""
     if temperature == 0.0:
         return logits.argmax(-1)
     num_sequences, vocab_size = logits.shape
@@ -60,8 +63,15 @@ class RolloutPool:
         return len(self._written)
 
     def windows(self, num_windows: int, num_tokens: int) -> Tensor:
-        """`num_windows` windows [B, T + 1] drawn with replacement."""
+        """Draw `num_windows` windows [B, T + 1] with replacement."""
         return self._written[self._rng.integers(0, len(self), num_windows)][:, : num_tokens + 1]
+
+
+def mixed_sources(
+    stream: WindowStream, rollouts: RolloutPool, every_batches: int
+) -> Iterator[WindowStream | RolloutPool]:
+    """Return the sources of batches without end: the corpus, and the rollouts once in `every_batches`."""
+    return itertools.cycle([*[stream] * (every_batches - 1), rollouts])
 
 
 def write_rollouts(

@@ -42,7 +42,7 @@ SPLIT_PATTERN = r"\n[ ]*| ?[A-Za-z]+|\d{1,3}| ?[^\sA-Za-z\d]+|[^\S\n]+(?=\S)|\s+
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE learned from `texts`: any text round-trips, special tokens take the first ids."""
+    """Return a byte-level BPE learned from `texts`: any text round-trips, special tokens take the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _byte_level_splitter()
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def _byte_level_splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `folder`."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -84,10 +84,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer saved in `folder`."""
+    """Return the tokenizer saved in `folder`."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """The text that a chat becomes, by the template that the tokenizer carries."""
+    """Return the text that a chat becomes, by the template that the tokenizer carries."""
     return jinja2.Template(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=add_generation_prompt)

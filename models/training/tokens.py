@@ -1,4 +1,4 @@
-"""From documents to training windows: the tokens of an epoch, windows cut from them, the positions they carry."""
+"""Training windows: the tokens of an epoch, windows cut from them, the positions they carry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ class TokenizedCorpus:
     chats: list[np.ndarray]
 
     def epoch(self, rng: np.random.Generator) -> np.ndarray:
-        """One shuffled stream: the library, its chats and a random part of the test suite."""
+        """Return one shuffled stream: the library, its chats and a random part of the test suite."""
         chosen = rng.permutation(len(self.tests))[: int(len(self.tests) * TEST_SHARE)]
         documents = self.library + self.chats + [self.tests[index] for index in chosen]
         return np.concatenate([documents[index] for index in rng.permutation(len(documents))])
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text, closed by end-of-text."""
+    """Return the ids of each text, closed by end-of-text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in tokenizer.encode_batch(texts)]
 
 
 def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> TokenizedCorpus:
-    """The training half of the corpus as ids."""
+    """Return the training half of the corpus as ids."""
     library = [document for document in corpus.training if not document.is_test]
     chats = [render_chat(example.messages) for document in library for example in chat_examples(document)]
     tests = [document for document in corpus.training if document.is_test]
@@ -65,7 +65,7 @@ class WindowStream:
         self._num_tokens = 0
 
     def windows(self, num_windows: int, num_tokens: int) -> Tensor:
-        """The next windows [B, T + 1]; another length than the last call's begins another epoch."""
+        """Return the next windows [B, T + 1]; another length than the last call's begins another epoch."""
         return torch.from_numpy(np.stack([self._next(num_tokens) for _ in range(num_windows)]))
 
     def _next(self, num_tokens: int) -> np.ndarray:

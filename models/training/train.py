@@ -1,4 +1,4 @@
-"""The training loop that the pair and its heads share: budget, clock, checkpoints, log.
+"""The training loop of the pair and the EAGLE-3 head: budget, clock, checkpoints, log.
 
 Budgets are wall-clock minutes, because the learning rate must reach zero when the time is over, on whatever machine. A
 checkpoint is written every few minutes, so a run that is cut off still leaves a pair.
@@ -22,7 +22,7 @@ LOG_EVERY_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train, on what, and in which batches; `max_tokens` may end a run before its minutes do."""
+    """The minutes, device and batches of a training; `max_tokens` may end a run before its minutes do."""
 
     minutes: float
     device: torch.device
@@ -34,7 +34,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What a run spent: enough for the model card."""
+    """The cost of a run, for the model card."""
 
     num_steps: int
     num_tokens: int
@@ -63,7 +63,7 @@ class Clock:
         return max(self.seconds / (60.0 * self._budget.minutes), by_tokens)
 
     def tick(self, num_tokens: int) -> None:
-        """Counts one step of `num_tokens`."""
+        """Count one step of `num_tokens`."""
         self.num_steps += 1
         self.num_tokens += num_tokens
 
@@ -80,7 +80,7 @@ def train(
     budget: Budget,
     save: Callable[[], None],
 ) -> TrainingReport:
-    """Steps until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
+    """Step until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
 
     `save` is called every few minutes and at the end.
     """

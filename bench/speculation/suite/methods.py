@@ -52,7 +52,7 @@ class Method:
     before_step: Callable[[], None] = field(default=lambda: None)
 
     def engine(self) -> RecordedEngine:
-        """A fresh engine, and this thread on the cores that it may use."""
+        """Return a fresh engine, and this thread on the cores that it may use."""
         torch.set_num_threads(self.num_threads)
         own_cores(CORES[: self.num_threads])
         return self.target.engine(self.speculation, self.make_proposer)
@@ -67,12 +67,12 @@ class Suite:
         self._demo, self._cache, self._stack = demo, cache, stack
 
     def methods(self, names: Seq[str]) -> list[Method]:
-        """The methods of these names, plain decoding first whether named or not."""
+        """Return the methods of these names, plain decoding first whether named or not."""
         return [MAKERS[name](self) for name in (PLAIN, *(name for name in names if name != PLAIN))]
 
     @cached_property
     def headless(self) -> SharedTarget:
-        """The target that all share who have no head."""
+        """The target that all methods without a head share."""
         return SharedTarget(self._target, self._cache)
 
     @cached_property
@@ -107,7 +107,7 @@ class Suite:
         )
 
     def ahead(self) -> Method:
-        """The draft has a process and a core of its own, so the target has one less."""
+        """Return the draft has a process and a core of its own, so the target has one less."""
         channel = self._channel(fan_out=3)
         num_threads = max(1, len(CORES) - 1)
         speculation = SpeculationConfig(_CHAIN)
@@ -118,7 +118,7 @@ class Suite:
         return Method(kind, target, SpeculationConfig(_CHAIN, methods=(SpeculationMethod(kind),)))
 
     def _head_folder(self, kind: HeadKind) -> Path:
-        """The demo's head, its layer numbers those of the same layers in a padded target."""
+        """Return the demo's head, its layer numbers those of the same layers in a padded target."""
         folder = self._demo / kind
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         places = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")

@@ -14,7 +14,7 @@ mpl.use("Agg")
 
 
 class Row(Protocol):
-    """What is drawn of a row."""
+    """The drawn part of a row."""
 
     @property
     def workload(self) -> str: ...

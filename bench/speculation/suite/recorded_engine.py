@@ -1,4 +1,4 @@
-"""An engine, and what a run must reach of it: who says what was recorded, and who drafts."""
+"""An engine, with the verifier that gives recorded answers and the proposer within a run's reach."""
 
 from __future__ import annotations
 

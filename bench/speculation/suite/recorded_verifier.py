@@ -1,4 +1,4 @@
-"""A target that says what was recorded, at the full cost of its passes."""
+"""A target that gives recorded answers, at the full cost of its passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecordedVerifier(Verifier):
 
     @torch.inference_mode()
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """As `Verifier.verify`; the rows of a recorded request become certain of the recorded token at their depth."""
+        """Verify as `Verifier` does; rows of a recorded request become certain of the recorded token at their depth."""
         for task in tasks:
             answer = self.answers.get(task.sequence.request_id)
             if answer is not None:

@@ -28,7 +28,7 @@ class SharedTarget:
         self._blocks = BlockManager(self._runner.num_blocks, self._runner.block_size, self._runner.model_version)
 
     def engine(self, speculation: SpeculationConfig, make_proposer: Callable[[], Proposer | None]) -> RecordedEngine:
-        """An engine; the target's head drafts where there is one, else what is made here."""
+        """Return an engine; the target's head drafts where there is one, else what is made here."""
         scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len, tree=speculation.tree)
         verifier = RecordedVerifier(Sampler())
         head = head_proposer(self._runner, speculation.tree)

@@ -1,4 +1,4 @@
-"""What the methods are tried on: streams of turns, from the demo's own files or from files given by path."""
+"""The texts of the methods: streams of turns, from the demo's own files or from files given by path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.simulator.trace_file import read_lines
 class Turn:
     """A prompt, and the answer that was recorded for it where the workload is a recording.
 
-    A turn that is not run is history: whoever drafts has seen it, as if it had been served, and the target has not.
+    A turn that is not run is history: the drafter has seen it, as if it had been served, and the target has not.
     """
 
     prompt: tuple[int, ...]
@@ -30,8 +30,8 @@ class Turn:
 class Workload:
     """`streams` run at once; the turns of a stream one after the other.
 
-    With recorded answers the target computes its passes and then says what was recorded: that is how a small model
-    stands in for the one that the text came from. Such a text has no temperature, so it is run greedily alone.
+    With recorded answers the target computes its passes and then gives the recorded answer: a small model
+    stands in thus for the one that the text came from. Such a text has no temperature, so it is run greedily alone.
     """
 
     name: str
@@ -42,8 +42,10 @@ class Workload:
         return any(turn.answer is not None for stream in self.streams for turn in stream)
 
     def at(self, num_streams: int) -> Workload:
-        """The workload of so many streams: a part of this one, but the whole of a recording, whose sessions are dealt
-        out so that all streams have about as much to say.
+        """Return the workload of so many streams.
+
+        It is a part of this one, but the whole of a recording, whose sessions are dealt out so that all streams have
+        about as much text.
         """
         if not self.is_recorded:
             return Workload(self.name, self.streams[:num_streams])
@@ -77,7 +79,7 @@ def questions(model_path: Path, path: Path, num_streams: int, max_prompt_tokens:
 
 
 def agent_sessions(model_path: Path, path: Path, every: int, max_tokens: int) -> Workload:
-    """The sessions of an agent, a stream each, with the recorded answers.
+    """Return the sessions of an agent, a stream each, with the recorded answers.
 
     Of all calls, session after session, one in `every` is run, whole: early, middle and late ones as often as there
     are. All others are history, and so are those of more than `max_tokens`, prompt and answer. Raises ValueError where
@@ -101,7 +103,7 @@ def _num_tokens(turn: Turn) -> int:
 
 
 def recorded_turns(model_path: Path, path: Path) -> list[tuple[str, Turn]]:
-    """The calls of a trace in order of time, each with the name of its session."""
+    """Return the calls of a trace in order of time, each with the name of its session."""
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     calls = sorted(read_lines(path), key=lambda call: int(call["timestamp"]))
     return [
