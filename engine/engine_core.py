@@ -294,7 +294,7 @@ class EngineCore:
         verified = self._verify(issued)
         timer.lap("sample_s")
         self.runner.move(issued.compactions(verified))
-        if self._head is not None and batch.shares:
+        if self._head is not None and batch.scheduled:
             self._head.learn(passed_rows(batch, issued.num_drafts, verified))
             timer.lap("forward_s")
         self.on_computed(batch)
@@ -302,14 +302,14 @@ class EngineCore:
         chunks = self.scheduler.commit(batch, issued.num_drafts, verified)
         # Nobody has drafted by the plan that was made while this pass was on its way, unless another one follows it.
         is_planned = issued.is_ahead and not self._overlap.has_pass
-        num_prompt_rows = sum(share.num_tokens for share in batch.shares) - len(sampled)
+        num_prompt_rows = sum(scheduled.num_tokens for scheduled in batch.scheduled) - len(sampled)
         self._plan_drafts(sampled, drafts, verified, num_prompt_rows, timer.times(), is_planned)
         timer.lap("commit_s")
         self._tell_proposer(sampled, chunks)
         timer.lap("draft_s")
         self.last_times = timer.times()
         self._total_times += self.last_times
-        self.rates.observe(StepWork.of(batch.shares, self.last_times.total_s))
+        self.rates.observe(StepWork.of(batch.scheduled, self.last_times.total_s))
         return chunks
 
     def _issue(self, timer: StepTimer) -> InFlightBatch:
@@ -322,24 +322,24 @@ class EngineCore:
         timer.lap("schedule_s")
         drafts = self._propose(batch)
         timer.lap("draft_s")
-        logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.shares else None
+        logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.scheduled else None
         timer.lap("forward_s")
-        self._is_starved = not (has_received or batch.shares or is_writing)
+        self._is_starved = not (has_received or batch.scheduled or is_writing)
         return InFlightBatch(batch, drafts, logits)
 
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
-        """One draft per sampled share; the proposer is asked only for those that have room for one."""
-        wanting = [share for share in batch.sampled if share.max_draft_tokens > 0]
+        """One draft per sampled sequence; the proposer is asked only for those that have room for one."""
+        wanting = [scheduled for scheduled in batch.sampled if scheduled.max_draft_tokens > 0]
         drafts = iter(self._proposer.propose(wanting) if wanting else ())
         checked = []
-        for share in batch.sampled:
-            if share.max_draft_tokens == 0:
+        for scheduled in batch.sampled:
+            if scheduled.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            draft = check_draft(next(drafts), share, self._vocabulary)
+            draft = check_draft(next(drafts), scheduled, self._vocabulary)
             self._drafts.num_invalid_tokens += draft.is_cut
-            matcher = share.sequence.matcher
-            checked.append(draft if matcher is None else constrain(draft, share.max_draft_tokens, matcher))
+            matcher = scheduled.sequence.matcher
+            checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
 
     def _verify(self, issued: InFlightBatch) -> list[VerifyResult]:
@@ -365,19 +365,20 @@ class EngineCore:
         if self._budget is None:
             return
         passes = [
-            DraftedPass(share.sequence, share.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
-            for share, draft, outcome in zip(sampled, drafts, verified, strict=True)
+            DraftedPass(each.sequence, each.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
+            for each, draft, outcome in zip(sampled, drafts, verified, strict=True)
             if outcome.is_exact
         ]
         is_comparable = len(passes) == len(sampled)
         time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
         self._budget.observe(passes, time, num_prompt_rows)
         if not is_planned:
-            self._budget.plan([share.sequence for share in sampled if share.sequence.status is SequenceStatus.RUNNING])
+            sequences = [scheduled.sequence for scheduled in sampled]
+            self._budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
 
     def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
         """Not before the last of the passes that go without drafts is committed."""
-        grown = [share.sequence for share in sampled if _will_be_drafted(share.sequence)]
+        grown = [scheduled.sequence for scheduled in sampled if _will_be_drafted(scheduled.sequence)]
         if grown and not self._overlap.has_pass:
             self._proposer.commit(grown)
         for chunk in chunks:

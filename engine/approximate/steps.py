@@ -29,7 +29,7 @@ from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.checked_draft import check_draft
 from engine.sampling.vocabulary import Vocabulary
-from engine.sequence.batch import ScheduledSequence
+from engine.sequence.draft_query import DraftQuery
 from engine.sequence.sequence import Sequence
 from engine.stats.engine_stats import ReasoningStats
 from engine.verifier import VerifyResult, VerifyTask
@@ -106,14 +106,14 @@ class StepSpeculation:
         self._writer.commit([thought.draft_sequence for thought in writing if thought.phase is Phase.DRAFT])
         return True
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         """The complete steps, each with the judge's question behind it; everybody else's drafts."""
-        judged = [self._is_to_be_judged(share) for share in shares]
-        asked = [share for share, is_judged in zip(shares, judged, strict=True) if not is_judged]
+        judged = [self._is_to_be_judged(query) for query in queries]
+        asked = [query for query, is_judged in zip(queries, judged, strict=True) if not is_judged]
         drafts = iter(self._proposer.propose(asked) if asked else ())
         return [
-            self._judged_draft(share.sequence) if is_judged else next(drafts)
-            for share, is_judged in zip(shares, judged, strict=True)
+            self._judged_draft(query.sequence.request_id) if is_judged else next(drafts)
+            for query, is_judged in zip(queries, judged, strict=True)
         ]
 
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
@@ -200,16 +200,16 @@ class StepSpeculation:
             return
         thought.submit(cut.num_tokens, len(self._judge.suffix_ids), is_ending=cut.is_ending)
 
-    def _is_to_be_judged(self, share: ScheduledSequence) -> bool:
+    def _is_to_be_judged(self, query: DraftQuery) -> bool:
         """Marks the step as proposed where this pass has room for it."""
-        thought = self._thoughts.get(share.sequence.request_id)
+        thought = self._thoughts.get(query.sequence.request_id)
         if thought is None or thought.phase is not Phase.JUDGE or thought.is_stale:
             return False
-        thought.is_proposed = share.max_draft_tokens >= len(thought.step_ids) + len(self._judge.suffix_ids)
+        thought.is_proposed = query.max_draft_tokens >= len(thought.step_ids) + len(self._judge.suffix_ids)
         return thought.is_proposed
 
-    def _judged_draft(self, sequence: Sequence) -> Draft:
-        return Draft((*self._thoughts[sequence.request_id].step_ids, *self._judge.suffix_ids))
+    def _judged_draft(self, request_id: str) -> Draft:
+        return Draft((*self._thoughts[request_id].step_ids, *self._judge.suffix_ids))
 
     def _proposed(self, sequence: Sequence) -> ReasoningSequence | None:
         """The thought whose step was proposed in this pass, once."""

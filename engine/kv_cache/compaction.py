@@ -1,4 +1,4 @@
-"""Compaction of a tree: the accepted path goes to the places where a chain would have had it."""
+"""Compaction of a tree: the accepted path moves to the KV indices that a chain would have had."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVMove:
-    """KV of one sequence that changes places, all at once: it is read at `from_places` before any of it is written."""
+    """KV of one sequence that moves, all at once: it is read at `from_indices` before any of it is written."""
 
     block_table: Seq[int]
-    from_places: Seq[int]
-    to_places: Seq[int]
+    from_indices: Seq[int]
+    to_indices: Seq[int]
 
-    def slot(self, place: int, block_size: int) -> int:
-        """The pool's slot of a place."""
-        return self.block_table[place // block_size] * block_size + place % block_size
+    def slot(self, kv_index: int, block_size: int) -> int:
+        """Return the pool's slot of a KV index."""
+        return self.block_table[kv_index // block_size] * block_size + kv_index % block_size
 
 
 def compaction(block_table: Seq[int], tree_start: int, path: Seq[int]) -> KVMove | None:
@@ -27,5 +27,5 @@ def compaction(block_table: Seq[int], tree_start: int, path: Seq[int]) -> KVMove
     misplaced = [(node, depth) for depth, node in enumerate(path) if node != depth]
     if not misplaced:
         return None
-    from_places = [tree_start + node for node, _ in misplaced]
-    return KVMove(tuple(block_table), from_places, [tree_start + depth for _, depth in misplaced])
+    from_indices = [tree_start + node for node, _ in misplaced]
+    return KVMove(tuple(block_table), from_indices, [tree_start + depth for _, depth in misplaced])

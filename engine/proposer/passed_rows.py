@@ -31,20 +31,20 @@ class PassedRows:
 
 
 def passed_rows(batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[PassedRows]:
-    """Of every share of a pass that computed `num_drafts` drafts per sampled share, before it is committed."""
+    """Return those of each scheduled sequence; `num_drafts` has one per sampled one. Call it before the commit."""
     passed = []
     first_row = 0
     num_sampled = len(verified)
-    for index, share in enumerate(batch.shares):
-        end_row = first_row + share.num_tokens
+    for index, scheduled in enumerate(batch.scheduled):
+        end_row = first_row + scheduled.num_tokens
         rows = list(range(first_row, end_row))
-        known = share.sequence.token_ids[share.start + 1 : share.start + share.num_tokens + 1]
+        known = scheduled.sequence.token_ids[scheduled.start + 1 : scheduled.start + scheduled.num_tokens + 1]
         if index < num_sampled:
             outcome = verified[index]
             path = outcome.path or range(outcome.num_accepted)
             rows += [end_row + node for node in path]
             end_row += num_drafts[index]
             known = [*known, *outcome.token_ids]
-        passed.append(PassedRows(share.sequence, share.start, rows, known, index < num_sampled))
+        passed.append(PassedRows(scheduled.sequence, scheduled.start, rows, known, index < num_sampled))
         first_row = end_row
     return passed

@@ -51,13 +51,13 @@ class BlockExporter:
 
     def collect(self, batch: Batch) -> None:
         """Export what this batch has completed."""
-        for share in batch.shares:
-            if progress := self._watched.get(share.sequence.request_id):
-                self._export(share, progress)
+        for scheduled in batch.scheduled:
+            if progress := self._watched.get(scheduled.sequence.request_id):
+                self._export(scheduled, progress)
 
-    def _export(self, share: ScheduledSequence, progress: _Progress) -> None:
-        request_id, table = share.sequence.request_id, share.sequence.block_table
-        end = (share.start + share.num_tokens) // self._block_size
+    def _export(self, scheduled: ScheduledSequence, progress: _Progress) -> None:
+        request_id, table = scheduled.sequence.request_id, scheduled.sequence.block_table
+        end = (scheduled.start + scheduled.num_tokens) // self._block_size
         while progress.next_block < end:
             first = progress.next_block
             progress.next_block = min(end, first + self._max_blocks)

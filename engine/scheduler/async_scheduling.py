@@ -57,7 +57,7 @@ class Overlap(Protocol):
         """Whether a pass is on its way whose outcome has not been asked for."""
 
     def take(self) -> InFlightBatch | None:
-        """The pass that is on its way, with the shares of those sequences that still run; None: schedule one."""
+        """The pass that is on its way, with those of its sequences that still run; None: schedule one."""
 
     def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
         """Verify the tasks of a pass, which is then to be committed; the next pass may be on its way afterwards."""
@@ -118,12 +118,12 @@ class AsyncScheduling:
     def _issue(self, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         """Compute `batch`, whose sequences are among those of `tasks`, from the tokens drawn for them."""
         rows = {task.sequence.request_id: row for row, task in enumerate(tasks)}
-        chosen = [rows[share.sequence.request_id] for share in batch.shares]
+        chosen = [rows[scheduled.sequence.request_id] for scheduled in batch.scheduled]
         if len(chosen) < len(tasks):
             token_ids = token_ids.index_select(0, index_tensor(chosen, token_ids.device))
-        spans = [Span([0], share.start, share.sequence.block_table, 1) for share in batch.shares]
+        spans = [Span([0], scheduled.start, scheduled.sequence.block_table, 1) for scheduled in batch.scheduled]
         logits = self._runner.forward(spans, token_ids)
-        self._ahead = InFlightBatch(batch, [NOTHING] * len(batch.shares), logits, is_ahead=True)
+        self._ahead = InFlightBatch(batch, [NOTHING] * len(batch.scheduled), logits, is_ahead=True)
         self.num_passes += 1
 
 
@@ -153,10 +153,11 @@ def _is_plain(task: VerifyTask) -> bool:
 
 def _of_running(issued: InFlightBatch) -> InFlightBatch | None:
     """Without the rows of sequences that have ended since it was issued."""
-    shares = issued.batch.shares
-    rows = [row for row, share in enumerate(shares) if share.sequence.status is SequenceStatus.RUNNING]
-    if len(rows) == len(shares) or not rows:
+    all_scheduled = issued.batch.scheduled
+    rows = [row for row, scheduled in enumerate(all_scheduled) if scheduled.sequence.status is SequenceStatus.RUNNING]
+    if len(rows) == len(all_scheduled) or not rows:
         return issued if rows else None
     assert issued.logits is not None
     logits = issued.logits.index_select(0, index_tensor(rows, issued.logits.device))
-    return replace(issued, batch=Batch(tuple(shares[row] for row in rows)), drafts=[NOTHING] * len(rows), logits=logits)
+    batch = Batch(tuple(all_scheduled[row] for row in rows))
+    return replace(issued, batch=batch, drafts=[NOTHING] * len(rows), logits=logits)

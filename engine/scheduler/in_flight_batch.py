@@ -17,8 +17,8 @@ from engine.verifier import VerifyResult, VerifyTask
 class InFlightBatch:
     """What is needed to verify and commit a pass.
 
-    `drafts` has one for each sampled share. `logits` [R, V] float32 are those of the batch's rows, and None where it is
-    empty. Where `is_ahead` the pass was issued before the host had seen the tokens that it computes.
+    `drafts` has one for each sampled sequence. `logits` [R, V] float32 are those of the batch's rows, None if it is
+    empty. If `is_ahead`, the pass was issued before the host had seen the tokens that it computes.
     """
 
     batch: Batch
@@ -28,20 +28,20 @@ class InFlightBatch:
 
     @property
     def num_drafts(self) -> list[int]:
-        """Computed drafts of each sampled share."""
+        """Computed drafts of each sampled sequence."""
         return [draft.num_valid for draft in self.drafts]
 
     def tasks(self) -> list[VerifyTask]:
-        """The verifier's, one for each sampled share."""
+        """The verifier's, one for each sampled sequence."""
         tasks = []
         first_row = 0
-        for share, draft in zip(self.batch.sampled, self.drafts, strict=True):
-            tasks.append(VerifyTask(share.sequence, draft.draft, first_row + share.num_scored_rows))
-            first_row += share.num_logits(draft.num_valid)
+        for scheduled, draft in zip(self.batch.sampled, self.drafts, strict=True):
+            tasks.append(VerifyTask(scheduled.sequence, draft.draft, first_row + scheduled.num_scored_rows))
+            first_row += scheduled.num_logits(draft.num_valid)
         return tasks
 
     def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:
         """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
         pairs = zip(self.batch.sampled, verified, strict=True)
-        moves = [compaction(share.sequence.block_table, share.draft_start, outcome.path) for share, outcome in pairs]
+        moves = [compaction(each.sequence.block_table, each.draft_start, outcome.path) for each, outcome in pairs]
         return [move for move in moves if move is not None]

@@ -13,29 +13,29 @@ from engine.sequence.batch import Batch, ScheduledSequence
 def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
     """Add to each sequence's `prompt_logprobs` what this pass's rows of `logits [R, V] float32` say.
 
-    Call it before the step is committed. `num_drafts` are those of each sampled share.
+    Call it before the step is committed. `num_drafts` are those of each sampled sequence.
     """
     queries: list[LogprobQuery] = []
     owners: list[ScheduledSequence] = []
     first_row = 0
-    for share, num_rows in zip(batch.shares, batch.num_logits(num_drafts), strict=True):
-        of_share = _queries(share, first_row)
-        queries += of_share
-        owners += [share] * len(of_share)
+    for scheduled, num_rows in zip(batch.scheduled, batch.num_logits(num_drafts), strict=True):
+        of_scheduled = _queries(scheduled, first_row)
+        queries += of_scheduled
+        owners += [scheduled] * len(of_scheduled)
         first_row += num_rows
-    for share, scored in zip(owners, token_logprobs(logits, queries), strict=True):
-        share.sequence.prompt_logprobs.append(scored)
+    for scheduled, scored in zip(owners, token_logprobs(logits, queries), strict=True):
+        scheduled.sequence.prompt_logprobs.append(scored)
 
 
-def _queries(share: ScheduledSequence, first_row: int) -> list[LogprobQuery]:
-    """One per prompt token that follows a row of the share and is not scored yet (a preempted prompt is read twice)."""
-    sequence = share.sequence
+def _queries(scheduled: ScheduledSequence, first_row: int) -> list[LogprobQuery]:
+    """One per prompt token that follows a scheduled row and is not scored yet (a preempted prompt is read twice)."""
+    sequence = scheduled.sequence
     num_top = sequence.sampling.num_prompt_logprobs
-    if num_top is None or not share.num_scored_rows:
+    if num_top is None or not scheduled.num_scored_rows:
         return []
-    first = max(share.start, len(sequence.prompt_logprobs))
-    end = min(share.start + share.num_tokens, sequence.num_prompt_tokens - 1)
+    first = max(scheduled.start, len(sequence.prompt_logprobs))
+    end = min(scheduled.start + scheduled.num_tokens, sequence.num_prompt_tokens - 1)
     return [
-        LogprobQuery(first_row + position - share.start, sequence.token_ids[position + 1], num_top)
+        LogprobQuery(first_row + position - scheduled.start, sequence.token_ids[position + 1], num_top)
         for position in range(first, end)
     ]

@@ -151,43 +151,45 @@ class Scheduler:
         """Plan one step. All slots it writes are reserved, and the prefixes it completes are published.
 
         The step must then be computed and committed. In between `follow` may plan the next one; what is added meanwhile
-        waits, and the shares of what is aborted are to be left out.
+        waits, and what is aborted is to be left out.
         """
         self._expire()
-        verifications = self._verification_shares([each for each in self._secure_ready() if not each.is_held])
-        budget = self._max_tokens_per_step - sum(share.num_tokens + share.max_draft_rows for share in verifications)
-        return Batch((*verifications, *self._prefill_shares(budget)))
+        decodes = self._schedule_decodes([each for each in self._secure_ready() if not each.is_held])
+        budget = self._max_tokens_per_step - sum(each.num_tokens + each.max_draft_rows for each in decodes)
+        return Batch((*decodes, *self._schedule_prefills(budget)))
 
     def follow(self, batch: Batch) -> Batch | None:
         """Plan the step after `batch`, whose tokens nobody knows yet: one more of each sequence that they may not end.
 
-        Its slots are reserved. Before it is committed, shares of sequences that have ended meanwhile are to be left
+        Its slots are reserved. Before it is committed, sequences that have ended meanwhile are to be left
         out. None where the step might be another than this: commit `batch`, and call `schedule`.
         """
-        sequences = [share.sequence for share in batch.sampled]
+        sequences = [scheduled.sequence for scheduled in batch.sampled]
         if len(sequences) < self.num_running or self._has_news():
             return None
         if any(sequence.num_wanted_drafts > 0 for sequence in sequences):
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
-            self._blocks.publish(sequence, len(sequence.token_ids))  # as `_share` could not: a token was not known
+            self._blocks.publish(
+                sequence, len(sequence.token_ids)
+            )  # as `_schedule_rows` could not: a token was not known
         if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
             return None
         return Batch(tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on))
 
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[TokenChunk]:
-        """Apply a step's outcome: for each sampled share the number of its drafts and what the verifier made of them.
+        """Apply a step's outcome: the number of drafts and the verifier's result of each sampled sequence.
 
         Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave
         nothing behind: the next pass writes their slots again.
         """
         chunks, self._ended = self._ended, []
         sampled = batch.sampled
-        for share in batch.shares[len(sampled) :]:
-            share.sequence.num_computed_tokens = share.start + share.num_tokens
-        for share, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
-            chunks.append(self._commit_pass(share.sequence, num_proposed, outcome))
+        for scheduled in batch.scheduled[len(sampled) :]:
+            scheduled.sequence.num_computed_tokens = scheduled.start + scheduled.num_tokens
+        for scheduled, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
+            chunks.append(self._commit_pass(scheduled.sequence, num_proposed, outcome))
         return chunks
 
     def check_integrity(self) -> None:
@@ -241,9 +243,9 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _verification_shares(self, ready: list[Sequence]) -> list[ScheduledSequence]:
+    def _schedule_decodes(self, ready: list[Sequence]) -> list[ScheduledSequence]:
         budget = self._max_tokens_per_step - len(ready)
-        shares = []
+        scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
             num_slots = self._blocks.num_available_slots(sequence) - num_tokens
@@ -252,21 +254,21 @@ class Scheduler:
             num_rows = max(num_drafts, num_nodes)
             self._blocks.reserve(sequence, num_tokens + num_rows)
             budget -= num_rows
-            shares.append(self._share(sequence, 1, num_drafts, num_nodes))
-        return shares
+            scheduled.append(self._schedule_rows(sequence, 1, num_drafts, num_nodes))
+        return scheduled
 
     def _num_tree_nodes(self, sequence: Sequence, num_ready: int) -> int:
         if self._tree is None or not sequence.method.can_branch:
             return 0
         return self._tree.num_nodes_for(num_ready, sequence.verify)
 
-    def _prefill_shares(self, budget: int) -> list[ScheduledSequence]:
+    def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
         """Chunks without drafts: a draft model may still be reading the prompt, and the first token must not wait.
 
         A chunk stops short of its sequence's last token only where it takes all that is left of the budget (so at most
         one does, and it is the last) or where its prompt's log-probabilities are wanted.
         """
-        shares: list[ScheduledSequence] = []
+        scheduled: list[ScheduledSequence] = []
         behind = self._behind()
         while budget > 0 and (sequence := next(behind, None)):
             if sequence.is_fetching:
@@ -275,13 +277,13 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if sequence.is_scoring:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
-            shares.append(self._share(sequence, num_tokens, 0))
+            scheduled.append(self._schedule_rows(sequence, num_tokens, 0))
             budget -= num_tokens
-        return shares
+        return scheduled
 
     def _behind(self) -> Iterator[Sequence]:
         """Sequences with tokens to catch up. A new one is admitted only when it is asked for, and so can adopt what the
-        shares before it have just published.
+        sequences before it have just published.
         """
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
         while self._waiting and self._admit(self._waiting[0]):
@@ -298,7 +300,7 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         return True
 
-    def _share(
+    def _schedule_rows(
         self, sequence: Sequence, num_tokens: int, max_draft_tokens: int, max_tree_nodes: int = 0
     ) -> ScheduledSequence:
         start = sequence.num_computed_tokens

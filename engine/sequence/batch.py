@@ -12,9 +12,9 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: `token_ids[start : start + num_tokens]`, then at most `max_draft_tokens` drafts.
+    """One sequence's rows of a step: `token_ids[start : start + num_tokens]`, then at most `max_draft_tokens` drafts.
 
-    The share is a prefill chunk when it ends before the committed tokens do; otherwise its last committed token and
+    They are a prefill chunk when they end before the committed tokens do; otherwise the last committed token and
     every draft are rows whose logits are sampled. Block slots for all of them are already in the block table.
 
     Where `max_tree_nodes` is not 0 the drafts may be a tree of so many nodes, none deeper than `max_draft_tokens`.
@@ -28,7 +28,7 @@ class ScheduledSequence:
 
     @property
     def draft_start(self) -> int:
-        """Place of the first draft."""
+        """KV index of the first draft."""
         return self.start + self.num_tokens
 
     @property
@@ -38,7 +38,7 @@ class ScheduledSequence:
 
     @property
     def is_sampled(self) -> bool:
-        """True until the step is committed: then the sequence has grown past the share."""
+        """True until the step is committed: then the sequence has grown past these rows."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
     @property
@@ -47,11 +47,11 @@ class ScheduledSequence:
         return self.num_tokens - self.is_sampled if self.sequence.is_scoring else 0
 
     def num_logits(self, num_drafts: int) -> int:
-        """Rows at the end of the share whose logits are wanted; none of most prefill chunks, which have no drafts."""
+        """Count the last rows whose logits are wanted; none of most prefill chunks, which have no drafts."""
         return self.num_scored_rows + (num_drafts + 1 if self.is_sampled else 0)
 
     def span(self, draft_ids: Seq[int], parents: Seq[int] = ()) -> Span:
-        """What the model computes for this share; `parents` make its drafts a tree."""
+        """Return what the model computes; `parents` make the drafts a tree."""
         token_ids = self.sequence.token_ids[self.start : self.start + self.num_tokens]
         token_ids += draft_ids
         return Span(token_ids, self.start, self.sequence.block_table, self.num_logits(len(draft_ids)), parents)
@@ -59,21 +59,22 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The shares of one step, sampled ones first; empty when there is nothing to compute."""
+    """The scheduled sequences of one step, sampled ones first; empty when there is nothing to compute."""
 
-    shares: tuple[ScheduledSequence, ...]
+    scheduled: tuple[ScheduledSequence, ...]
 
     @property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The shares that yield tokens; read it before the step is committed."""
-        return tuple(share for share in self.shares if share.is_sampled)
+        """The scheduled sequences that yield tokens; read it before the step is committed."""
+        return tuple(scheduled for scheduled in self.scheduled if scheduled.is_sampled)
 
     def num_logits(self, num_drafts: Seq[int]) -> list[int]:
-        """Rows of logits that each share yields, in the order of `shares`, given the drafts of each sampled share."""
-        padded = [*num_drafts, *([0] * (len(self.shares) - len(num_drafts)))]
-        return [share.num_logits(count) for share, count in zip(self.shares, padded, strict=True)]
+        """Count the rows of logits of each scheduled sequence, in order, given the drafts of each sampled one."""
+        padded = [*num_drafts, *([0] * (len(self.scheduled) - len(num_drafts)))]
+        return [scheduled.num_logits(count) for scheduled, count in zip(self.scheduled, padded, strict=True)]
 
     def spans(self, drafts: Seq[Draft]) -> list[Span]:
-        """Spans in the order of `shares`, given the drafts of each sampled share."""
-        padded = [*drafts, *([NO_DRAFT] * (len(self.shares) - len(drafts)))]
-        return [share.span(draft.token_ids, draft.parents) for share, draft in zip(self.shares, padded, strict=True)]
+        """Return the span of each scheduled sequence, in order, given the drafts of each sampled one."""
+        padded = [*drafts, *([NO_DRAFT] * (len(self.scheduled) - len(drafts)))]
+        pairs = zip(self.scheduled, padded, strict=True)
+        return [scheduled.span(draft.token_ids, draft.parents) for scheduled, draft in pairs]

@@ -38,15 +38,15 @@ class StepWork:
     seconds: float
 
     @classmethod
-    def of(cls, shares: Seq[ScheduledSequence], seconds: float) -> StepWork:
-        """The work of a step's shares, read after the step was committed: its sequences have grown past them."""
-        decoding = [share for share in shares if share.num_tokens == 1]
-        num_context_tokens = sum(share.start + 1 for share in decoding)
+    def of(cls, batch: Seq[ScheduledSequence], seconds: float) -> StepWork:
+        """Return the work of a step, read after the step was committed: its sequences have grown past them."""
+        decoding = [scheduled for scheduled in batch if scheduled.num_tokens == 1]
+        num_context_tokens = sum(scheduled.start + 1 for scheduled in decoding)
         return cls(
-            num_prefill_tokens=sum(share.num_tokens for share in shares) - len(decoding),
+            num_prefill_tokens=sum(scheduled.num_tokens for scheduled in batch) - len(decoding),
             num_decode_sequences=len(decoding),
             num_decode_context_tokens=num_context_tokens,
-            num_committed_tokens=sum(len(share.sequence.token_ids) for share in decoding) - num_context_tokens,
+            num_committed_tokens=sum(len(scheduled.sequence.token_ids) for scheduled in decoding) - num_context_tokens,
             seconds=seconds,
         )
 

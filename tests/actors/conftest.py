@@ -1,4 +1,4 @@
-"""Sequences and shares for tests of the processes around the engine."""
+"""Sequences, alone and scheduled, for tests of the processes around the engine."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ def make_sequence(request_id: str = "a", prompt: tuple[int, ...] = (1, 2, 3), nu
     return Sequence(request, num_draft_tokens=num_drafts, verify=VerifyMode.COUPLED, arrival_s=0.0)
 
 
-def make_share(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
+def make_scheduled(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
     return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts)
 
 
@@ -31,8 +31,8 @@ def new_sequence() -> Callable[..., Sequence]:
 
 
 @pytest.fixture
-def new_share() -> Callable[..., ScheduledSequence]:
-    return make_share
+def new_scheduled() -> Callable[..., ScheduledSequence]:
+    return make_scheduled
 
 
 @pytest.fixture

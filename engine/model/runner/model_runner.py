@@ -172,8 +172,8 @@ class ModelRunner:
         if moves:
             block_size = self._cache.block_size
             self._cache.move(
-                [move.slot(place, block_size) for move in moves for place in move.from_places],
-                [move.slot(place, block_size) for move in moves for place in move.to_places],
+                [move.slot(index, block_size) for move in moves for index in move.from_indices],
+                [move.slot(index, block_size) for move in moves for index in move.to_indices],
             )
 
     def plan_steps(self, spans: Seq[Span]) -> list[ForwardBatch]:

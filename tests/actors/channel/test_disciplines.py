@@ -183,7 +183,7 @@ def test_trees_cross_the_channel_while_few_sequences_run(
         channel = connected(folder / "draft.sock")
         propose = channel.propose
         monkeypatch.setattr(
-            channel, "propose", lambda shares: [taken.append((len(shares), d)) or d for d in propose(shares)]
+            channel, "propose", lambda batch: [taken.append((len(batch), d)) or d for d in propose(batch)]
         )
         engine = new_engine(folders, channel, verify, tree)
         texts = generate(engine, batch[:2], channel) | generate(engine, batch[2:3], channel)

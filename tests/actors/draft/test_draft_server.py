@@ -28,11 +28,11 @@ class CountingProposer:
     def open(self, sequence) -> None:
         self.open_ids.add(sequence.request_id)
 
-    def propose(self, shares) -> list[Draft]:
-        self.read += [(share.sequence.request_id, tuple(share.sequence.token_ids)) for share in shares]
+    def propose(self, batch) -> list[Draft]:
+        self.read += [(scheduled.sequence.request_id, tuple(scheduled.sequence.token_ids)) for scheduled in batch]
         return [
-            Draft(tuple(share.sequence.token_ids[-1] + 1 + i for i in range(share.max_draft_tokens)))
-            for share in shares
+            Draft(tuple(scheduled.sequence.token_ids[-1] + 1 + i for i in range(scheduled.max_draft_tokens)))
+            for scheduled in batch
         ]
 
     def commit(self, sequences) -> None:

@@ -224,8 +224,8 @@ class SilentDrafter:
 
     def open(self, sequence: Sequence) -> None: ...
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [NO_DRAFT] * len(shares)
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        return [NO_DRAFT] * len(batch)
 
     def commit(self, sequences: Seq[Sequence]) -> None: ...
 

@@ -131,7 +131,7 @@ def test_a_path_that_leads_the_tree_moves_nothing() -> None:
     assert compaction([0], 4, (0, 1, 2)) is None
     move = compaction([0, 1], 4, (0, 2, 5))
     assert move is not None
-    assert (list(move.from_places), list(move.to_places)) == ([6, 9], [5, 6])
+    assert (list(move.from_indices), list(move.to_indices)) == ([6, 9], [5, 6])
 
 
 def test_ancestors_and_depths_follow_the_parents() -> None:

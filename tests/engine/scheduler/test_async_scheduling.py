@@ -219,8 +219,8 @@ def the_block_of_an_unknown_token_gets_a_key(patch: pytest.MonkeyPatch) -> None:
 
     def publish_all(self: Scheduler, batch: Batch) -> Batch | None:
         following = real(self, batch)
-        for share in following.shares if following else ():
-            self._blocks.publish(share.sequence, share.start + 1)
+        for scheduled in following.scheduled if following else ():
+            self._blocks.publish(scheduled.sequence, scheduled.start + 1)
         return following
 
     patch.setattr(Scheduler, "follow", publish_all)
@@ -231,8 +231,8 @@ def blocks_of_the_pass_on_its_way_are_given_away(patch: pytest.MonkeyPatch) -> N
 
     def give_back(self: AsyncScheduling, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         real(self, batch, token_ids, tasks)
-        for share in batch.shares:
-            self._scheduler._blocks.trim(share.sequence, share.start)
+        for scheduled in batch.scheduled:
+            self._scheduler._blocks.trim(scheduled.sequence, scheduled.start)
 
     patch.setattr(AsyncScheduling, "_issue", give_back)
 

@@ -96,15 +96,16 @@ class Bench:
 
     def finish(self, batch: Batch, num_right: int = 99) -> list[TokenChunk]:
         drafts = [
-            self._draft(share.sequence, share.max_draft_tokens, min(num_right, share.max_draft_tokens))
-            for share in batch.sampled
+            self._draft(scheduled.sequence, scheduled.max_draft_tokens, min(num_right, scheduled.max_draft_tokens))
+            for scheduled in batch.sampled
         ]
         spans = batch.spans([Draft(tuple(draft)) for draft in drafts])
         for span in spans:
             self.kv.write(span)
-        for share, span in zip(batch.shares, spans, strict=True):
-            seen = self.kv.read(span, share.start + share.num_tokens)
-            assert list(seen) == share.sequence.token_ids[: share.start + share.num_tokens], "a wrong block was read"
+        for scheduled, span in zip(batch.scheduled, spans, strict=True):
+            seen = self.kv.read(span, scheduled.start + scheduled.num_tokens)
+            computed = scheduled.sequence.token_ids[: scheduled.start + scheduled.num_tokens]
+            assert list(seen) == computed, "a wrong block was read"
         verified = [
             _verify([self.kv.read(span, span.end - behind) for behind in reversed(range(span.num_logits))], draft)
             for span, draft in zip(spans, drafts, strict=False)
@@ -142,8 +143,8 @@ def _verify(prefixes: Seq[Seq[int | None]], draft: Seq[int]) -> VerifyResult:
     return VerifyResult(tuple(tokens), len(tokens) - 1, logprobs)
 
 
-def shares_of(batch: Batch) -> list[tuple[str, int, int, int]]:
-    return [(s.sequence.request_id, s.start, s.num_tokens, s.max_draft_tokens) for s in batch.shares]
+def scheduled_of(batch: Batch) -> list[tuple[str, int, int, int]]:
+    return [(s.sequence.request_id, s.start, s.num_tokens, s.max_draft_tokens) for s in batch.scheduled]
 
 
 def test_prefill_is_cut_into_chunks_of_the_budget() -> None:
@@ -160,26 +161,26 @@ def test_verification_rows_come_before_prefill_chunks() -> None:
     bench.add(range(5), num_drafts=3)
     bench.step()
     bench.add(range(100, 130))
-    assert shares_of(bench.scheduler.schedule()) == [("0", 5, 1, 3), ("1", 0, 8, 0)]
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 5, 1, 3), ("1", 0, 8, 0)]
 
 
-def test_sampled_shares_come_first() -> None:
+def test_sampled_sequences_come_first() -> None:
     bench = Bench(max_tokens_per_step=20)
     bench.add(range(30))
     bench.step()
     bench.add([9, 8, 7])
     batch = bench.scheduler.schedule()
-    assert shares_of(batch) == [("0", 20, 10, 0), ("1", 0, 3, 0)]
+    assert scheduled_of(batch) == [("0", 20, 10, 0), ("1", 0, 3, 0)]
     bench.finish(batch)
     bench.add(range(200, 240))
-    assert [share.is_sampled for share in bench.scheduler.schedule().shares] == [True, True, False]
+    assert [scheduled.is_sampled for scheduled in bench.scheduler.schedule().scheduled] == [True, True, False]
 
 
 def test_siblings_in_one_step_share_prompt_blocks() -> None:
     bench = Bench()
     siblings = [bench.add(range(10)) for _ in range(3)]
     batch = bench.scheduler.schedule()
-    assert shares_of(batch) == [("0", 0, 10, 0), ("1", 8, 2, 0), ("2", 8, 2, 0)]
+    assert scheduled_of(batch) == [("0", 0, 10, 0), ("1", 8, 2, 0), ("2", 8, 2, 0)]
     assert len({tuple(sibling.block_table[:2]) for sibling in siblings}) == 1
     bench.finish(batch)
     assert [sibling.num_cached_tokens for sibling in siblings] == [0, 8, 8]
@@ -189,7 +190,7 @@ def test_lower_priority_numbers_then_earlier_arrivals_are_admitted_first() -> No
     bench = Bench(max_num_sequences=2)
     for priority in (1, 0, 1, 0):
         bench.add([7, 7], priority=priority)
-    assert [share.sequence.request_id for share in bench.scheduler.schedule().shares] == ["1", "3"]
+    assert [scheduled.sequence.request_id for scheduled in bench.scheduler.schedule().scheduled] == ["1", "3"]
 
 
 def test_nobody_overtakes_a_large_prompt_that_waits_for_blocks() -> None:
@@ -208,7 +209,7 @@ def test_the_most_urgent_draft_gets_the_last_of_the_budget() -> None:
     for prompt in ([1, 2], [3, 4]):
         bench.add(prompt, num_drafts=5, max_tokens=20)
     bench.step()
-    assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 5), ("1", 2, 1, 3)]
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 2, 1, 5), ("1", 2, 1, 3)]
 
 
 def test_a_budget_below_the_number_of_sequences_serves_the_most_urgent() -> None:
@@ -217,14 +218,14 @@ def test_a_budget_below_the_number_of_sequences_serves_the_most_urgent() -> None
         bench.add(prompt, num_drafts=3, max_tokens=3)
     for _ in range(2):
         bench.step()
-    assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 0), ("1", 2, 1, 0)]
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 2, 1, 0), ("1", 2, 1, 0)]
 
 
 def test_no_more_is_drafted_than_is_left_to_generate() -> None:
     bench = Bench()
     bench.add([1, 2], num_drafts=5, max_tokens=4)
     bench.step()
-    assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 2)]
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 2, 1, 2)]
 
 
 def test_drafts_shrink_before_anyone_is_preempted() -> None:
@@ -232,7 +233,7 @@ def test_drafts_shrink_before_anyone_is_preempted() -> None:
     for prompt in ([1, 2], [3, 4]):
         bench.add(prompt, num_drafts=6, max_tokens=9)
     bench.step()
-    assert shares_of(bench.scheduler.schedule()) == [("0", 2, 1, 5), ("1", 2, 1, 1)]
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 2, 1, 5), ("1", 2, 1, 1)]
     assert bench.scheduler.num_preemptions == 0
 
 
@@ -244,7 +245,7 @@ def test_rejected_slots_are_written_again_by_the_next_pass() -> None:
     table = list(sequence.block_table)
     assert len(table) == 3, "the surplus stays reserved"
     batch = bench.scheduler.schedule()
-    assert shares_of(batch) == [("0", 4, 1, 6)]
+    assert scheduled_of(batch) == [("0", 4, 1, 6)]
     assert sequence.block_table == table
     bench.finish(batch)
 
@@ -594,15 +595,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._check_end(chunk)
 
     def _check_plan(self, batch: Batch, before: list[Sequence]) -> None:
-        num_tokens = sum(share.num_tokens + share.max_draft_tokens for share in batch.shares)
+        num_tokens = sum(scheduled.num_tokens + scheduled.max_draft_tokens for scheduled in batch.scheduled)
         assert num_tokens <= self.bench.max_tokens_per_step
-        assert [share.is_sampled for share in batch.shares] == sorted(
-            (s.is_sampled for s in batch.shares), reverse=True
+        assert [scheduled.is_sampled for scheduled in batch.scheduled] == sorted(
+            (s.is_sampled for s in batch.scheduled), reverse=True
         )
-        assert all(share.max_draft_tokens >= 0 for share in batch.shares)
-        assert all(share.is_sampled or share.max_draft_tokens == 0 for share in batch.shares)
-        assert len({share.sequence.request_id for share in batch.shares}) == len(batch.shares)
-        planned = [share.sequence for share in batch.shares]
+        assert all(scheduled.max_draft_tokens >= 0 for scheduled in batch.scheduled)
+        assert all(scheduled.is_sampled or scheduled.max_draft_tokens == 0 for scheduled in batch.scheduled)
+        assert len({scheduled.sequence.request_id for scheduled in batch.scheduled}) == len(batch.scheduled)
+        planned = [scheduled.sequence for scheduled in batch.scheduled]
         survivors = [sequence for sequence in before if sequence.status is not SequenceStatus.FINISHED]
         if survivors:
             assert survivors[0].status is SequenceStatus.RUNNING, "the most urgent sequence was preempted"

@@ -55,8 +55,8 @@ class RandomProposer(NoProposer):
     def __init__(self) -> None:
         self._random = random.Random(0)
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [Draft(tuple(self._ids(share.max_draft_tokens))) for share in shares]
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        return [Draft(tuple(self._ids(scheduled.max_draft_tokens))) for scheduled in batch]
 
     def _ids(self, max_tokens: int) -> list[int]:
         return [self._random.randrange(-1, VOCAB_SIZE + 1) for _ in range(self._random.randint(0, max_tokens))]
@@ -65,8 +65,8 @@ class RandomProposer(NoProposer):
 class TreeAdversary(RandomProposer):
     """Random trees: twins, ids outside the vocabulary, nodes too deep or too many, and parents that cannot be."""
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [self._tree(self._ids(share.max_draft_rows + 2)) for share in shares]
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        return [self._tree(self._ids(scheduled.max_draft_rows + 2)) for scheduled in batch]
 
     def _tree(self, ids: list[int]) -> Draft:
         highest = [node - (self._random.random() < 0.98) for node in range(len(ids))]  # 1 in 50 is its own parent
@@ -79,13 +79,13 @@ class Oracle(NoProposer):
     def __init__(self, texts: dict[str, Text]) -> None:
         self._texts = texts
 
-    def propose(self, shares: Seq[ScheduledSequence]) -> list[Draft]:
-        return [self._tree(share) for share in shares]
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        return [self._tree(scheduled) for scheduled in batch]
 
-    def _tree(self, share: ScheduledSequence) -> Draft:
-        sequence = share.sequence
+    def _tree(self, scheduled: ScheduledSequence) -> Draft:
+        sequence = scheduled.sequence
         known = self._texts[sequence.request_id].token_ids[sequence.num_output_tokens :]
-        right = known[: min(share.max_draft_tokens, share.max_tree_nodes // 3)]
+        right = known[: min(scheduled.max_draft_tokens, scheduled.max_tree_nodes // 3)]
         token_ids = [(token + off) % VOCAB_SIZE for token in right for off in (1, 2, 0)]
         parents = [3 * depth - 1 for depth in range(len(right)) for _ in range(3)]
         return Draft(tuple(token_ids), (), tuple(parents))

@@ -156,11 +156,11 @@ def record(engine: EngineCore) -> list[Drafted]:
     assert head is not None
     propose = head.propose
 
-    def recording(shares: Seq[ScheduledSequence]) -> list[Draft]:
-        drafts = propose(shares)
-        for share, draft in zip(shares, drafts, strict=True):
-            if share.sequence.sampling.temperature == 0.0:
-                drafted.append(Drafted(tuple(share.sequence.token_ids), draft))
+    def recording(batch: Seq[ScheduledSequence]) -> list[Draft]:
+        drafts = propose(batch)
+        for scheduled, draft in zip(batch, drafts, strict=True):
+            if scheduled.sequence.sampling.temperature == 0.0:
+                drafted.append(Drafted(tuple(scheduled.sequence.token_ids), draft))
         return drafts
 
     head.propose = recording  # type: ignore[method-assign]

@@ -230,14 +230,14 @@ def draft(
     proposer = MedusaProposer(
         cast(Any, SimpleNamespace(features=states)), cast(Any, TabularHeads(model, num_drafts)), tree
     )
-    passed, shares = [], []
+    passed, batch = [], []
     for row, sequence in enumerate(sequences):
         proposer.open(sequence)
         end = len(sequence.token_ids)
         passed.append(PassedRows(sequence, end - 2, [row], [sequence.token_ids[-1]], is_newest=True))
-        shares.append(ScheduledSequence(sequence, end - 1, 1, num_drafts, tree.num_nodes if tree else 0))
+        batch.append(ScheduledSequence(sequence, end - 1, 1, num_drafts, tree.num_nodes if tree else 0))
     proposer.learn(passed)
-    return proposer.propose(shares)
+    return proposer.propose(batch)
 
 
 STATIC = TreeConfig(TreeKind.STATIC, 5, parents=(-1, -1, 0, 0, 1))
@@ -294,13 +294,13 @@ def test_a_state_is_used_for_the_tokens_that_it_belongs_to_and_no_others() -> No
     proposer = MedusaProposer(
         cast(Any, SimpleNamespace(features=torch.zeros(1, 2))), cast(Any, TabularHeads(PEAKED.draft, 2)), None
     )
-    share = ScheduledSequence(sequence, 1, 1, 2)
-    assert proposer.propose([share]) == [Draft()]
+    scheduled = ScheduledSequence(sequence, 1, 1, 2)
+    assert proposer.propose([scheduled]) == [Draft()]
     proposer.open(sequence)
-    assert proposer.propose([share]) == [Draft()]
+    assert proposer.propose([scheduled]) == [Draft()]
     proposer.learn([PassedRows(sequence, 0, [0], [1], is_newest=True)])
-    assert len(proposer.propose([share])[0].token_ids) == 2
+    assert len(proposer.propose([scheduled])[0].token_ids) == 2
     sequence.append((2,))
-    assert proposer.propose([share]) == [Draft()]
+    assert proposer.propose([scheduled]) == [Draft()]
     proposer.close(sequence.request_id)
     proposer.close(sequence.request_id)

@@ -26,7 +26,7 @@ def new_sequence(name: str = "a", prediction: tuple[int, ...] = ()) -> Sequence:
     return Sequence(request, num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0)
 
 
-def share_of(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
+def scheduled_of(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
     return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts)
 
 
@@ -44,8 +44,8 @@ def test_a_prediction_is_the_draft_while_the_text_follows_it_and_the_model_rests
     proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5)
-    assert proposer.propose([share_of(sequence)]) == [Draft((6, 7, 8, 5))]
-    assert proposer.propose([share_of(sequence, 2)]) == [Draft((6, 7))]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((6, 7, 8, 5))]
+    assert proposer.propose([scheduled_of(sequence, 2)]) == [Draft((6, 7))]
     assert other.committed == []
 
 
@@ -54,10 +54,10 @@ def test_where_the_text_strays_the_model_is_asked_until_it_is_found_again() -> N
     proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5, 99)
-    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
     assert other.committed == ["a"]
     grow(proposer, sequence, 7, 8)
-    assert proposer.propose([share_of(sequence)]) == [Draft((5, 9))]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((5, 9))]
     assert other.committed == ["a"]
 
 
@@ -66,7 +66,7 @@ def test_a_request_without_a_prediction_passes_through() -> None:
     proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 5)
-    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
     proposer.close("a")
     assert (other.opened, other.committed, other.closed) == (["a"], ["a"], ["a"])
 
@@ -92,7 +92,7 @@ def chosen(guess: Guess, true_ids: Seq[int], num_passes: int = 120) -> list[bool
     grow(proposer, sequence, 0)
     were_guesses = []
     for _ in range(num_passes):
-        (draft,) = proposer.propose([share_of(sequence)])
+        (draft,) = proposer.propose([scheduled_of(sequence)])
         were_guesses.append(draft.token_ids == guess.token_ids)
         grow(proposer, sequence, *true_ids)
     return were_guesses
@@ -148,9 +148,9 @@ def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
     proposer, sequence = HybridProposer(SuffixProposer(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 4, 5, 6, 7)
-    assert proposer.propose([share_of(sequence)]) == [Draft((99,) * 4)]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((99,) * 4)]
     grow(proposer, sequence, 8, 4, 5, 6)
-    assert proposer.propose([share_of(sequence)])[0].token_ids[:2] == (7, 8)
+    assert proposer.propose([scheduled_of(sequence)])[0].token_ids[:2] == (7, 8)
 
 
 def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
@@ -161,10 +161,10 @@ def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
     assert sequence.num_wanted_drafts == 4
     grow(proposer, sequence, *prediction[:3])
     assert sequence.num_wanted_drafts == 10
-    assert proposer.propose([share_of(sequence, 10)]) == [Draft(prediction[3:13])]
+    assert proposer.propose([scheduled_of(sequence, 10)]) == [Draft(prediction[3:13])]
     grow(proposer, sequence, 99)
     assert sequence.num_wanted_drafts == 4
-    assert proposer.propose([share_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
 
 
 @pytest.mark.parametrize("has_own_length", [True, False])

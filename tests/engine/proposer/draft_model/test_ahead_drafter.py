@@ -18,7 +18,7 @@ from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence, share
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence, scheduled
 
 K = 3
 MODES = list(VerifyMode)
@@ -61,7 +61,7 @@ def num_held(drafter: Drafter) -> int:
 
 
 def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
-    (draft,) = drafter.proposer.propose([share(sequence, num_drafts)])
+    (draft,) = drafter.proposer.propose([scheduled(sequence, num_drafts)])
     return PendingPass(sequence, draft.token_ids, num_drafts)
 
 
@@ -76,7 +76,7 @@ class Afterwards:
         copy = Sequence(sequence.request, num_draft_tokens=num_drafts, verify=sequence.verify, arrival_s=0.0)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
         self.drafter.proposer.open(copy)
-        (draft,) = self.drafter.proposer.propose([share(copy, num_drafts)])
+        (draft,) = self.drafter.proposer.propose([scheduled(copy, num_drafts)])
         self.drafter.proposer.close(copy.request_id)
         return draft.token_ids == prepared.draft.token_ids and all(
             _are_close(*distributions)

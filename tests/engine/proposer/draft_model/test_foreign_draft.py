@@ -33,7 +33,7 @@ from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import Folders
-from tests.engine.fixtures.drafters import share
+from tests.engine.fixtures.drafters import scheduled
 from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
 from tests.serve.reference_probs import probs_of_first_tokens
@@ -161,11 +161,11 @@ def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, voca
     proposer.open(sequence)
     num_accepted = 0
     for round_index in range(25):
-        (draft,) = proposer.propose([share(sequence, 5)])
+        (draft,) = proposer.propose([scheduled(sequence, 5)])
         other = Sequence(sequence.request, num_draft_tokens=5, verify=VerifyMode.COUPLED, arrival_s=0.0)
         other.token_ids = list(sequence.token_ids)
         fresh.open(other)
-        assert fresh.propose([share(other, 5)]) == [draft], round_index
+        assert fresh.propose([scheduled(other, 5)]) == [draft], round_index
         fresh.close(other.request_id)
         num_accepted = dice.randint(0, len(draft.token_ids))
         sequence.token_ids += [*draft.token_ids[:num_accepted], dice.randint(1, 40)]
@@ -193,7 +193,7 @@ def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders
             GenerateRequest(prompt, tuple(ids)), num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0
         )
         proposer.open(sequence)
-        (draft,) = proposer.propose([share(sequence, 4)])
+        (draft,) = proposer.propose([scheduled(sequence, 4)])
         own_ids = pair.draft.encode(prompt)
         for _ in range(12):
             own_ids.append(int(model(torch.tensor([own_ids])).logits[0, -1].argmax()))
@@ -248,8 +248,8 @@ def test_a_distribution_that_is_mapped_otherwise_than_its_draw_is_found_out(smal
     class Mutant:
         open, commit, close = proposer.open, proposer.commit, proposer.close
 
-        def propose(self, shares):
-            return [self._remap(draft) for draft in proposer.propose(shares)]
+        def propose(self, batch):
+            return [self._remap(draft) for draft in proposer.propose(batch)]
 
         def _remap(self, draft: Draft) -> Draft:
             distributions = [

@@ -346,5 +346,5 @@ def test_values_out_of_range_are_refused_by_name(values: dict, word: str) -> Non
 
 
 def test_an_unknown_sequence_gets_no_draft() -> None:
-    share = ScheduledSequence(new_sequence(1, 2, 1, 2), 0, 4, 4)
-    assert SuffixProposer().propose([share]) == [NO_DRAFT] == [Draft()]
+    scheduled = ScheduledSequence(new_sequence(1, 2, 1, 2), 0, 4, 4)
+    assert SuffixProposer().propose([scheduled]) == [NO_DRAFT] == [Draft()]
