@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
+
+
+class KVTransportKind(StrEnum):
+    """The way of KV blocks from prefill replicas to pairs."""
+
+    AUTO = "auto"  # NIXL on GPUs where it is installed, else the object store
+    OBJECT_STORE = "object_store"
+    NIXL = "nixl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +54,21 @@ class PairDevices:
 class PrefillSettings:
     """The settings of a prefill replica.
 
-    `engine.scheduler.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
+    `engine.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
     of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits
     in one step for `step_timeout_s` is replaced.
     """
 
     engine: EngineConfig
     niceness: int = 0
-    kv_transport: str = "auto"  # auto, object_store, nixl
+    kv_transport: KVTransportKind = KVTransportKind.AUTO
     start_timeout_s: float = 1800.0
     step_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """Everything a pair's shell needs to start its actors and to judge their health.
+    """The settings with which a pair's shell starts its actors and judges their health.
 
     `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or sits in one
     step for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s` makes the replica
@@ -70,7 +79,7 @@ class PairSettings:
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
     draft_share: ProcessShare | None = None  # set where the draft has a process
-    kv_transport: str = "auto"  # auto, object_store, nixl: how it takes blocks from prefill replicas
+    kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
     start_timeout_s: float = 1800.0
     pong_timeout_s: float = 10.0

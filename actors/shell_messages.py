@@ -1,4 +1,4 @@
-"""What the pair's shell and its target say to each other: requests one way, one frame per engine step the other."""
+"""The messages between a pair's shell and its target: requests one way, one frame per engine step the other."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TARGET_SOCKET = "target.sock"
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Generate this; chunks follow until one carries a finish reason."""
+    """Starts a request; chunks follow until one carries a finish reason."""
 
     request: GenerateRequest
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The client left. Its blocks are free after the running step, and nothing more is sent of it."""
+    """Ends a request. Its blocks are free after the running step, and no chunk follows."""
 
     request_id: str
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for a `Pong`; they are answered in order, and at once whatever the engine is doing."""
+    """Asks for a `Pong`; pings are answered in order, and at once whatever the engine is doing."""
 
 
 class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,29 +66,29 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return cls(request_id, type(error).__name__, error.message, error.param, error.retry_after_s)
 
     def error(self) -> ServingError:
-        """The error as the engine raised it."""
+        """Rebuild the error that the engine raised."""
         kind: type[ServingError] = getattr(errors, self.kind, EngineError)
         return kind(self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChannelStats:
-    """What the draft channel has lived through; each of these cost speed and nothing else."""
+    """The counters of the draft channel; each event costs speed and nothing else."""
 
     is_connected: bool = False
-    num_connections: int = 0  # draft processes that have greeted
+    num_connections: int = 0  # draft processes that have connected
     num_stale_offers: int = 0
     num_missed_offers: int = 0  # wanted, and not there at the deadline
     num_lookups: int = 0  # passes that wanted drafts when the one before was committed
     num_hits: int = 0  # of these, drafts that had been offered ahead
-    silent_s: float = 0.0  # how long passes have missed their drafts in vain, idle time left out; 0 once it is heard
-    drafting_s: float = 0.0  # the draft model's work, part of it while the target worked too
-    channel_s: float = 0.0  # from question to answer less that: both ways, and until the target read it
+    silent_s: float = 0.0  # of passes without an answer, idle time left out; 0 after an answer
+    drafting_s: float = 0.0  # the draft model's work, part of it beside the target's
+    channel_s: float = 0.0  # from question to answer, less the drafting
     translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target is alive; its step has run for `step_age_s` (0 between steps), and this is how it stood before it."""
+    """The target is alive; its step has run for `step_age_s` (0 between steps), and the numbers are from before it."""
 
     step_age_s: float
     engine: EngineStats
@@ -96,7 +96,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How the engine stood at `measured_at_s` (wall clock) between two steps, and what its cache did since the last."""
+    """The engine's numbers at `measured_at_s` (wall clock), between two steps, and the change of its cache."""
 
     measured_at_s: float
     engine: EngineStats
@@ -104,7 +104,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The joined keys of all cached blocks: what every `Status` so far adds up to."""
+    """The joined keys of all cached blocks: the sum of every `Status` so far."""
 
     keys: bytes
 

@@ -1,1 +1,1 @@
-"""An engine in a thread of its own, and what it reports after each step."""
+"""An engine in a thread of its own, and its reports after each step."""

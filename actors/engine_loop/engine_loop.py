@@ -1,4 +1,4 @@
-"""Runs an `EngineCore` in a thread of its own: commands go in from any thread, what each step produced comes out."""
+"""The loop that runs an `EngineCore` in its own thread: commands come in from any thread, output leaves per step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
-_IDLE_TURN_S = 0.5  # `before_step` is called this often without work: a draft that has come back is met while idle
+_IDLE_TURN_S = 0.5  # between calls of `before_step` without work: a draft process that is back is met while idle
 
 
 class Engine(Protocol):
-    """What the loop needs of `engine.engine_core.EngineCore`."""
+    """The part of `engine.engine_core.EngineCore` that the loop needs."""
 
     @property
     def has_work(self) -> bool: ...
@@ -44,17 +44,23 @@ class Engine(Protocol):
 
 
 class AbortAll:
-    """The shell is gone, and all its requests with it."""
+    """Abort every request: the shell is gone."""
 
 
 Command = Add | Abort | AbortAll | AskSnapshot
 
 
 class EngineLoop:
-    """Turns of: take commands, report, compute a step, emit its output.
+    """Repeats: take commands, report, compute a step, emit its output.
 
-    `emit`, `before_step` and the reporter are called in the loop's thread. `stats` and `step_age_s` may be read from
-    any thread.
+    `stats` and `step_age_s` may be read from any thread.
+
+    Args:
+        engine: belongs to the loop's thread from now on.
+        emit: takes the output of each step; called in the loop's thread, as are the next two.
+        before_step: called before each step, and twice a second without work.
+        reporter: reports load and cache to the shell, if there is one.
+        clock: seconds.
     """
 
     def __init__(
@@ -78,14 +84,14 @@ class EngineLoop:
 
     @property
     def step_age_s(self) -> float:
-        """How long the current step has been running; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         began_s = self._step_began_s
         return 0.0 if began_s is None else self._clock() - began_s
 
     def submit(self, command: Command) -> None:
         """Hand a command to the loop; it is carried out before the next step.
 
-        What an `Add` needs that takes long is done here, in the caller's thread, so that no step waits for it.
+        The slow part of an `Add` is done here, in the caller's thread, so that no step waits for it.
         """
         if isinstance(command, Add):
             self._engine.prepare(command.request)
@@ -93,11 +99,11 @@ class EngineLoop:
         self.wake()
 
     def wake(self) -> None:
-        """There is news for the engine: take the next step now, if there is work. For any thread."""
+        """Take the next step now, if there is work: there is news for the engine. May be called from any thread."""
         self._wake.set()
 
     def run(self) -> None:
-        """Compute until `close`. Raises what a step raises; the engine is of no use after that."""
+        """Compute until `close`. An error of a step passes through, and the engine is of no use after it."""
         while not self._is_closing:
             self._carry_out_commands()
             self._before_step()
@@ -124,7 +130,7 @@ class EngineLoop:
             self._emit(StepOutput(tuple(chunks)))
 
     def _report(self) -> None:
-        """Commands are carried out before it, so a request that has arrived is in the numbers."""
+        """Report the stats; commands are carried out before, so a request that has arrived is counted."""
         self.stats = self._engine.stats()
         if self._reporter is not None:
             self._reporter.report(self.stats, is_idle=not self._engine.has_work)

@@ -34,7 +34,7 @@ class StatusReporter:
         self._last_load: tuple[int, ...] | None = None
 
     def report(self, stats: EngineStats, *, is_idle: bool) -> None:
-        """Send a frame if there is news, at most one in 10 ms; the last news before idleness always goes out."""
+        """Send a frame if anything has changed, at most one in 10 ms; the last change before idleness always leaves."""
         now_s = self._clock()
         if not is_idle and now_s - self._last_sent_s < _INTERVAL_S:
             return

@@ -1,1 +1,1 @@
-"""KV blocks on their way from a prefill replica to a pair: messages and carriers."""
+"""KV blocks on their way from a prefill replica to a pair: replies, transport, carriers."""

@@ -1,4 +1,4 @@
-"""KV blocks that are not sent: they lie in a prefill replica's memory until a pair has read them."""
+"""KV blocks that are not sent: they stay in a prefill replica's memory until a pair has read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DirectBlocks:
-    """Where blocks lie: `metadata` is Ray's, and is true until the sender releases them."""
+    """The place of blocks: `metadata` is Ray's, and is valid until the sender releases them."""
 
     key: str
     metadata: Any

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class PrefillTransport:
     `carrier` on both sides, by that. `open` before the first fetch.
     """
 
-    def __init__(self, prefill: DeploymentHandle, carrier: NixlCarrier | None = None) -> None:
+    def __init__(self, prefill: DeploymentHandle[Any], carrier: NixlCarrier | None = None) -> None:
         self._prefill = prefill
         self._carrier = carrier
         self._loop = asyncio.new_event_loop()
@@ -103,7 +103,7 @@ class PrefillTransport:
 
     async def _receive(self, order: FetchOrder) -> FetchEnd:
         call = self._call.remote(order, self._layout, use_direct=self._carrier is not None)
-        stream = cast(DeploymentResponseGenerator, call)
+        stream = cast("DeploymentResponseGenerator[PrefillReply]", call)
         try:
             async for reply in stream:
                 match reply:
@@ -114,11 +114,11 @@ class PrefillTransport:
                     case FetchEnd():
                         return reply
         finally:
-            stream.cancel()
+            stream.cancel()  # type: ignore[no-untyped-call]  # Ray's
         return FetchEnd(order.fetch_id)
 
     @cached_property
-    def _call(self) -> DeploymentHandle:
+    def _call(self) -> DeploymentHandle[Any]:
         """The streaming method; a handle belongs to the event loop in which it is made.
 
         By reference: replies then pass through the object store, and a large one is never copied on its way.

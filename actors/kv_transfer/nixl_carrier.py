@@ -2,7 +2,7 @@
 
 The receiver reads the sender's memory, GPU to GPU where both are there, without the sender's help and without main
 memory between. Ray's transport manager is used without its object references: a read of freed memory does not fail, it
-brings rubbish, so who may free when is said here and not left to a reference count in a third process.
+returns garbage, so the sender frees on `release`, not by a reference count in a third process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _NAME = "NIXL"
 
 
 class NixlCarrier:
-    """`send` and `release` in a prefill replica, `receive` in a pair; all of them wait, and may be called from any
-    thread.
+    """Sends and releases blocks in a prefill replica, receives them in a pair.
+
+    All methods block, and may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -32,15 +33,15 @@ class NixlCarrier:
 
     @property
     def stats(self) -> DirectStats:
-        """What was sent, and what of it lies here still; may be read from any thread."""
+        """Counts of chunks sent and of bytes not released yet; may be read from any thread."""
         return DirectStats(self._num_sent, sum(blocks.nbytes for blocks in list(self._kept.values())))
 
     @staticmethod
     def problem() -> str | None:
-        """What keeps this process from using NIXL; None where nothing does."""
+        """Describe what keeps this process from using NIXL; None where nothing does."""
         try:
             NixlCarrier()._manager.get_nixl_agent()
-        except Exception as error:  # an import, a plug-in or a device: whatever it is, the user must read it
+        except Exception as error:  # an import, a plug-in or a device: the user reads the reason
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
@@ -53,21 +54,21 @@ class NixlCarrier:
         return DirectBlocks(key, metadata)
 
     def release(self, sent: DirectBlocks) -> None:
-        """Nobody reads them any more."""
+        """Free blocks that have been read, or will not be."""
         self._manager.garbage_collect(sent.key, sent.metadata, [self._kept.pop(sent.key)])
 
     def receive(self, sent: DirectBlocks, timeout_s: float) -> Tensor:
-        """A copy of the blocks, on the kind of device they lie on.
+        """Copy the blocks, to the kind of device they are on.
 
         Raises:
             RayDirectTransportError: the sender is gone.
-            TimeoutError: it took longer.
+            TimeoutError: the read took longer than `timeout_s`.
         """
         manager = self._manager
         way = manager.get_communicator_metadata(None, None, _NAME)
         with self._lock:
             request = manager.fetch_multiple_tensors(sent.key, sent.metadata, way)
-            (blocks,) = manager.wait_fetch_complete(request, timeout_s)
+            blocks: Tensor = manager.wait_fetch_complete(request, timeout_s)[0]
         return blocks
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Who may enter a pair: a bound on the requests inside, and an honest word on when to come back."""
+"""The bound on the requests inside a pair, and an estimate of the time until the next place is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from protos.errors import OverloadedError
 
 
 class Admission:
-    """Counts requests; the time a request has taken lately says when the next place is likely to be free."""
+    """Counts requests; the recent duration of a request gives the Retry-After of a refused one."""
 
     def __init__(self, max_requests: int) -> None:
         self.num_refused = 0

@@ -1,4 +1,4 @@
-"""The shell's side of the router's index: sends it what the target says, and starts over when either was away."""
+"""The shell's line to the router's index: reports the target's cache and load, and starts over when either was away."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ _HEARTBEAT_S = 1.0
 
 
 class ReportSink(Protocol):
-    """Where reports go; `router.routing.index.index_client.IndexClient` is the real one."""
+    """The destination of reports: `router.routing.index.index_client.IndexClient`, or a fake."""
 
     async def report(self, report: WorkerReport) -> bool:
-        """True asks for a snapshot. Raises UnavailableError when there is no answer in time."""
-        ...
+        """Send a report.
+
+        Returns:
+            True if the index asks for a snapshot.
+
+        Raises:
+            UnavailableError: there is no reply in time.
+        """
 
 
 class TargetLine(Protocol):
-    """What the reporter needs of a `TargetClient`."""
+    """The part of a `TargetClient` that the reporter needs."""
 
     @property
     def num_requests(self) -> int: ...
@@ -39,10 +45,10 @@ class TargetLine(Protocol):
 
 
 class IndexReporter:
-    """Collects what a `TargetClient` hears and sends it in one report at a time; nobody ever waits for it.
+    """Collects the messages of a `TargetClient` and sends them in one report at a time; nothing waits for it.
 
-    The target's first words are a snapshot, asked for at its greeting: statuses before that are part of it. The same
-    happens whenever the index says that it missed something, be it that the index itself was restarted.
+    A snapshot is asked for at the target's greeting; statuses before it are part of it. The same happens whenever the
+    index has missed a report or was restarted.
     """
 
     def __init__(self, worker_id: str, sink: ReportSink, clock: Callable[[], float] = time.time) -> None:
@@ -61,7 +67,7 @@ class IndexReporter:
         self._news = asyncio.Event()
 
     def on_ready(self, epoch: int) -> None:
-        """A target has greeted: nothing is known of its cache until its snapshot comes."""
+        """Start over with a target that has greeted: its cache is unknown until its snapshot comes."""
         if epoch != self._epoch:
             self._epoch, self._sequence = epoch, 0
         self._is_serving = True
@@ -81,7 +87,7 @@ class IndexReporter:
         self._news.set()
 
     def on_lost(self) -> None:
-        """The cache is gone: say so at once, and that nothing can be sent here for now."""
+        """Report at once that the cache is gone and the pair not serving."""
         self._is_serving = False
         self._is_awaiting_snapshot = self._wants_snapshot = False
         self._snapshot = None
@@ -90,9 +96,7 @@ class IndexReporter:
         self._news.set()
 
     async def run(self, line: TargetLine) -> None:
-        """Report until cancelled: at once when there is news, 50 ms after the last report at the earliest, and once a
-        second without.
-        """
+        """Report until cancelled: on news, 50 ms after the last report at the earliest, and once a second without."""
         while True:
             if self._wants_snapshot:
                 self._wants_snapshot = False
@@ -130,7 +134,7 @@ class IndexReporter:
             self._start_over()
 
     def _next_report(self, is_quiet: bool) -> WorkerReport:
-        """An idle target says nothing, and its load is as good as new: what the router thinks it sent is not there."""
+        """Take the next report. An idle target sends no status, so its load counts as fresh: nothing is under way."""
         load = self._load
         is_idle = is_quiet and load.num_waiting_requests + load.num_running_requests == 0
         report = WorkerReport(
@@ -147,7 +151,7 @@ class IndexReporter:
         return report
 
     def _make_load(self, measured_at_s: float, stats: EngineStats | None) -> WorkerLoad:
-        """The load as the router counts it; nothing is known without stats."""
+        """Return the load as the router counts it; all zero without stats."""
         if stats is None:
             return WorkerLoad(self._worker_id, self._epoch, measured_at_s, 0, 0, 0, 0)
         return WorkerLoad(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import ray
 from ray import serve
@@ -33,8 +34,11 @@ logger = logging.getLogger(__name__)
 class Pair:
     """One replica of the Serve deployment `Pair`.
 
-    `pin_devices` chooses, among the device indices Ray gave this replica, those of target and draft; `open_index` gives
-    the router's index of an application; `prefill` is the deployment that reads long prompts for the target, if any.
+    Args:
+        settings: of the pair and its actors.
+        pin_devices: chooses, among the device indices Ray gave this replica, those of target and draft.
+        open_index: returns the router's index of an application.
+        prefill: the deployment that reads long prompts for the target, if any.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it; the replica is not ready before
@@ -42,7 +46,7 @@ class Pair:
         settings: PairSettings,
         pin_devices: Callable[[tuple[int, ...]], PairDevices],
         open_index: Callable[[str], ReportSink],
-        prefill: DeploymentHandle | None = None,
+        prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
         configure_logging()
         self._admission = Admission(settings.max_requests)
@@ -62,13 +66,13 @@ class Pair:
         await self._client.wait_connected(settings.pong_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
-        """The request's chunks, all that have queued up at a time; the last one carries the finish reason.
+        """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
 
         Closing the generator aborts the request.
 
         Raises:
             OverloadedError: refused, the pair is full.
-            UnavailableError: the target is away, or died meanwhile; what was yielded stands.
+            UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
         """
         arrived_s = time.monotonic()
         self._admission.enter()
@@ -87,21 +91,21 @@ class Pair:
                 self._client.drop(request.request_id)
 
     async def describe(self) -> ModelCard:
-        """The model this pair serves. Raises UnavailableError while the target is away."""
+        """Return the card of the model. Raises UnavailableError while the target is away."""
         return self._client.require_card()
 
     async def metrics_text(self) -> str:
-        """This replica's metrics in Prometheus text format, as they are now."""
+        """Return this replica's metrics in Prometheus text format, as they are now."""
         if self._client.is_connected:
             self._on_pong(await self._client.ping(self._ping_timeout_s))
         return self._metrics.text()
 
     async def check_health(self) -> None:
-        """Called by Serve; raises when this replica should be replaced."""
+        """Raise if this replica should be replaced; called by Serve."""
         self._watchdog.check()
 
     def __del__(self) -> None:
-        """Called by Serve once the last request has left, or the time for that is up."""
+        """Kill the actors; called by Serve once the last request has left, or the time for that is up."""
         if hasattr(self, "_actors"):
             self._actors.close()
 

@@ -27,7 +27,7 @@ class PairActors:
     """A `TargetActor`, a `DraftActor` where the settings name one, and the folder of their sockets."""
 
     def __init__(
-        self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle | None
+        self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle[Any] | None
     ) -> None:
         self._settings = settings
         self._folder = folder
@@ -37,13 +37,14 @@ class PairActors:
 
     @property
     def target_socket(self) -> Path:
+        """Path of the socket on which the target listens."""
         return self._folder / TARGET_SOCKET
 
     async def start(self) -> None:
         """Create the actors and wait until both serve.
 
         Raises:
-            ServingError: what kept one of them from it.
+            ServingError: an actor could not start.
         """
         settings, devices = self._settings, self._devices
         target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.targets))
@@ -72,11 +73,11 @@ class PairActors:
 
 
 def _options(share: ProcessShare, bundle: int, gpus: tuple[int, ...]) -> dict[str, Any]:
-    """Options of a child: its bundle, and an environment in which it sees its devices alone.
+    """Return the options of an actor: its bundle, and an environment in which it sees its devices alone.
 
-    OpenMP's own waiting suits both: threads spin for some milliseconds, which bridges the gaps between the products of
-    a pass, and then sleep, which leaves the core to the other of the two. Had they slept at once, a fifth of the cores
-    would idle during a pass.
+    OpenMP's default waiting suits both actors: threads spin for some milliseconds, which bridges the gaps between the
+    products of a pass, and then sleep, which leaves the core to the other actor. With an immediate sleep a fifth of the
+    cores idles during a pass.
     """
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(share.num_threads)}
     group = ray.util.get_current_placement_group()

@@ -15,7 +15,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class PairMetrics(Collector):
-    """All `outrider_*` metrics a pair knows of; sums start over when the target restarts, as Prometheus expects."""
+    """The pair's `outrider_*` metrics; sums start over when the target restarts, as Prometheus expects."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -24,16 +24,16 @@ class PairMetrics(Collector):
         self._registry.register(self)
 
     def update(self, pong: Pong, num_refused: int) -> None:
-        """Take in how the target stands now."""
+        """Take in the target's present numbers."""
         self._pong = pong
         self._num_refused = num_refused
 
     def text(self) -> str:
-        """Prometheus text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Family]:
-        """Called by the registry."""
+        """Yield every metric; called by the registry."""
         if self._pong is None:
             return
         yield from _speculation(self._pong)
@@ -84,7 +84,7 @@ def _speculation(pong: Pong) -> Iterable[Family]:
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:
-    """Steps that are not exact, in families of their own: none of the others has heard of them."""
+    """Yield the metrics of steps that are not exact, in families of their own: no other family counts them."""
     stats = pong.engine.reasoning
     steps = CounterMetricFamily(
         "outrider_reasoning_steps", "Reasoning steps that the draft began, by what became of them.", labels=["outcome"]

@@ -1,4 +1,4 @@
-"""The pair's metrics once more, through Ray: there they are `ray_outrider_*`, beside those of the cluster."""
+"""The pair's metrics exported through Ray, as `ray_outrider_*` beside those of the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RayMetrics:
         self._gauges: dict[str, Gauge] = {}
 
     def export(self, collector: Collector) -> None:
-        """Set every gauge to what the collector has now; Ray sends them on with its own period."""
+        """Set every gauge to the collector's present value; Ray sends them on with its own period."""
         for family in collector.collect():
             for sample in family.samples:
                 gauge = self._gauge(family.name, family.documentation, tuple(sample.labels))

@@ -36,17 +36,17 @@ _READ_BYTES = 1 << 18
 
 
 class TargetListener(Protocol):
-    """Hears how the target fares; called in the shell's loop, between two greetings in this order."""
+    """Gets the events of the target, in the shell's loop, between two greetings in this order."""
 
     def on_ready(self, epoch: int) -> None:
-        """A target has greeted; `epoch` is larger than that of every one before."""
+        """Take the greeting of a target; `epoch` is larger than that of every earlier one."""
 
     def on_status(self, status: Status) -> None: ...
 
     def on_snapshot(self, snapshot: Snapshot) -> None: ...
 
     def on_lost(self) -> None:
-        """The target is gone, and its cache with it."""
+        """Take the loss of the target, and of its cache."""
 
 
 class TargetClient:
@@ -55,7 +55,7 @@ class TargetClient:
     `card` is that of the last target that has greeted.
     """
 
-    def __init__(self, path: Path, listener: TargetListener | None = None) -> None:
+    def __init__(self, path: Path, listener: TargetListener) -> None:
         self.card: ModelCard | None = None
         self._path = path
         self._listener = listener
@@ -81,16 +81,16 @@ class TargetClient:
         return self.require_card()
 
     def require_card(self) -> ModelCard:
-        """The card of the target that is connected now. Raises UnavailableError if none is."""
+        """Return the card of the connected target. Raises UnavailableError without one."""
         if self.card is None or not self.is_connected:
             raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
         return self.card
 
     def add(self, request: GenerateRequest) -> TokenStream:
-        """Send a request; its chunks come out of the stream.
+        """Send a request, and return the stream of its chunks.
 
         Raises:
-            UnavailableError: no target is there now.
+            UnavailableError: no target is connected.
             RequestError: the request's id is in use.
         """
         if request.request_id in self._streams:
@@ -101,17 +101,17 @@ class TargetClient:
         return stream
 
     def drop(self, request_id: str) -> None:
-        """Nobody reads this stream any more: abort the request unless it has ended. Unknown ids are ignored."""
+        """Drop the stream of a request, and abort the request unless it has ended. Unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None and self.is_connected:
             self._send(Abort(request_id))
 
     def ask_snapshot(self) -> None:
-        """Ask for the whole prefix cache; the listener hears it. Without a target nothing happens."""
+        """Ask for the whole prefix cache; the listener gets it. Without a target nothing happens."""
         if self.is_connected:
             self._send(AskSnapshot())
 
     async def ping(self, timeout_s: float) -> Pong:
-        """How the target stands now. Raises TimeoutError or UnavailableError."""
+        """Return the target's present numbers. Raises TimeoutError or UnavailableError."""
         self.require_card()
         pong: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         self._pongs.append(pong)
@@ -167,14 +167,11 @@ class TargetClient:
             case Ready(card, epoch):
                 self.card = card
                 self._is_ready.set()
-                if self._listener:
-                    self._listener.on_ready(epoch)
+                self._listener.on_ready(epoch)
             case Status():
-                if self._listener:
-                    self._listener.on_status(message)
+                self._listener.on_status(message)
             case Snapshot():
-                if self._listener:
-                    self._listener.on_snapshot(message)
+                self._listener.on_snapshot(message)
 
     def _deliver(self, output: StepOutput) -> None:
         for chunk in output.chunks:
@@ -186,7 +183,7 @@ class TargetClient:
                 del self._streams[chunk.request_id]
 
     def _disconnect(self) -> None:
-        if self._listener and self.is_connected:
+        if self.is_connected:
             self._listener.on_lost()
         self._is_ready.clear()
         if self._writer is not None:

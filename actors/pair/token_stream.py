@@ -1,4 +1,4 @@
-"""One request's way out of the shell: chunks queue up here, and leave together."""
+"""The stream of one request's chunks out of the shell: they queue up, and leave together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.messages import TokenChunk
 
 
 class TokenStream:
-    """Filled by the socket's reader, drained by the request's generator; both live on one event loop."""
+    """Filled by the socket's reader, drained by the request's generator, both on one event loop."""
 
     def __init__(self) -> None:
         self._chunks: list[TokenChunk] = []
@@ -21,15 +21,15 @@ class TokenStream:
         self._has_news.set()
 
     def fail(self, error: ServingError) -> None:
-        """No more chunks will come; those that are here are still delivered."""
+        """End the stream with an error; chunks that have queued up are still delivered."""
         self._failure = error
         self._has_news.set()
 
     async def next(self) -> list[TokenChunk]:
-        """All chunks that have queued up, at least one.
+        """Wait for a chunk, and return all that have queued up.
 
         Raises:
-            ServingError: what the stream failed with, after its last chunk was taken.
+            ServingError: the stream has failed, and its last chunk was taken.
         """
         await self._has_news.wait()
         if not self._chunks:

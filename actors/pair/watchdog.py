@@ -1,4 +1,4 @@
-"""Sees that a target is dead or stuck, where no socket has closed to tell it."""
+"""The detection of a target that is dead or stuck while its socket stays open."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ _PERIOD_S = 1.0
 class Watchdog:
     """Pings the target once a second; fences and restarts one that does not answer or does not end its step.
 
-    A draft that the target has not heard for as long as a restart may take is restarted too. `restart` kills the
-    target's process, `restart_draft` the draft's, `on_pong` sees every answer.
+    A draft that has been silent for as long as a restart may take is restarted too.
+
+    Args:
+        client: the line to the target.
+        settings: the limits.
+        restart: kills the target's process.
+        on_pong: gets every answer.
+        restart_draft: kills the draft's process.
+        clock: seconds.
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class Watchdog:
         while True:
             await asyncio.sleep(_PERIOD_S)
             if self._client.is_connected:
-                await self._look()
+                await self._check_target()
 
     def check(self) -> None:
         """Raise UnavailableError if the target has been away for longer than a restart may take."""
@@ -58,23 +65,23 @@ class Watchdog:
                 f"{self._settings.restart_timeout_s:.0f} s; look for TargetActor in Ray's logs"
             )
 
-    async def _look(self) -> None:
+    async def _check_target(self) -> None:
         try:
             pong = await self._client.ping(self._settings.pong_timeout_s)
         except UnavailableError:
-            return  # it died in this moment; the client has fenced it
+            return  # it has just died, and the client has fenced it
         except TimeoutError:
             self._give_up(f"it answered no ping for {self._settings.pong_timeout_s} s")
             return
         self._seen_at_s = self._clock()
         self._on_pong(pong)
-        self._look_at_draft(pong.draft.silent_s)
+        self._check_draft(pong.draft.silent_s)
         if pong.step_age_s > self._settings.step_timeout_s:
             self._give_up(f"its step has run for {pong.step_age_s:.0f} s")
 
-    def _look_at_draft(self, silent_s: float) -> None:
-        now_s, patience_s = self._clock(), self._settings.restart_timeout_s
-        if min(silent_s, now_s - self._draft_restarted_at_s) > patience_s:
+    def _check_draft(self, silent_s: float) -> None:
+        now_s, limit_s = self._clock(), self._settings.restart_timeout_s
+        if min(silent_s, now_s - self._draft_restarted_at_s) > limit_s:
             logger.error("the draft is restarted: it has not been heard for %.0f s", silent_s)
             self._draft_restarted_at_s = now_s
             self._restart_draft()

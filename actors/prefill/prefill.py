@@ -48,10 +48,10 @@ class Prefill:
                 yield reply
 
     async def metrics_text(self) -> str:
-        """This replica's metrics in Prometheus text format, as they are now."""
+        """Return this replica's metrics in Prometheus text format, as they are now."""
         self._metrics.update(self._engine.stats, self._engine.direct)
         return self._metrics.text()
 
     async def check_health(self) -> None:
-        """Called by Serve; raises when this replica should be replaced."""
+        """Raise if this replica should be replaced; called by Serve."""
         self._engine.check()

@@ -1,4 +1,4 @@
-"""What runs inside a prefill replica: the engine in its own thread, and the orders that asyncio waits for."""
+"""The inside of a prefill replica: the engine in its own thread, and the orders that asyncio waits for."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from protos.messages import FinishReason, GenerateRequest, SamplingParams, Token
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # an engine ends a sequence by a token; nobody reads it
-_GRACE_S = 10.0  # beyond an order's time, in which a reader that is late ends its stream
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # the token that ends a sequence is not used
+_GRACE_S = 10.0  # after an order's time-out, in which a late reader may end its stream
 _Event = ExportedBlocks | TokenChunk | Refused
 
 
 class PrefillEngine:
-    """An `EngineCore` that samples for nobody. Each chunk's blocks leave while the next chunk is computed.
+    """An `EngineCore` whose tokens are not used. Each chunk's blocks leave while the next chunk is computed.
 
     Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread.
     """
@@ -57,17 +57,17 @@ class PrefillEngine:
         self._thread = ActorThread("Prefill", self._serve)
 
     async def wait_ready(self) -> None:
-        """Return when the model is loaded. Raises ConfigError for what cannot be served."""
+        """Return when the model is loaded. Raises ConfigError for a model that cannot be served."""
         await asyncio.to_thread(self._thread.wait_ready, self._settings.start_timeout_s)
 
     @property
     def stats(self) -> EngineStats:
-        """How the engine stood before its present step."""
+        """The engine's numbers before its present step."""
         return self._loop.stats
 
     @property
     def direct(self) -> DirectStats:
-        """What pairs read out of this process's memory."""
+        """Counts of the blocks that pairs read out of this process's memory."""
         return self._carrier.stats if self._carrier else DirectStats()
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class PrefillEngine:
                 if isinstance(reply, DirectBlocks):
                     sent.append(reply)
                 yield reply
-            if sent:  # they lie here until the reader has read them and ends the stream
+            if sent:  # they stay until the reader has read them and ends the stream
                 await asyncio.sleep(order.timeout_s + _GRACE_S)
         finally:
             self._release(sent)
@@ -135,7 +135,7 @@ class PrefillEngine:
 
     def _release(self, sent: list[DirectBlocks]) -> None:
         for blocks in sent:
-            assert self._carrier is not None, "it has sent them"
+            assert self._carrier is not None, "the carrier has sent them"
             self._event_loop.run_in_executor(None, self._carrier.release, blocks)
 
     def _load(self) -> RemoteLoad:

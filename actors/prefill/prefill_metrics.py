@@ -1,6 +1,4 @@
-"""A prefill replica's Prometheus metrics; what a pair makes of its blocks is in the pair's own
-(`actors.pair.pair_metrics`).
-"""
+"""A prefill replica's Prometheus metrics; the pairs' use of its blocks is in `actors.pair.pair_metrics`."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ class PrefillMetrics(Collector):
         self._registry.register(self)
 
     def update(self, stats: EngineStats, direct: DirectStats) -> None:
-        """Take in how the engine stands now, and what lies here for pairs to read."""
+        """Take in the engine's present numbers, and those of the blocks kept for pairs to read."""
         self._stats, self._direct = stats, direct
 
     def text(self) -> str:
-        """Prometheus text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Called by the registry."""
+        """Yield every metric; called by the registry."""
         stats = self._stats
         if stats is None:
             return
@@ -42,7 +40,7 @@ class PrefillMetrics(Collector):
         yield _gauge("queued_tokens", "Prompt tokens to be computed.", stats.num_queued_prefill_tokens)
         yield _gauge("tokens_per_second", "Measured speed, 0 before that.", stats.prefill_tokens_per_s)
         yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", self._direct.num_chunks)
-        yield _gauge("direct_bytes", "Size of the blocks that lie here to be read.", self._direct.kept_bytes)
+        yield _gauge("direct_bytes", "Size of the blocks kept for pairs to read.", self._direct.kept_bytes)
         yield _gauge("orders_running", "Orders that hold blocks.", stats.num_running)
         yield _gauge("orders_waiting", "Orders in the queue.", stats.num_waiting)
         yield _gauge("kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", stats.kv_usage)

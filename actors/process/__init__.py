@@ -1,1 +1,1 @@
-"""What every process of a pair needs: its thread, its sockets, its log."""
+"""The common parts of a pair's processes: thread, sockets, logging."""

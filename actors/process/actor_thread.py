@@ -17,7 +17,7 @@ class ActorThread:
     """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
     A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
-    restarts the actor, and those who talked to it start over.
+    restarts the actor, and its peers start over.
     """
 
     def __init__(self, name: str, main: Callable[[Callable[[], None]], None]) -> None:
@@ -28,7 +28,11 @@ class ActorThread:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return once the actor serves; raises what kept it from doing so."""
+        """Return once the actor serves.
+
+        Raises:
+            ServingError: it failed before, or took longer than `timeout_s`.
+        """
         if not self._is_settled.wait(timeout_s):
             raise EngineError(f"{self._thread.name} did not start within {timeout_s} s; look for it in Ray's logs")
         if self._failure is not None:
@@ -45,7 +49,7 @@ class ActorThread:
             self._is_settled.set()
 
     def _settle(self) -> None:
-        """What is loaded now stays: to walk its 440,000 objects in a step would take the garbage collector 0.3 s."""
+        """Exclude all loaded objects from garbage collection: a walk over 440,000 of them would cost a step 0.3 s."""
         gc.collect()
         gc.freeze()
         self._is_settled.set()

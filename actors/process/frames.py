@@ -2,7 +2,7 @@
 
 The processes of a pair share a node and a folder only they may enter, so a stream socket is all the network there is
 (39 us a round trip, against 0.9 ms for an actor call). This file knows frames; `shell_messages` and `draft_messages`
-say what is in them.
+define their contents.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Incoming = TypeVar("Incoming")
 
 
 class ConnectionLostError(ConnectionError):
-    """The other side closed, died, sent what is not a frame, or did not read in time."""
+    """The other side closed, died, broke the protocol, or did not read in time."""
 
 
 class FrameCodec(Generic[Incoming]):
-    """Encodes any message, and decodes the tagged union `incoming` out of a stream that arrives in pieces."""
+    """Encodes any message, and decodes the tagged union `incoming` from a stream that arrives in pieces."""
 
     def __init__(self, incoming: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -43,10 +43,10 @@ class FrameCodec(Generic[Incoming]):
         return _LENGTH.pack(len(body)) + body
 
     def feed(self, data: bytes) -> list[Incoming]:
-        """The messages that `data` completes, in order.
+        """Return the messages that `data` completes, in order.
 
         Raises:
-            ConnectionLostError: the stream is not frames of this protocol; nothing after this point can be understood.
+            ConnectionLostError: the stream breaks the protocol; nothing after this point can be decoded.
         """
         self._buffer += data
         messages: list[Incoming] = []
@@ -71,7 +71,7 @@ class FrameCodec(Generic[Incoming]):
 
 
 class FrameConnection(Generic[Incoming]):
-    """A connected socket for threads: one may receive while others send; nothing waits longer than it was told to."""
+    """A connected socket for threads: one may receive while others send; no call waits longer than its time-out."""
 
     def __init__(self, peer: socket.socket, incoming: Any) -> None:
         peer.setblocking(False)
@@ -101,7 +101,7 @@ class FrameConnection(Generic[Incoming]):
                     raise ConnectionLostError(f"the peer is gone: {error}") from error
 
     def receive(self, timeout_s: float) -> list[Incoming]:
-        """The messages that have arrived, waiting up to `timeout_s` for the first bytes; empty when there are none.
+        """Return the messages that have arrived, after up to `timeout_s` for the first bytes; empty without any.
 
         Raises:
             ConnectionLostError: the peer is gone or broke the protocol.
@@ -119,12 +119,12 @@ class FrameConnection(Generic[Incoming]):
         return self._codec.feed(data)
 
     def has_arrived(self) -> bool:
-        """Whether `receive` would find something, be it the end of the connection; takes nothing and does not wait."""
+        """True if `receive` would find a message or the end of the connection; takes nothing and does not wait."""
         return bool(self._readable.poll(0))
 
     def close(self) -> None:
         """Close the socket; a thread inside `receive` wakes up with `ConnectionLostError`. Closing twice is fine."""
-        with contextlib.suppress(OSError):  # already gone, which is what was asked for
+        with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -140,7 +140,7 @@ class FrameListener:
         self._readable = _poll(self._socket, select.POLLIN)
 
     def accept(self, incoming: Any, timeout_s: float) -> FrameConnection[Any] | None:
-        """The next peer, or None when none came within `timeout_s`."""
+        """Return the next peer, or None if none comes within `timeout_s`."""
         if not self._readable.poll(_milliseconds(time.monotonic() + timeout_s)):
             return None
         peer, _ = self._socket.accept()
@@ -151,7 +151,7 @@ class FrameListener:
 
 
 def connect(path: Path, incoming: Any) -> FrameConnection[Any] | None:
-    """Connect to a listening path without waiting; None when nobody listens there (yet)."""
+    """Connect to a path without waiting; None while no process listens there."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.setblocking(False)
     try:

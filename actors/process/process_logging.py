@@ -6,7 +6,7 @@ import logging
 
 
 def configure_logging() -> None:
-    """Give this process's root logger a handler; the model libraries' chatter stays at warnings."""
+    """Give this process's root logger a handler; model libraries log warnings only."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("transformers", "httpx", "filelock"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The folder a pair keeps its sockets in."""
+"""The folder of a pair's sockets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PREFIX = "outrider-"
 
 
 def private_folder() -> Path:
-    """A new folder with mode 0700, named after this process; short, since a socket's path may have 107 bytes.
+    """Make a folder with mode 0700, named after this process; short, since a socket's path may have 107 bytes.
 
-    Folders of processes that are gone are removed on the way: one that was killed could not do it.
+    Folders of processes that are gone are removed on the way: a killed process could not do it.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         if not _is_alive(folder.name.split("-")[1]):
-            shutil.rmtree(folder, ignore_errors=True)  # of another user: not ours to remove
+            shutil.rmtree(folder, ignore_errors=True)  # a folder of another user stays
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
 
 

@@ -29,7 +29,7 @@ _SEND_TIMEOUT_S = 5.0
 
 
 class ShellServer:
-    """Serves one shell at a time; a shell that leaves, or does not read for five seconds, takes its requests along.
+    """Serves one shell at a time; the requests of a shell that leaves, or does not read for five seconds, are aborted.
 
     `run` belongs in a thread of its own. `emit` is for the engine's thread, and waits at most for the socket.
     """
@@ -51,7 +51,7 @@ class ShellServer:
         self._listener.close()
 
     def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
-        """Send to the shell; without one the message is of no interest to anybody."""
+        """Send to the shell; without one the message is dropped."""
         connection = self._connection
         if connection is None:
             return

@@ -1,9 +1,10 @@
-"""The actor that owns the target model, its KV and the truth."""
+"""The actor that owns the target model, its KV and the committed tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
@@ -15,12 +16,12 @@ from actors.settings import PairSettings
 class TargetActor:
     """Loads the target in the background and serves the pair's shell over a socket in `folder`.
 
-    Ray restarts it after a death with nothing but its settings: requests are lost to it, and found again by the
-    ingress, which holds their committed tokens. It calls the `Prefill` deployment itself, where there is one: KV blocks
-    pass neither the shell nor a socket.
+    Ray restarts it after a death with its settings alone: requests are lost here, and continued by the ingress, which
+    holds their committed tokens. It calls the `Prefill` deployment itself, where there is one: KV blocks pass neither
+    the shell nor a socket.
     """
 
-    def __init__(self, settings: PairSettings, folder: Path, prefill: DeploymentHandle | None) -> None:
+    def __init__(self, settings: PairSettings, folder: Path, prefill: DeploymentHandle[Any] | None) -> None:
         configure_logging()
         self._settings = settings
         self._folder = folder
@@ -28,7 +29,11 @@ class TargetActor:
         self._thread = ActorThread("TargetActor", self._serve)
 
     def ready(self) -> None:
-        """Returns when the model is loaded and the socket listens. Raises ConfigError for what cannot be served."""
+        """Return when the model is loaded and the socket listens.
+
+        Raises:
+            ConfigError: the model, its head, the pool or the limits do not fit.
+        """
         self._thread.wait_ready(self._settings.start_timeout_s)
 
     def _serve(self, is_ready: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside a `TargetActor`: the target model, its engine, and the two sockets to shell and draft."""
+"""The inside of a `TargetActor`: the target model, its engine, and the two sockets to shell and draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
@@ -33,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def serve_target(
-    settings: PairSettings, folder: Path, prefill: DeploymentHandle | None, is_ready: Callable[[], None]
+    settings: PairSettings, folder: Path, prefill: DeploymentHandle[Any] | None, is_ready: Callable[[], None]
 ) -> None:
     """Load the target, call `is_ready` once the shell can connect, and compute until the process is killed.
 
-    Long prompts are read by `prefill` where there is one and it pays.
+    Long prompts are read by `prefill` where there is one and it is faster.
 
     Raises:
-        ConfigError: the model, its head, the pool or the limits cannot be had.
+        ConfigError: the model, its head, the pool or the limits do not fit.
     """
     channel = _channel(settings, folder)
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
@@ -60,7 +61,7 @@ def serve_target(
 
 
 def _end_process(reason: str) -> None:
-    """A rank is gone: the engine's thread may wait for it in a sum that cannot be interrupted. Ray starts all anew."""
+    """End the process when a rank is gone: the engine may wait for it in an all-reduce without end. Ray restarts it."""
     logger.error("the target ends: %s", reason)
     os._exit(1)
 
@@ -83,7 +84,7 @@ def _runner(core: EngineCore) -> ModelRunner:
 def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
     runner = _runner(core)
     speculation = settings.engine.speculation
-    logger.info("requests that do not say are sampled by %s", runner.sampling_defaults)
+    logger.info("requests without sampling parameters are sampled by %s", runner.sampling_defaults)
     return ModelCard(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
@@ -100,5 +101,5 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
 
 
 def _probe_key(core: EngineCore) -> bytes:
-    """What this engine calls the last block of a fixed text: an ingress that calls it otherwise knows none of them."""
+    """Return this engine's key of the last block of a fixed text; an ingress with another one routes by load."""
     return core.blocks.prefix_keys(TokenBlocks(list(probe_token_ids(core.blocks.block_size)), PROBE_SALT))[-1]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import CacheConfig, SchedulerConfig
 
@@ -101,7 +102,7 @@ class PrefillSection(Scaled):
     num_replicas: int | None = Field(default=None, ge=0)
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     chunk_tokens: int = Field(default=512, ge=1)
-    kv_transport: Annotated[str, one_of("auto", "object_store", "nixl")] = "auto"
+    kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     niceness: int | None = Field(default=None, ge=0, le=19)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)

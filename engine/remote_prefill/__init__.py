@@ -1,1 +1,1 @@
-"""Prompts that prefill replicas read: the decision, the orders, the blocks that come back."""
+"""Prompts that prefill replicas read: the placement decision, the orders, the blocks that come back."""

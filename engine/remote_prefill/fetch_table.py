@@ -1,4 +1,4 @@
-"""Which sequences wait for which fetch, those that share one included. It orders nothing and stores no block."""
+"""The sequences that wait for each fetch, followers included. It sends no order and stores no block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from engine.sequence.sequence import Sequence
 
 
 class FetchTable:
-    """The fetches under way, their followers, and the orphans: followers that get nothing more from their fetch."""
+    """The fetches under way, their followers, and the orphans.
+
+    A follower is a sequence that lacks the same blocks as the fetch's own; an orphan is a follower that gets nothing
+    more from its fetch.
+    """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -17,43 +21,43 @@ class FetchTable:
 
     @property
     def num_sequences(self) -> int:
-        """That wait, for a fetch or for another one."""
+        """Number of sequences that wait: those of the fetches, their followers, and orphans."""
         return sum(1 + len(fetch.followers) for fetch in self._fetches.values()) + len(self._orphans)
 
     def add(self, fetch: KVFetch) -> None:
-        """A fetch has been ordered."""
+        """Add a fetch that has been ordered."""
         self._fetches[fetch.fetch_id] = fetch
 
     def get(self, fetch_id: int) -> KVFetch | None:
-        """None where it is over."""
+        """Return the fetch with this id; None where it is over."""
         return self._fetches.get(fetch_id)
 
     def drop(self, fetch: KVFetch) -> None:
-        """A fetch is over; its followers are orphans."""
+        """Remove a fetch that is over; its followers become orphans."""
         del self._fetches[fetch.fetch_id]
         self._orphans += fetch.followers
 
     def late(self, now_s: float) -> list[KVFetch]:
-        """Those that should have ended by now."""
+        """Return the fetches whose deadline has passed."""
         return [fetch for fetch in self._fetches.values() if fetch.deadline_s <= now_s]
 
     def follow(self, sequence: Sequence) -> bool:
-        """Let a sequence wait for the fetch that brings its first missing block already, if there is one."""
+        """Make a sequence a follower of the fetch that brings its first missing block; False where there is none."""
         for fetch in self._fetches.values():
             if self._is_coming(fetch, sequence):
                 fetch.followers.append(sequence)
                 return True
         return False
 
-    def lead(self, fetch: KVFetch) -> None:
-        """Blocks of a fetch are here: bring those that follow up to them."""
+    def advance_followers(self, fetch: KVFetch) -> None:
+        """Give the followers the blocks of a fetch that have arrived; those it has no more for become orphans."""
         for follower in fetch.followers:
             self._blocks.catch_up(follower)
         self._orphans += [each for each in fetch.followers if not self._is_coming(fetch, each)]
         fetch.followers = [each for each in fetch.followers if self._is_coming(fetch, each)]
 
     def leave(self, sequence: Sequence) -> KVFetch | None:
-        """A sequence waits no longer. Returns its own fetch, which is still here; None if it waited for another's."""
+        """End a sequence's wait. Returns its own fetch, which stays in the table; None if it waited for another's."""
         for waiting in (self._orphans, *(fetch.followers for fetch in self._fetches.values())):
             if sequence in waiting:
                 waiting.remove(sequence)
@@ -62,12 +66,12 @@ class FetchTable:
         return fetch
 
     def take_orphans(self) -> list[Sequence]:
-        """All of them, which are then the caller's."""
+        """Remove and return all orphans."""
         orphans, self._orphans = self._orphans, []
         return orphans
 
     def _is_coming(self, fetch: KVFetch, sequence: Sequence) -> bool:
-        """Whether `fetch` will bring the first block that `sequence` lacks."""
+        """True if `fetch` will bring the first block that `sequence` lacks."""
         index = sequence.num_computed_tokens // self._blocks.block_size
         is_ahead = fetch.next_block <= index < fetch.end_block
         is_wanted = num_fetchable_blocks(sequence, self._blocks.block_size) > 0
@@ -75,5 +79,5 @@ class FetchTable:
 
 
 def num_fetchable_blocks(sequence: Sequence, block_size: int) -> int:
-    """Whole blocks that a sequence lacks; never its last token's, whose logits are needed."""
+    """Count the whole blocks that a sequence lacks; never its last token's, whose logits are needed."""
     return (len(sequence.token_ids) - 1 - sequence.num_computed_tokens) // block_size

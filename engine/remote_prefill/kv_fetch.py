@@ -10,9 +10,9 @@ from engine.sequence.sequence import Sequence
 
 @dataclass(slots=True)
 class KVFetch:
-    """Blocks [next_block, end_block) of `sequence` have been ordered and are not here yet.
+    """Blocks [next_block, end_block) of `sequence` are ordered and have not arrived.
 
-    `followers` are sequences that lack the same blocks; they get them from the prefix cache as these come.
+    `followers` are sequences that lack the same blocks; they adopt them from the prefix cache as these arrive.
     """
 
     fetch_id: int

@@ -1,11 +1,11 @@
-"""Where a prompt is read: here or by a prefill replica. A pure decision over measured rates, in seconds.
+"""The placement of a prompt: read here or by a prefill replica. A pure decision over measured rates, in seconds.
 
     here    (queued + n x (1 + S)) / rate x (1 + slowdown)
     there   call + remote queue / remote rate + n x transfer + n x max(0, 1 / remote rate - 1 / rate)
 
 n are the uncached tokens and S the sequences that decode here: while this engine reads the prompt, each of them waits
-as long as the prompt does, so the left side counts the seconds that all of them lose together. The right side counts
-what reading it there adds to the reading itself: being called, waiting for others, moving blocks, and a slower machine.
+as long as the prompt does, so the first line counts the seconds that all of them lose together. The second counts the
+time that the replica adds to the reading itself: the call, its queue, moving blocks, and a slower machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LocalOutlook:
-    """This engine: its prefill rate with nothing decoding (0: not measured), and what it is busy with."""
+    """This engine: its prefill rate with nothing decoding (0: not measured), and its load."""
 
     tokens_per_s: float
     slowdown: float  # extra seconds per second of prefill, from all that decodes now
@@ -25,7 +25,7 @@ class LocalOutlook:
 
 @dataclass(frozen=True, slots=True)
 class RemoteOutlook:
-    """The prefill replicas, as a new order would find them; a rate of 0 is not measured, and taken to be ours."""
+    """The prefill replicas as a new order meets them; a rate of 0 is not measured, and taken to equal ours."""
 
     tokens_per_s: float
     num_queued_tokens: float
@@ -50,8 +50,8 @@ class PrefillPlacement:
 def place_prefill(num_tokens: int, min_tokens: int, local: LocalOutlook, remote: RemoteOutlook) -> PrefillPlacement:
     """Decide for a prompt with `num_tokens` uncached tokens; below `min_tokens` it is always read here.
 
-    Before this engine has measured its own rate, a prompt of at least `min_tokens` goes to the replicas: they learn
-    what it costs without anybody waiting here.
+    Before this engine has measured its own rate, a prompt of at least `min_tokens` goes to the replicas, which teaches
+    their rates without delaying sequences here.
     """
     local_s = _local_s(num_tokens, local)
     remote_s = _remote_s(num_tokens, local.tokens_per_s, remote)

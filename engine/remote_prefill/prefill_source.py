@@ -1,4 +1,4 @@
-"""What the scheduler and the engine need of whoever can bring blocks from elsewhere, and the one that never does."""
+"""The protocol by which scheduler and engine get blocks from elsewhere, and the source that never has any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.stats.engine_stats import RemotePrefillStats
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """What a prompt that is read here would wait for, and what would wait for it."""
+    """The load that a prompt meets in this engine: tokens before it, and sequences that it would delay."""
 
     num_queued_tokens: int
     num_decoding: int
@@ -19,23 +19,32 @@ class PrefillLoad:
 
 
 class PrefillSource(Protocol):
-    """Brings KV blocks for sequences that hold slots; a sequence is `is_fetching` from `offer` until it is done."""
+    """Brings KV blocks for sequences that hold slots; a sequence `is_fetching` from `offer` until its fetch is over."""
 
     def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
-        """A sequence was admitted, with slots for all its tokens: fetch what it lacks, or leave it to be computed."""
+        """Fetch the blocks that an admitted sequence lacks, or leave them to be computed.
+
+        Args:
+            sequence: holds slots for all its tokens.
+            load: of this engine, for the decision.
+        """
 
     def withdraw(self, sequence: Sequence) -> None:
-        """A sequence that is fetching is about to lose its blocks: nothing is written to them from now on."""
+        """End the fetch of a sequence that is about to lose its blocks: nothing is written to them from now on."""
 
     def receive(self, load: PrefillLoad) -> bool:
-        """Store what has arrived; sequences move forward, and stop fetching at the end. True where there was news."""
+        """Store the blocks that have arrived; sequences move forward, and stop fetching at the end.
+
+        Returns:
+            True where there was news.
+        """
 
     @property
     def stats(self) -> RemotePrefillStats: ...
 
 
 class NoPrefillSource:
-    """Every prompt is read here."""
+    """Leaves every prompt to this engine."""
 
     stats = RemotePrefillStats()
 

@@ -1,4 +1,4 @@
-"""Prompts read elsewhere: decides, orders, stores blocks as they come, and lets the engine compute what does not.
+"""Remote prefill: places prompts, orders blocks, stores them as they come, and leaves the others to the engine.
 
 A sequence that is fetching holds its slots and computes nothing. Blocks arrive in order; each moves it forward and is
 published at once. Whatever ends the fetch, the sequence goes on from where it is:
@@ -38,9 +38,9 @@ from engine.stats.rates import RateMeter
 logger = logging.getLogger(__name__)
 
 _MAX_NEWS_PER_STEP = 4  # storing a chunk is a copy that sequences which decode wait for
-_SHORTEST_PATIENCE_S = 5.0
-_PATIENCE_BEFORE_RATES_S = 30.0
-_TIMES_EXPECTED = 4.0
+_MIN_TIMEOUT_S = 5.0
+_TIMEOUT_BEFORE_RATES_S = 30.0
+_TIMES_EXPECTED = 4.0  # the time-out over the expected time
 
 
 class RemotePrefill:
@@ -50,8 +50,12 @@ class RemotePrefill:
     fetch that takes four times as long as expected, and five seconds at least, is given up.
 
     Args:
-        rates: this engine's own, for the decision.
+        transport: carries orders and blocks.
+        pool: the memory of the blocks.
+        blocks: their tables and keys.
+        rates: this engine's own, for the placement.
         min_tokens: shorter prompts are always read here.
+        clock: seconds.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class RemotePrefill:
         )
 
     def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
-        if not sequence.is_scoring:  # a block from elsewhere has no logits
+        if not sequence.is_scoring:  # a block from elsewhere comes without logits
             sequence.is_fetching = self._follow(sequence) or self._fetch(sequence, load)
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -112,7 +116,7 @@ class RemotePrefill:
         return bool(all_news)
 
     def _follow(self, sequence: Sequence) -> bool:
-        """Wait for a fetch that brings this sequence's first missing block already, if there is one."""
+        """Wait for the fetch that brings this sequence's first missing block; False where there is none."""
         num_tokens = num_fetchable_blocks(sequence, self._blocks.block_size) * self._blocks.block_size
         return num_tokens >= self._min_tokens and self._fetches.follow(sequence)
 
@@ -120,13 +124,13 @@ class RemotePrefill:
         num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
         if num_blocks == 0 or not self._meter.is_open:
             return False
-        choice = self._choose(num_blocks * self._blocks.block_size, load)
-        logger.debug("request %s: %s", sequence.request_id, choice)
-        if choice.is_remote:
-            self._order(sequence, num_blocks, choice)
-        return choice.is_remote
+        placement = self._place(num_blocks * self._blocks.block_size, load)
+        logger.debug("request %s: %s", sequence.request_id, placement)
+        if placement.is_remote:
+            self._order(sequence, num_blocks, placement)
+        return placement.is_remote
 
-    def _choose(self, num_tokens: int, load: PrefillLoad) -> PrefillPlacement:
+    def _place(self, num_tokens: int, load: PrefillLoad) -> PrefillPlacement:
         local = LocalOutlook(
             tokens_per_s=self._rates.prefill_tokens_per_s,
             slowdown=self._rates.decode_slowdown * load.num_decode_tokens,
@@ -135,26 +139,26 @@ class RemotePrefill:
         )
         return place_prefill(num_tokens, self._min_tokens, local, self._meter.outlook())
 
-    def _order(self, sequence: Sequence, num_blocks: int, choice: PrefillPlacement) -> None:
+    def _order(self, sequence: Sequence, num_blocks: int, placement: PrefillPlacement) -> None:
         now_s = self._clock()
         first_block = sequence.num_computed_tokens // self._blocks.block_size
         end_block = first_block + num_blocks
-        patience_s = self._patience_s(choice)
-        fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, now_s + patience_s)
+        timeout_s = self._timeout_s(placement)
+        fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, now_s + timeout_s)
         self._fetches.add(fetch)
         self._num_fetches += 1
-        self._meter.ordered(fetch.fetch_id, choice.num_tokens)
+        self._meter.ordered(fetch.fetch_id, placement.num_tokens)
         token_ids = tuple(sequence.token_ids[: end_block * self._blocks.block_size])
         request = sequence.request
         self._transport.start(
-            FetchOrder(fetch.fetch_id, request.request_id, token_ids, first_block, request.cache_salt, patience_s)
+            FetchOrder(fetch.fetch_id, request.request_id, token_ids, first_block, request.cache_salt, timeout_s)
         )
 
-    def _patience_s(self, choice: PrefillPlacement) -> float:
+    def _timeout_s(self, placement: PrefillPlacement) -> float:
         rate = self._meter.outlook().tokens_per_s or self._rates.prefill_tokens_per_s
         if rate == 0:
-            return _PATIENCE_BEFORE_RATES_S
-        return max(_SHORTEST_PATIENCE_S, _TIMES_EXPECTED * (choice.remote_s + choice.num_tokens / rate))
+            return _TIMEOUT_BEFORE_RATES_S
+        return max(_MIN_TIMEOUT_S, _TIMES_EXPECTED * (placement.remote_s + placement.num_tokens / rate))
 
     def _handle(self, fetch: KVFetch, news: FetchNews) -> None:
         match news:
@@ -175,7 +179,7 @@ class RemotePrefill:
         self._pool.import_blocks(sequence.block_table[chunk.header.first_block : fetch.next_block], chunk.blocks)
         sequence.num_computed_tokens = fetch.next_block * self._blocks.block_size
         self._blocks.publish(sequence, sequence.num_computed_tokens)
-        self._fetches.lead(fetch)
+        self._fetches.advance_followers(fetch)
         self._meter.arrived(chunk, num_tokens)
         self._num_tokens += num_tokens
         self._transfer_s += chunk.transfer_s
@@ -201,7 +205,7 @@ class RemotePrefill:
     def _fail(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
         self._failures[cause] += 1
         self._meter.failed()
-        level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # it stays wrong until redeployed
+        level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # a mismatch stays until redeployed
         if cause is FetchFailure.MISMATCH:
             self._last_mismatch = detail
         request_id, num_blocks = fetch.sequence.request_id, fetch.num_missing_blocks
@@ -209,7 +213,7 @@ class RemotePrefill:
         self._drop(fetch)
 
     def _drop(self, fetch: KVFetch) -> None:
-        """The fetch is over: its sequence computes what is missing, its followers are offered again."""
+        """End a fetch: its sequence computes the missing tokens, its followers are offered again."""
         self._fetches.drop(fetch)
         fetch.sequence.is_fetching = False
         self._meter.ended(fetch.fetch_id)

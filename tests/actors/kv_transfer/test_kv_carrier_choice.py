@@ -1,4 +1,4 @@
-"""Which way KV blocks take: what was asked for, against what this process has, and never anything else in silence."""
+"""The way of KV blocks: the configured one or an error, and for auto the best one, with the reason in the log."""
 
 import logging
 
@@ -7,6 +7,7 @@ import torch
 
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.nixl_carrier import NixlCarrier
+from actors.settings import KVTransportKind
 from protos.errors import ConfigError
 
 
@@ -16,17 +17,17 @@ def has(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, nixl: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "gpu", "nixl", "is_direct", "reason"),
+    ("kind", "gpu", "nixl", "is_direct", "reason"),
     [
-        ("auto", False, True, False, "there is no GPU"),
-        ("auto", True, True, True, "GPU to GPU"),
-        ("auto", True, False, False, "ModuleNotFoundError: nixl"),
-        ("object_store", True, True, False, "as configured"),
-        ("nixl", False, True, True, "main memory"),
+        (KVTransportKind.AUTO, False, True, False, "there is no GPU"),
+        (KVTransportKind.AUTO, True, True, True, "GPU to GPU"),
+        (KVTransportKind.AUTO, True, False, False, "ModuleNotFoundError: nixl"),
+        (KVTransportKind.OBJECT_STORE, True, True, False, "as configured"),
+        (KVTransportKind.NIXL, False, True, True, "main memory"),
     ],
 )
-def test_the_way_and_its_reason(
-    wish: str,
+def test_the_carrier_is_chosen_and_the_reason_logged(
+    kind: KVTransportKind,
     gpu: bool,
     nixl: bool,
     is_direct: bool,
@@ -36,11 +37,11 @@ def test_the_way_and_its_reason(
 ) -> None:
     has(monkeypatch, gpu=gpu, nixl=nixl)
     with caplog.at_level(logging.INFO):
-        assert isinstance(choose_carrier(wish), NixlCarrier) == is_direct
+        assert isinstance(choose_carrier(kind), NixlCarrier) == is_direct
     assert reason in caplog.text
 
 
-def test_what_cannot_be_had_is_refused_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carrier_that_cannot_be_loaded_is_an_error_with_reason_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, gpu=True, nixl=False)
     with pytest.raises(ConfigError, match=r"'nixl', which this process cannot use \(ModuleNotFoundError: nixl\)"):
-        choose_carrier("nixl")
+        choose_carrier(KVTransportKind.NIXL)

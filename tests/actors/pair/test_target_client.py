@@ -15,16 +15,17 @@ from actors.engine_loop.status_reporter import StatusReporter
 from actors.pair.target_client import TargetClient
 from actors.pair.token_stream import TokenStream
 from actors.process.frames import FrameListener
-from actors.shell_messages import DraftChannelStats, Refused, Snapshot, Status
+from actors.shell_messages import DraftChannelStats, Refused
 from actors.target.shell_server import ShellServer
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
 from protos.errors import EngineError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+from tests.actors.target_events import TargetEvents
 
 CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
 KEY = b"k" * 16
-PATIENCE_S = 20.0  # of these tests, on a busy machine
+TIMEOUT_S = 20.0  # of these tests, on a busy machine
 
 
 class CountingEngine:
@@ -58,7 +59,7 @@ class CountingEngine:
 
     def step(self) -> list[TokenChunk]:
         time.sleep(self.step_s)
-        self.may_step.wait(PATIENCE_S)
+        self.may_step.wait(TIMEOUT_S)
         return [self._advance(request) for request in list(self.requests.values())]
 
     def stats(self) -> EngineStats:
@@ -96,7 +97,7 @@ class Target:
         self.server.close()
         self.loop.close()
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def target(folder: Path) -> Iterator[Target]:
 
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[TargetClient]:
-    line = TargetClient(folder / "target.sock")
+    line = TargetClient(folder / "target.sock", TargetEvents())
     yield line
     await line.close()
 
@@ -141,7 +142,7 @@ async def exhaust(stream: TokenStream) -> None:
 
 
 async def eventually(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not await is_so():  # noqa: ASYNC110  # the target has nothing to signal
             await asyncio.sleep(0.01)
 
@@ -154,25 +155,25 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_the_target_greets_with_its_card(target, client):
-    assert await client.wait_connected(PATIENCE_S) == CARD
+    assert await client.wait_connected(TIMEOUT_S) == CARD
 
 
 async def test_streams_are_told_apart_and_complete(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     answers = await asyncio.gather(*(collect(client, request(str(n), max_tokens=n)) for n in range(1, 9)))
     assert answers == [list(range(n)) for n in range(1, 9)]
     assert client.num_requests == 0
 
 
 async def test_a_slow_reader_gets_all_that_queued_up_at_once(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     stream = client.add(request(max_tokens=20))
     await until(lambda: len(stream._chunks) == 20)
     assert len(await stream.next()) == 20
 
 
 async def test_a_refusal_fails_its_stream_and_no_other(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     good, bad = await asyncio.gather(
         collect(client, request("good")), collect(client, request("bad", (13,))), return_exceptions=True
     )
@@ -182,7 +183,7 @@ async def test_a_refusal_fails_its_stream_and_no_other(target, client):
 
 
 async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.005
     stream = client.add(request(max_tokens=10_000))
     await stream.next()
@@ -190,13 +191,13 @@ async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
     client.drop("unknown")
 
     async def is_free() -> bool:
-        return (await client.ping(PATIENCE_S)).engine.num_used_blocks == 0
+        return (await client.ping(TIMEOUT_S)).engine.num_used_blocks == 0
 
     await eventually(is_free)
 
 
 async def test_an_id_in_use_is_refused(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.005
     client.add(request(max_tokens=1000))
     with pytest.raises(RequestError, match="in use"):
@@ -204,18 +205,18 @@ async def test_an_id_in_use_is_refused(target, client):
 
 
 async def test_a_ping_is_answered_during_a_step_and_tells_its_age(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     target.engine.may_step.clear()
     client.add(request())
     await until(lambda: target.loop.step_age_s > 0.05)
-    pong = await client.ping(PATIENCE_S)
+    pong = await client.ping(TIMEOUT_S)
     assert 0.05 < pong.step_age_s <= target.loop.step_age_s
     target.engine.may_step.set()
 
 
 async def test_death_fails_streams_at_once_and_fences_until_the_target_is_back(folder, client):
     with running_target(folder / "target.sock") as target:
-        await client.wait_connected(PATIENCE_S)
+        await client.wait_connected(TIMEOUT_S)
         target.engine.step_s = 0.01
         stream = client.add(request(max_tokens=10_000))
         await stream.next()
@@ -224,12 +225,12 @@ async def test_death_fails_streams_at_once_and_fences_until_the_target_is_back(f
     with pytest.raises(UnavailableError, match="restarting"):
         client.add(request())
     with running_target(folder / "target.sock"):
-        await client.wait_connected(PATIENCE_S)
+        await client.wait_connected(TIMEOUT_S)
         assert await collect(client, request()) == [0, 1, 2, 3, 4]
 
 
 async def test_a_fenced_target_loses_its_streams(target, client):
-    await client.wait_connected(PATIENCE_S)
+    await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.01
     stream = client.add(request(max_tokens=10_000))
     client.fence()
@@ -238,8 +239,8 @@ async def test_a_fenced_target_loses_its_streams(target, client):
 
 
 async def test_a_shell_that_leaves_takes_its_requests_along(folder, target):
-    client = TargetClient(folder / "target.sock")
-    await client.wait_connected(PATIENCE_S)
+    client = TargetClient(folder / "target.sock", TargetEvents())
+    await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.005
     client.add(request(max_tokens=10_000))
     await until(lambda: bool(target.engine.requests))
@@ -255,43 +256,20 @@ async def test_unknown_error_kinds_become_engine_errors():
     assert type(Refused("a", "NoSuchError", "x").error()) is EngineError
 
 
-class Diary:
-    """Writes down what a listener hears."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-        self.epochs: list[int] = []
-        self.snapshots: list[bytes] = []
-        self.numbers_running: list[int] = []
-
-    def on_ready(self, epoch: int) -> None:
-        self.words.append("ready")
-        self.epochs.append(epoch)
-
-    def on_status(self, status: Status) -> None:
-        self.numbers_running.append(status.engine.num_running)
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self.snapshots.append(snapshot.keys)
-
-    def on_lost(self) -> None:
-        self.words.append("lost")
-
-
-async def test_a_listener_hears_of_load_and_cache_and_of_every_life_of_the_target(folder: Path) -> None:
-    path, diary = folder / "target.sock", Diary()
-    client = TargetClient(path, diary)
-    client.ask_snapshot()  # nobody is there: nothing happens
+async def test_a_listener_gets_load_and_cache_and_every_start_and_loss_of_the_target(folder: Path) -> None:
+    path, events = folder / "target.sock", TargetEvents()
+    client = TargetClient(path, events)
+    client.ask_snapshot()  # without a target nothing happens
     with running_target(path) as target:
         target.engine.step_s = 0.02
-        await client.wait_connected(PATIENCE_S)
+        await client.wait_connected(TIMEOUT_S)
         await collect(client, request(max_tokens=3))
         client.ask_snapshot()
-        await until(lambda: diary.snapshots == [KEY] and diary.numbers_running[-1:] == [0])
-        assert 1 in diary.numbers_running
-    await until(lambda: diary.words == ["ready", "lost"])
+        await until(lambda: events.snapshots == [KEY] and events.numbers_running[-1:] == [0])
+        assert 1 in events.numbers_running
+    await until(lambda: events.changes == ["ready", "lost"])
     with running_target(path):
-        await client.wait_connected(PATIENCE_S)
+        await client.wait_connected(TIMEOUT_S)
     await client.close()
-    assert diary.words[:3] == ["ready", "lost", "ready"]
-    assert diary.epochs[0] < diary.epochs[1]
+    assert events.changes[:3] == ["ready", "lost", "ready"]
+    assert events.epochs[0] < events.epochs[1]

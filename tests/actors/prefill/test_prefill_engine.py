@@ -65,7 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def carrier(monkeypatch: pytest.MonkeyPatch) -> FakeCarrier:
     fake = FakeCarrier()
-    monkeypatch.setattr(actors.prefill.prefill_engine, "choose_carrier", lambda wish: fake)
+    monkeypatch.setattr(actors.prefill.prefill_engine, "choose_carrier", lambda kind: fake)
     return fake
 
 

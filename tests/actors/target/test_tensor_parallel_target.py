@@ -1,4 +1,4 @@
-"""A target in two processes behind the shell's socket: the texts of one process, and one death that takes all along."""
+"""A target in two processes behind the shell's socket: the texts of one process, and an end when one of them dies."""
 
 import asyncio
 import multiprocessing
@@ -16,6 +16,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationCon
 from engine.engine_core import EngineCore
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
+from tests.actors.target_events import TargetEvents
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 REQUEST = GenerateRequest("a", (5, 6, 7, 5, 6, 7), SamplingParams(temperature=0.7, seed=3, max_tokens=40))
@@ -55,7 +56,7 @@ async def test_two_ranks_serve_the_texts_of_one_and_die_together(tmp_path: Path)
     target = multiprocessing.get_context("spawn").Process(target=serve, args=(settings(tmp_path / "target", 2), folder))
     target.start()
     try:
-        client = TargetClient(folder / TARGET_SOCKET)
+        client = TargetClient(folder / TARGET_SOCKET, TargetEvents())
         await client.wait_connected(START_TIMEOUT_S)
         assert await generate(client, REQUEST) == expected
 
@@ -65,7 +66,7 @@ async def test_two_ranks_serve_the_texts_of_one_and_die_together(tmp_path: Path)
             if "engine.model.runner.rank_process" in each.cmdline()
         ]
         assert len(ranks) == 1
-        ranks[0].kill()  # while nothing is computed: nobody would notice but for the watch
+        ranks[0].kill()  # while nothing is computed: only the watch can notice
         await asyncio.to_thread(target.join, 30)
         assert target.exitcode == 1
         with pytest.raises(UnavailableError):
