@@ -18,7 +18,7 @@ from router.backend.application_watch import INGRESS, ApplicationWatch
 from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
-from router.grpc_api import GrpcApi
+from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.routing.request_routing import RequestRouting

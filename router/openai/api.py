@@ -17,11 +17,13 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
 from router.metrics.http_metrics import CountRequests
+from router.openai.chat_writer import ChatWriter
+from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import read_body
-from router.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter
+from router.openai.response_writer import ResponseWriter
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.token_ids import check_token_ids
@@ -48,7 +50,7 @@ class OpenAIApi:
         self._max_body_bytes = service.config.limits.max_body_bytes
 
     async def authenticate(self, request: Request) -> None:
-        """Refuses a call without a known key, if keys are configured."""
+        """Refuse a call without a known key, if keys are configured."""
         if request.url.path not in _OPEN_PATHS:
             self._api_keys.check(request.headers.get("authorization"))
 
@@ -72,12 +74,12 @@ class OpenAIApi:
         return _json(writer.full(choices))
 
     async def models(self) -> Response:
-        """The one model served here, as a list."""
+        """List the one model that is served."""
         model = await self._model()
         return JSONResponse({"object": "list", "data": [model.model_dump(exclude_unset=True)]})
 
     async def model(self, model_id: str) -> Response:
-        """One model by its id."""
+        """Describe one model by its id."""
         self._service.check_model(model_id)
         return _json(await self._model())
 
@@ -92,7 +94,7 @@ class OpenAIApi:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or of a chat, as generation would see them."""
+        """Answer with the token ids of a text or of a chat, as generation would see them."""
         body = await read_body(request, TokenizeRequest, self._max_body_bytes)
         self._check_optional_model(body.model)
         if body.messages is not None:
@@ -107,7 +109,7 @@ class OpenAIApi:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
+        """Answer with the text of token ids."""
         body = await read_body(request, DetokenizeRequest, self._max_body_bytes)
         self._check_optional_model(body.model)
         if body.tokens:
@@ -120,13 +122,13 @@ class OpenAIApi:
             self._service.check_model(model)
 
     async def health(self) -> Response:
-        """200 while a pair answers; one that is merely busy is healthy."""
+        """Answer 200 while a pair answers; a busy pair is healthy."""
         with suppress(OverloadedError):
             await self._service.fresh_card()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """This ingress replica's metrics and those of every pair; without the pairs' while they do not answer."""
+        """Answer with the metrics of this ingress replica, and of the pairs if they answer."""
         try:
             replica_texts = await self._service.replica_metrics()
         except ServingError as error:
@@ -137,7 +139,7 @@ class OpenAIApi:
 
 
 def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
-    """The FastAPI application over a service; Serve adds the `X-Request-Id` header around it."""
+    """Return the FastAPI application over a service; Serve adds the `X-Request-Id` header around it."""
     api = OpenAIApi(service, api_keys)
     app = FastAPI(
         title="Outrider",

@@ -13,10 +13,10 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SpeculationMethod, VerifyMode
-from router import grpc_api
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
-from router.grpc_api import SERVICE_NAME, GrpcApi
+from router.grpc_api import api as grpc_api
+from router.grpc_api.api import SERVICE_NAME, GrpcApi
 from tests.router.fake_backend import FakeBackend, say
 
 

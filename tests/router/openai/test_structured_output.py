@@ -20,7 +20,7 @@ from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
-from router.grpc_api import GrpcApi
+from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files

@@ -20,10 +20,9 @@ from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.errors import EngineError, NotFoundError, OverloadedError, ServingError
 from router.api_keys import ApiKeys
-from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.generation.usage import Usage
+from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
 
@@ -36,7 +35,7 @@ _HEALTH_PERIOD_S = 5.0
 
 
 class CallContext(Protocol):
-    """What a handler needs of its context; `grpc.aio.ServicerContext` and `RayServegRPCContext` both have it."""
+    """The part of a call's context that `grpc.aio.ServicerContext` and `RayServegRPCContext` have in common."""
 
     def invocation_metadata(self) -> Any: ...
     def set_code(self, code: grpc.StatusCode) -> None: ...
@@ -54,7 +53,7 @@ async def _never() -> bool:
 class GrpcApi:
     """The calls, as methods over one service. Errors become status codes with the error's own message.
 
-    A stream without an end of its own asks what `open_stay` gives it whether it is over.
+    `open_stay` returns, for a stream without an end of its own, a predicate that is true once it has to end.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class GrpcApi:
         self._open_stay = open_stay
 
     async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
-        """The whole answer."""
+        """Answer in full."""
         return await self._answer("Generate", context, self._generate(request, context))
 
     async def _generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
@@ -76,31 +75,31 @@ class GrpcApi:
             id=generation.id,
             created=generation.created_s,
             model=generation.fields.model,
-            choices=[_choice(choice, generation) for choice in choices],
-            usage=_usage(generation.usage),
+            choices=[choice_message(choice, generation) for choice in choices],
+            usage=usage_message(generation.usage),
             x_speculation=None if steps is None else convert.steps_message(steps),
         )
 
     async def generate_stream(
         self, request: pb2.GenerateRequest, context: CallContext
     ) -> AsyncGenerator[pb2.GenerateChunk, None]:
-        """The answer as it grows; usage comes with the last message."""
+        """Yield the answer as it grows; usage comes with the last message."""
         try:
             generation = await self._start(request, context)
             num_open = generation.num_choices
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    chunk = _chunk(delta, generation)
+                    chunk = chunk_message(delta, generation)
                     num_open -= delta.finish_reason is not None
                     if num_open == 0:
-                        chunk.usage.CopyFrom(_usage(generation.usage))
+                        chunk.usage.CopyFrom(usage_message(generation.usage))
                     yield chunk
         except Exception as error:  # the edge of the process
             await self._fail("GenerateStream", context, error)
         self._service.metrics.count_request("grpc", "GenerateStream", grpc.StatusCode.OK.name)
 
     async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return await self._answer("Tokenize", context, self._tokenize(request, context))
 
     async def _tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
@@ -113,7 +112,7 @@ class GrpcApi:
         return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 
     async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
-        """The model that is served."""
+        """Describe the model that is served."""
         return await self._answer("GetModel", context, self._get_model(request, context))
 
     async def _get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
@@ -132,7 +131,7 @@ class GrpcApi:
     async def check(
         self, request: health_pb2.HealthCheckRequest, context: CallContext
     ) -> health_pb2.HealthCheckResponse:
-        """Health, as probes ask for it: of the server, or of a service by name."""
+        """Return the health of the server, or of a service by name."""
         return await self._answer("Check", context, self._check(request))
 
     async def _check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
@@ -143,7 +142,7 @@ class GrpcApi:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: CallContext
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """Health now, and again whenever it changes."""
+        """Yield the health now, and again at every change."""
         last = None
         is_over = self._open_stay()
         while not await is_over():
@@ -207,49 +206,6 @@ class GrpcApi:
 
 
 def _remaining_s(context: CallContext) -> float | None:
-    """Seconds until the call's deadline, where the context knows it."""
+    """Return the seconds until the call's deadline, where the context knows it."""
     time_remaining = getattr(context, "time_remaining", None)
     return None if time_remaining is None else time_remaining()
-
-
-def _choice(choice: Delta, generation: Generation) -> pb2.Choice:
-    assert choice.finish_reason is not None
-    return pb2.Choice(
-        index=choice.index,
-        text=choice.text,
-        token_ids=choice.token_ids if generation.fields.return_token_ids else (),
-        finish_reason=choice.finish_reason.value,
-        logprobs=_logprobs(choice),
-    )
-
-
-def _chunk(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
-    steps = generation.usage.steps
-    return pb2.GenerateChunk(
-        id=generation.id,
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids if generation.fields.return_token_ids else (),
-        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
-        logprobs=_logprobs(delta),
-        x_speculation=None if steps is None else convert.steps_message(steps),
-    )
-
-
-def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
-    """One per token, where they are wanted."""
-    return [convert.logprobs_message(*each) for each in zip(delta.token_ids, delta.logprobs, strict=False)]
-
-
-def _usage(usage: Usage) -> pb2.Usage:
-    message = pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
-    message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
-    message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
-    if usage.speculation is not None:
-        message.speculative_decoding.CopyFrom(convert.speculation_message(usage.speculation))
-    return message

@@ -1,0 +1,55 @@
+"""Protobuf messages of the answers."""
+
+from __future__ import annotations
+
+from protos import convert
+from protos import outrider_pb2 as pb2
+from router.generation.delta import Delta
+from router.generation.generation import Generation
+from router.generation.usage import Usage
+
+
+def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
+    """Return a finished choice."""
+    assert choice.finish_reason is not None
+    return pb2.Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids if generation.fields.return_token_ids else (),
+        finish_reason=choice.finish_reason.value,
+        logprobs=_logprobs(choice),
+    )
+
+
+def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
+    """Return what a choice gained."""
+    steps = generation.usage.steps
+    return pb2.GenerateChunk(
+        id=generation.id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids if generation.fields.return_token_ids else (),
+        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
+        logprobs=_logprobs(delta),
+        x_speculation=None if steps is None else convert.steps_message(steps),
+    )
+
+
+def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
+    """Return one per token, where they are wanted."""
+    return [convert.logprobs_message(*each) for each in zip(delta.token_ids, delta.logprobs, strict=False)]
+
+
+def usage_message(usage: Usage) -> pb2.Usage:
+    """Return the token counts and the figures of speculation."""
+    message = pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+    message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
+    message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
+    if usage.speculation is not None:
+        message.speculative_decoding.CopyFrom(convert.speculation_message(usage.speculation))
+    return message

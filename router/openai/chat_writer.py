@@ -1,0 +1,157 @@
+"""Answers of `/v1/chat/completions`: OpenAI's types with our fields beside theirs, and their writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageToolCallUnion,
+    chat_completion,
+    chat_completion_chunk,
+)
+from openai.types.chat.chat_completion_chunk import (
+    ChoiceDelta,
+    ChoiceDeltaToolCall,
+    ChoiceDeltaToolCallFunction,
+    ChoiceLogprobs,
+)
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+
+from router.generation.delta import Delta, ToolCallDelta
+from router.generation.generation import Generation
+from router.openai.logprobs import chat_logprobs
+from router.openai.response_writer import ResponseWriter, openai_reason
+from router.openai.usage import ApproximateSpeculation, ResponseMetrics
+from router.tokenizer.tokenizer import Tokenizer
+
+
+class ChatChoice(chat_completion.Choice):
+    """A choice of `/v1/chat/completions`."""
+
+    token_ids: list[int] | None = None
+
+
+class Chat(ChatCompletion):
+    """The full answer of `/v1/chat/completions`."""
+
+    choices: list[ChatChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
+
+
+class ChatChunkChoice(chat_completion_chunk.Choice):
+    """A choice in a chunk of `/v1/chat/completions`."""
+
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(ChatCompletionChunk):
+    """One chunk of a streamed `/v1/chat/completions`."""
+
+    choices: list[ChatChunkChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
+
+
+class ChatWriter(ResponseWriter):
+    """Writes full answers and chunks; the first chunk of each choice names the role."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
+        super().__init__(generation, tokenizer)
+        self._started: set[int] = set()
+
+    def full(self, choices: Sequence[Delta]) -> Chat:
+        return Chat(
+            object="chat.completion",
+            choices=[self._full_choice(choice) for choice in choices],
+            **self._envelope(),
+            **self._accounts(),
+        )
+
+    def chunks(self, delta: Delta) -> Iterable[ChatChunk]:
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            yield self._chunk(delta.index, ChoiceDelta(role="assistant", content=""), self._usage_so_far())
+        if self._has_news(delta):
+            yield self._chunk(
+                delta.index,
+                _chat_delta(delta),
+                self._chunk_accounts(delta),
+                finish_reason=openai_reason(delta.finish_reason),
+                logprobs=self._chunk_logprobs(delta),
+                **self._token_ids(delta),
+            )
+
+    def last_chunks(self) -> Iterable[ChatChunk]:
+        if self._fields.has_usage_chunk:
+            yield ChatChunk(object="chat.completion.chunk", choices=[], **self._envelope(), **self._accounts())
+
+    def _chunk(self, index: int, delta: ChoiceDelta, accounts: dict[str, Any], **choice: Any) -> ChatChunk:
+        fields = {"finish_reason": None, "logprobs": None, **choice}
+        return ChatChunk(
+            object="chat.completion.chunk",
+            choices=[ChatChunkChoice(index=index, delta=delta, **fields)],
+            **self._envelope(),
+            **accounts,
+        )
+
+    def _chunk_logprobs(self, delta: Delta) -> ChoiceLogprobs | None:
+        content = chat_logprobs(delta, self._tokenizer)
+        return None if content is None else ChoiceLogprobs(content=content, refusal=None)
+
+    def _full_choice(self, delta: Delta) -> ChatChoice:
+        content = chat_logprobs(delta, self._tokenizer)
+        reason = openai_reason(delta.finish_reason)
+        assert reason is not None
+        return ChatChoice(
+            index=delta.index,
+            message=_chat_message(delta),
+            finish_reason=reason,
+            logprobs=None if content is None else chat_completion.ChoiceLogprobs(content=content, refusal=None),
+            **self._token_ids(delta),
+        )
+
+
+def _chat_message(delta: Delta) -> ChatCompletionMessage:
+    """Return the assistant's message; one that is all tool calls has no content."""
+    if not delta.tool_calls:
+        return ChatCompletionMessage(role="assistant", content=delta.text, refusal=None)
+    return ChatCompletionMessage(
+        role="assistant", content=delta.text or None, refusal=None, tool_calls=_full_calls(delta.tool_calls)
+    )
+
+
+def _full_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageToolCallUnion]:
+    """Return the calls: the first delta of each names it, and all of its deltas together hold its arguments."""
+    return [
+        ChatCompletionMessageFunctionToolCall(
+            id=first.id,
+            type="function",
+            function=Function(
+                name=first.name or "",
+                arguments="".join(delta.arguments for delta in deltas if delta.index == first.index),
+            ),
+        )
+        for first in deltas
+        if first.id is not None
+    ]
+
+
+def _chat_delta(delta: Delta) -> ChoiceDelta:
+    """Return the gain of a streamed message."""
+    gained: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.tool_calls:
+        gained["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return ChoiceDelta(**gained)
+
+
+def _call_delta(call: ToolCallDelta) -> ChoiceDeltaToolCall:
+    if call.id is None:
+        return ChoiceDeltaToolCall(index=call.index, function=ChoiceDeltaToolCallFunction(arguments=call.arguments))
+    function = ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)

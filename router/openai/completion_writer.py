@@ -1,0 +1,56 @@
+"""Answers of `/v1/completions`: OpenAI's types with our fields beside theirs, and their writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
+
+from openai.types import Completion, CompletionChoice
+
+from router.generation.delta import Delta
+from router.openai.logprobs import CompletionLogprobs, completion_logprobs
+from router.openai.response_writer import ResponseWriter, openai_reason
+from router.openai.usage import ApproximateSpeculation, ResponseMetrics
+
+
+class TextChoice(CompletionChoice):
+    """A choice of `/v1/completions`; in a stream the finish reason is null until the end, as OpenAI sends it."""
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None = None  # type: ignore[assignment]
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class TextCompletion(Completion):
+    """The answer of `/v1/completions`, in full or one chunk of it."""
+
+    choices: list[TextChoice]  # type: ignore[assignment]
+    metrics: ResponseMetrics | None = None
+    x_speculation: ApproximateSpeculation | None = None
+
+
+class CompletionWriter(ResponseWriter):
+    """Writes full answers and chunks, which have the same shape."""
+
+    def full(self, choices: Sequence[Delta]) -> TextCompletion:
+        return self._completion([self._choice(choice) for choice in choices], self._accounts())
+
+    def chunks(self, delta: Delta) -> Iterable[TextCompletion]:
+        if self._has_news(delta):
+            yield self._completion([self._choice(delta)], self._chunk_accounts(delta))
+
+    def last_chunks(self) -> Iterable[TextCompletion]:
+        if self._fields.has_usage_chunk:
+            yield self._completion([], self._accounts())
+
+    def _completion(self, choices: list[TextChoice], accounts: dict[str, Any]) -> TextCompletion:
+        return TextCompletion(object="text_completion", choices=choices, **self._envelope(), **accounts)
+
+    def _choice(self, delta: Delta) -> TextChoice:
+        return TextChoice(
+            index=delta.index,
+            text=delta.text,
+            finish_reason=cast(Literal["stop", "length"] | None, openai_reason(delta.finish_reason)),
+            logprobs=completion_logprobs(delta, self._tokenizer),
+            **self._token_ids(delta),
+        )

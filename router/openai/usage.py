@@ -1,0 +1,77 @@
+"""Token counts and speculation figures of a response, in OpenAI's form with our fields beside."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from openai.types import CompletionUsage
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
+from pydantic import BaseModel
+
+from protos.messages import SpeculationStats, StepStats
+from router.generation.usage import Usage
+
+
+class SpeculativeDecoding(BaseModel):
+    """The figures of speculation for one request; the names are vLLM's, which aiperf reads."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: dict[str, int]  # verification passes by number of accepted drafts
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_steps: int
+
+    @classmethod
+    def of(cls, stats: SpeculationStats) -> SpeculativeDecoding:
+        histogram = {str(accepted): passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
+        return cls(
+            mean_acceptance_length=stats.mean_acceptance_length,
+            draft_acceptance_rate=stats.draft_acceptance_rate,
+            acceptance_histogram=histogram,
+            num_accepted_draft_tokens=stats.num_accepted_tokens,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_spec_steps=stats.num_passes,
+        )
+
+
+class ResponseMetrics(BaseModel):
+    """`metrics` of a response body or of a stream's last chunk."""
+
+    speculative_decoding: SpeculativeDecoding | None = None
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseMetrics | None:
+        return cls(speculative_decoding=SpeculativeDecoding.of(usage.speculation)) if usage.speculation else None
+
+
+class ApproximateSpeculation(BaseModel):
+    """`x_speculation`: this output is not the target's alone; absent from an exact output."""
+
+    exact: Literal[False] = False
+    steps_from_draft: int
+    steps_rejected: int
+    tokens_from_draft: int
+
+    @classmethod
+    def of(cls, stats: StepStats) -> ApproximateSpeculation:
+        return cls(
+            exact=False,
+            steps_from_draft=stats.num_accepted,
+            steps_rejected=stats.num_judged - stats.num_accepted,
+            tokens_from_draft=stats.num_accepted_tokens,
+        )
+
+
+def usage_object(usage: Usage) -> CompletionUsage:
+    """Return `usage`; without a prediction, drafts are reported where OpenAI reports predictions."""
+    return CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=usage.prediction_tokens.accepted_tokens,
+            rejected_prediction_tokens=usage.prediction_tokens.rejected_tokens,
+        ),
+    )
