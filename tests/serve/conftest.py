@@ -1,4 +1,4 @@
-"""One cluster for all tests of served applications, and the tiny pair that most of them ask."""
+"""One cluster for all tests of served applications, and the application with the tiny pair."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A served tiny pair, and what the tests ask of it from outside."""
+"""A served tiny pair as its tests see it from outside: HTTP, metrics, logs and process ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
 
 @dataclass
 class Stream:
-    """What one streamed completion brought."""
+    """The result of one streamed completion."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -42,7 +42,7 @@ class ServedPair:
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=170.0)
 
     def stream(self, on_tokens: Callable[[int], None] = lambda number: None, **options: Any) -> Stream:
-        """Stream a completion to its end; `on_tokens` hears after every chunk how many tokens there are."""
+        """Stream a completion to its end; `on_tokens` is called after every chunk with the number of tokens so far."""
         extra = {"ignore_eos": True, "return_token_ids": True, **options.pop("extra_body", {})}
         request = {"model": MODEL, "prompt": "hello world", "max_tokens": 64, "seed": 4, **options}
         answer = Stream()
@@ -56,14 +56,14 @@ class ServedPair:
         return answer
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over its samples with these labels, as `/metrics` has it now."""
+        """Return the sum of a metric over its samples with these labels, as `/metrics` has it now."""
         text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
         families = (family for family in text_string_to_metric_families(text) if family.name == name)
         samples = (sample for family in families for sample in family.samples)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def logs(self) -> str:
-        """What the processes of this cluster have logged on this machine until now."""
+        """Return the logs of this cluster's processes on this machine."""
         folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
         return "\n".join(file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
@@ -74,12 +74,12 @@ class ServedPair:
 
 
 def processes(actor: str) -> list[psutil.Process]:
-    """The processes of this test's cluster that Ray has titled with the actor's class."""
+    """Return the processes of this test's cluster that Ray has titled with the actor's class."""
     return [each for each in psutil.Process().children(recursive=True) if _title(each).startswith(f"ray::{actor}")]
 
 
 def _title(process: psutil.Process) -> str:
-    """While a method runs, its name follows the actor's."""
+    """Return the title of a process; while a method runs, its name follows the actor's."""
     try:
         return "".join(process.cmdline()[:1])
     except psutil.Error:  # it has just ended
@@ -87,7 +87,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
-    """Something to call with a growing count, which acts when that first reaches `number`."""
+    """Return a function of a growing count that calls `action` when the count first reaches `number`."""
     has_acted = False
 
     def check(count: int) -> None:
@@ -109,14 +109,14 @@ def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedCluster:
-    """One for the applications of all tests, one after the other: to start another costs half a minute."""
+    """One cluster for the applications of all tests, one after the other: each start takes half a minute."""
 
     local: LocalCluster
     ports: tuple[int, int]  # HTTP, gRPC: Serve keeps those of its first application
 
     @contextmanager
     def serving(self, folder: Path, **changes: Any) -> Iterator[ServedPair]:
-        """The pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
+        """Serve the pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
         file = write_deploy_file(folder, self.ports, **changes)
         try:
             self.local.deploy(file)
@@ -129,14 +129,14 @@ class SharedCluster:
 
 
 def _kill_index() -> None:
-    """It would outlive its application by half a minute, and know the pairs that were."""
+    """Kill the index actor, which would outlive its application by half a minute and keep the old pairs."""
     for each in ray.util.list_named_actors(all_namespaces=True):
         if each["name"].startswith("outrider-index"):
             ray.kill(ray.get_actor(**each))
 
 
 def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> DeployFile:
-    """The bundled deploy.yaml with the tiny pair, other ports, `changes` to its args, and pairs that stop soon."""
+    """Return the bundled deploy.yaml with the tiny pair, these ports, `changes` to its args, and a fast shutdown."""
     file = read_deploy_file(BUNDLED)
     deployment = dict(file.deployment)
     deployment["http_options"] = {"host": "127.0.0.1", "port": ports[0]}

@@ -1,8 +1,8 @@
 """An anytime-valid test of the served distribution: requests over HTTP against the target's exact probabilities.
 
-A tiny pair of vocabulary 16 whose draft is right about two times in three. All classes of parameters are sent at once,
-so that every batch is mixed; the joint distribution of the first three tokens is compared, because a stale penalty or a
-wrong recovered token shows only after the first. A correct server fails one run in a million.
+The tiny pair has a vocabulary of 16, and its draft is right about two times in three. All classes of parameters are
+sent at once, so that every batch is mixed. The joint distribution of the first three tokens is compared, because a
+stale penalty or a wrong recovered token shows only after the first. A correct server fails one run in a million.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def exact_probs(application: Application) -> dict[str, torch.Tensor]:
 async def sample(
     client: httpx.AsyncClient, options: dict[str, Any], speculation: dict[str, Any], seed: int
 ) -> list[int]:
-    """The cells of one request's choices."""
+    """Return the cells of one request's choices."""
     body = {
         "model": MODEL,
         "prompt": PROMPT,
@@ -122,7 +122,7 @@ async def test_every_parameter_under_every_verification_has_the_targets_distribu
 
 
 def test_the_samples_suffice_to_refute_stale_penalties(tmp_path: Path) -> None:
-    """Power: were each draft judged without the draft before it, the number of samples taken here would show it."""
+    """Power above 0.99: the samples refute a verifier that judges each draft without the draft before it."""
     write_checkpoint(tmp_path, seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     sampling = SamplingParams(**SAMPLINGS["presence 2"])

@@ -1,7 +1,4 @@
-"""Settings of the draft through HTTP, on one cluster: lengths that adapt, and a draft with another tokenizer.
-
-Which tokenizer the draft has is found out at start; every pass of every request chooses its own number of drafts.
-"""
+"""Settings of the draft over HTTP: adaptive lengths, and a draft with another tokenizer, which is detected at start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,28 +23,28 @@ def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         yield served_pair
 
 
-def say(served: ServedPair, temperature: float, seed: int = 4, **speculation: Any) -> Stream:
+def generate(served: ServedPair, temperature: float, seed: int = 4, **speculation: Any) -> Stream:
     options = {"speculation": {"method": "model", **speculation}}
     return served.stream(prompt=PROMPT, temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, extra_body=options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_texts_are_those_of_the_target_alone(pair: ServedPair, temperature: float) -> None:
-    plain = say(pair, temperature, enabled=False)
+def test_texts_are_those_of_the_target_alone(pair: ServedPair, temperature: float) -> None:
+    plain = generate(pair, temperature, enabled=False)
     assert plain.speculation["num_draft_tokens"] == 0
-    drafted = say(pair, temperature)
+    drafted = generate(pair, temperature)
     assert drafted.token_ids == plain.token_ids
     assert len(plain.token_ids) == NUM_TOKENS
     assert drafted.speculation["num_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-def test_a_text_that_is_verified_by_ratios_is_whole(pair: ServedPair, verify: str) -> None:
-    """By now drafts may be switched off for sampled requests: so small a target gains nothing by them."""
-    assert len(say(pair, 1.0, verify=verify).token_ids) == NUM_TOKENS
+def test_texts_verified_by_rejection_or_block_are_complete(pair: ServedPair, verify: str) -> None:
+    """Drafts may be switched off for sampled requests by now: so small a target gains nothing by them."""
+    assert len(generate(pair, 1.0, verify=verify).token_ids) == NUM_TOKENS
 
 
-def test_lengths_adapt_and_the_speed_up_is_measured_by_class(pair: ServedPair) -> None:
+def test_lengths_adapt_and_the_speedup_is_measured_by_class(pair: ServedPair) -> None:
     num_passes = pair.metric("outrider_spec_decode_num_drafts")
     num_drafts = pair.metric("outrider_spec_decode_num_draft_tokens")
     assert 0 < num_drafts != 3 * num_passes  # not all passes had the length that requests begin with
@@ -56,12 +53,12 @@ def test_lengths_adapt_and_the_speed_up_is_measured_by_class(pair: ServedPair) -
     assert pair.metric("outrider_spec_decode_speedup", **{"class": "model-sampled"}) > 0
 
 
-def test_the_share_of_untranslatable_drafts_is_in_the_metrics(pair: ServedPair) -> None:
-    """How often the draft is asked follows from what it gains, which a busy machine changes: enough texts are said."""
+def test_untranslatable_draft_tokens_are_counted_in_the_metrics(pair: ServedPair) -> None:
+    """Texts are generated until one is drafted for: drafting depends on its measured gain, hence on the machine's load."""
     seeds = iter(range(1000))
 
     def has_lost_some() -> bool:
-        say(pair, 1.0, seed=next(seeds))
+        generate(pair, 1.0, seed=next(seeds))
         return pair.metric("outrider_draft_untranslated_tokens") > 0
 
     eventually(has_lost_some)

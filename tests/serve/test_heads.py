@@ -1,4 +1,4 @@
-"""A target whose own heads draft, served: no draft process, prompts read elsewhere, the same tokens."""
+"""A served target with draft heads: no draft process, remote prefill, the same tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def served(
 
 
 def write_head(folder: Path, kind: str) -> dict[str, str]:
-    """A checkpoint of its own beside the target's, unless it is part of that; what deploy.yaml says of it."""
+    """Write the head's checkpoint unless it is part of the target's; return its keys in deploy.yaml."""
     if kind == "medusa":
         fit_medusa(folder / kind, folder / "target")
     elif kind == "eagle3":
@@ -50,7 +50,7 @@ def write_head(folder: Path, kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_head_drafts_behind_a_prompt_that_was_read_elsewhere(served: Served, temperature: float) -> None:
+def test_heads_draft_after_remote_prefill_and_change_no_token(served: Served, temperature: float) -> None:
     pair, salt = served.pair, {"cache_salt": str(temperature)}
     remote = pair.metric("outrider_prefill_remote_tokens")
     drafted = pair.stream(prompt=PROMPT, temperature=temperature, extra_body=salt)
@@ -62,7 +62,7 @@ def test_the_head_drafts_behind_a_prompt_that_was_read_elsewhere(served: Served,
     eventually(lambda: pair.metric("outrider_kv_cache_used_blocks") == 0)
 
 
-def test_a_method_that_is_not_there_is_refused_by_name(served: Served) -> None:
+def test_an_unavailable_method_is_refused_with_the_available_ones(served: Served) -> None:
     wish = {"model": MODEL, "prompt": PROMPT, "speculation": {"method": "model"}}
     answer = httpx.post(f"{served.pair.url}/v1/completions", json=wish, timeout=60.0)
     assert answer.status_code == 400

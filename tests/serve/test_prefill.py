@@ -1,4 +1,4 @@
-"""A pair with a prefill replica: the same text as without, whatever becomes of the replica."""
+"""A pair with a prefill replica: the same text as without, also when the replica is killed or has another model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompt(seed: int, length: int = PROMPT_TOKENS) -> str:
 
 
 def texts(served: ServedPair, salt: str, num: int = 4, **options: object) -> list[list[int]]:
-    """Greedy and sampled answers to long prompts, at once; a new salt leaves nothing in any cache."""
+    """Return greedy and sampled answers to concurrent long prompts; with a new `salt` no cache has any of them."""
     answers: dict[int, list[int]] = {}
 
     def ask(index: int) -> None:
@@ -57,16 +57,16 @@ def texts(served: ServedPair, salt: str, num: int = 4, **options: object) -> lis
 
 
 def failures(served: ServedPair) -> dict[str, float]:
-    """Transfers that failed, by cause; a machine under load may be too slow for any of them."""
+    """Return the failed transfers by cause, without time-outs, which a machine under load may cause."""
     causes = [cause for cause in FetchFailure if cause is not FetchFailure.TIMEOUT]
     return {cause: served.metric("outrider_prefill_transfers_failed", cause=cause) for cause in causes}
 
 
-def test_long_prompts_are_read_elsewhere_and_the_text_is_the_same(served: ServedPair) -> None:
+def test_long_prompts_are_prefilled_remotely_with_the_same_text(served: ServedPair) -> None:
     first = texts(served, "first")
     remote, local = (served.metric(f"outrider_prefill_{where}_tokens") for where in ("remote", "local"))
     assert remote + local == 4 * PROMPT_TOKENS
-    assert remote >= PROMPT_TOKENS - 16, "before anything is measured a prompt goes away, but for its last block"
+    assert remote >= PROMPT_TOKENS - 16, "the first prompt is prefilled remotely but for its last block"
     assert not any(failures(served).values())
     assert served.metric("outrider_prefill_transfer_seconds") > 0
     assert served.metric("outrider_prefill_replica_computed_tokens") >= remote
@@ -75,7 +75,7 @@ def test_long_prompts_are_read_elsewhere_and_the_text_is_the_same(served: Served
     eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
 
 
-def test_a_prompt_below_the_limit_is_read_here(served: ServedPair) -> None:
+def test_a_prompt_below_the_limit_is_prefilled_locally(served: ServedPair) -> None:
     before = served.metric("outrider_prefill_transfers")
     served.stream(prompt=prompt(9, 60))
     assert served.metric("outrider_prefill_transfers") == before
@@ -101,14 +101,14 @@ def test_a_killed_prefill_replica_costs_no_request_and_comes_back(served: Served
     assert texts(served, "back", num=8) == expected
 
 
-def test_a_replica_with_another_model_is_refused_and_the_pair_reads_its_prompts_itself(
+def test_a_replica_with_another_model_is_refused_and_prompts_are_prefilled_locally(
     served: ServedPair, folder: Path
 ) -> None:
     expected = texts(served, "expected")
     ours = model_version(str(folder / "target"))
-    put_in_place_of(folder / "target" / "model.safetensors", folder / "draft" / "model.safetensors")
+    replace_file(folder / "target" / "model.safetensors", folder / "draft" / "model.safetensors")
     theirs = model_version(str(folder / "target"))
-    served.kill("ServeReplica:outrider:Prefill")  # the one that takes its place loads what is there now
+    served.kill("ServeReplica:outrider:Prefill")  # its successor loads the replaced file
 
     def is_refused() -> bool:
         served.stream(prompt=prompt(random.randrange(1 << 30)), max_tokens=1)
@@ -121,8 +121,8 @@ def test_a_replica_with_another_model_is_refused_and_the_pair_reads_its_prompts_
     assert f"model_version is {theirs} here and {ours} there" in served.logs()
 
 
-def put_in_place_of(file: Path, other: Path) -> None:
-    """Replace a file, and leave the old one to those who have it open."""
+def replace_file(file: Path, other: Path) -> None:
+    """Replace a file; processes that have the old one open keep it."""
     copy = file.with_suffix(".new")
     shutil.copyfile(other, copy)
     copy.rename(file)

@@ -1,4 +1,4 @@
-"""Blocks that the pair reads out of the replica's memory by NIXL: the text of local prefill, whoever dies meanwhile."""
+"""Blocks that the pair reads from the replica's memory by NIXL: the text of local prefill, a killed replica included."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def served(cluster: SharedCluster, folder: Path) -> Iterator[ServedPair]:
         yield served_pair
 
 
-def test_the_text_is_that_of_local_prefill_and_nothing_stays_behind(served: ServedPair, folder: Path) -> None:
+def test_texts_are_those_of_local_prefill_and_the_memory_is_freed(served: ServedPair, folder: Path) -> None:
     answers = texts(served, "first", num=2)
     for index, answer in enumerate(answers):
         assert answer == plain_tokens(folder / "target", float(index % 2), 64, prompt(index))

@@ -1,4 +1,4 @@
-"""Two pairs and the router's index on Ray: requests follow their prefix, whoever dies meanwhile.
+"""Two pairs and the router's index on Ray: requests follow their prefix, also when the index or a target is killed.
 
 The tests run in order and share an application.
 """
@@ -42,29 +42,29 @@ def text(seed: int, length: int = LENGTH) -> str:
 
 
 def ask(served: ServedPair, prompt: str, **options: object) -> int:
-    """Serve a prompt; how many of its tokens were cached."""
+    """Serve a prompt; return how many of its tokens were cached."""
     answer = served.client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, seed=1, **options)  # type: ignore[call-overload]
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def knows(served: ServedPair, num_blocks: int) -> bool:
-    """Whether the index answers, and knows so many blocks; asked with a request that has none."""
+def index_has(served: ServedPair, num_blocks: int) -> bool:
+    """True if the index answers a request that has no blocks, and knows at least `num_blocks`."""
     num_answers = served.metric("outrider_router_decisions", basis="index")
     ask(served, "ab")
     has_answered = served.metric("outrider_router_decisions", basis="index") > num_answers
     return has_answered and served.metric("outrider_router_index_blocks") >= num_blocks
 
 
-def test_requests_of_one_prefix_land_where_it_is(served: ServedPair):
+def test_requests_are_routed_to_the_pair_that_caches_their_prefix(served: ServedPair):
     prompts = [text(seed) for seed in range(8)]
     assert [ask(served, prompt) for prompt in prompts] == [0] * 8
-    eventually(lambda: knows(served, 8 * LENGTH // 16))
+    eventually(lambda: index_has(served, 8 * LENGTH // 16))
     for turn in range(3):
         cached = [ask(served, prompt + text(100 + turn, 16 * turn + 5)) for prompt in prompts]
         assert all(number >= LENGTH for number in cached)
 
 
-def test_both_pairs_hold_their_share(served: ServedPair):
+def test_two_targets_run_and_some_queries_hit_the_prefix_cache(served: ServedPair):
     assert len(processes("TargetActor")) == 2
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: ask(served, text(seed)), range(20, 36)))
@@ -72,8 +72,8 @@ def test_both_pairs_hold_their_share(served: ServedPair):
     assert 0 < hits < queries
 
 
-def test_the_choices_of_one_request_are_all_served(served: ServedPair):
-    """They share Serve's id of their client request, which its router would take for one call."""
+def test_all_choices_of_one_request_are_served(served: ServedPair):
+    """The choices share Serve's request id, which its router would take for one call."""
     answer = served.client.completions.create(model=MODEL, prompt=[text(0), text(1)], n=4, max_tokens=2, timeout=170.0)
     assert len(answer.choices) == 8
 
@@ -83,7 +83,7 @@ def test_a_cache_salt_keeps_prefixes_apart(served: ServedPair):
     assert ask(served, text(0)) >= LENGTH - 16
 
 
-def test_the_routers_own_account_is_in_the_metrics(served: ServedPair):
+def test_the_audit_of_routing_is_in_the_metrics(served: ServedPair):
     names = ("hit_blocks", "achievable_blocks", "stale_answers", "blind")
     before = [served.metric(f"outrider_router_{name}") for name in names]
     for seed in range(8):
@@ -94,31 +94,31 @@ def test_the_routers_own_account_is_in_the_metrics(served: ServedPair):
     assert (stale, blind) == (0, 0)
 
 
-def test_requests_are_served_without_the_index_and_prefixes_found_again_after(served: ServedPair):
+def test_a_killed_index_costs_no_request_and_knows_the_prefixes_again(served: ServedPair):
     prompts = [text(seed) for seed in range(8)]
     known = int(served.metric("outrider_router_index_blocks"))
     [index] = processes("IndexActor")
     index.kill()
     for prompt in prompts:
         ask(served, prompt)
-    eventually(lambda: knows(served, known))
+    eventually(lambda: index_has(served, known))
     assert processes("IndexActor") not in ([], [index])
     assert all(ask(served, prompt) >= LENGTH - 16 for prompt in prompts)
 
 
-def test_a_dead_targets_blocks_vanish_and_its_prefixes_are_computed_elsewhere(served: ServedPair):
+def test_a_killed_target_loses_its_blocks_in_the_index_and_prefixes_move(served: ServedPair):
     victim = processes("TargetActor")[0]
     known = served.metric("outrider_router_index_blocks")
     victim.kill()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda seed: ask(served, text(seed)), range(8)))  # none fails
-    eventually(lambda: knows(served, 1) and served.metric("outrider_router_index_blocks") < known)
+    eventually(lambda: index_has(served, 1) and served.metric("outrider_router_index_blocks") < known)
     stale = served.metric("outrider_router_stale_answers")
     assert all(ask(served, text(seed)) >= LENGTH - 16 for seed in range(8))
     assert served.metric("outrider_router_stale_answers") == stale
 
 
-def test_a_stream_that_no_pair_is_left_for_ends_with_an_error_and_who_watches_is_let_go(served: ServedPair):
+def test_undeploying_ends_streams_with_an_error_and_health_watches(served: ServedPair):
     deleting = Thread(target=served.cluster.undeploy)
     with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)

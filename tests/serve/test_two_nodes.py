@@ -1,4 +1,4 @@
-"""The pair on one node, prefill on another: blocks cross between them, and a node may die under load."""
+"""The pair on one node, prefill on another: blocks cross between them, and the second node is killed under load."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
-LARGE_CHUNKS = {**PREFILL, "chunk_tokens": 256}  # what has 100 KiB goes by the object store, and less by message
+LARGE_CHUNKS = {**PREFILL, "chunk_tokens": 256}  # 100 KiB go through the object store, less by message
 
 
 class TwoNodes(LocalCluster):
-    """A head with cores, and a second raylet that has none: only what asks for `NODE` runs there."""
+    """A head node with cores, and a second raylet without: only deployments that ask for `NODE` run there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_with_the_node_that_reads_the_prompts(served: Served) -> None:
+def test_a_killed_prefill_node_costs_no_token(served: Served) -> None:
     pair = served.pair
     expected = texts(pair, "expected", num=8)
     assert pair.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
-    assert not any(failures(pair).values()), "every block that was computed there has come"
+    assert not any(failures(pair).values()), "every block computed there has arrived"
     answers: list[list[int]] = []
     asking = threading.Thread(target=lambda: answers.extend(texts(pair, "killed", num=8)))
     asking.start()
