@@ -5,37 +5,60 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
+PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+JOBS ?= 2
+COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve test test-served test-parts lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
+.PHONY: help install serve test test-served test-engine test-others coverage coverage-engine coverage-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 install: $(DEV_INSTALLED)  ## create .venv with everything Outrider and its tests need
 
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
-	@echo "[1/4] installing into .venv (a few minutes the first time)"
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+
+$(INSTALLED): $(PACKAGE) | $(BIN)/pip
+	@echo "[1/4] installing into .venv (a few minutes the first time)"
+	@$(INSTALL) .
 	@touch $@
 
-$(DEV_INSTALLED): $(INSTALLED)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $@
+$(DEV_INSTALLED): $(PACKAGE) | $(BIN)/pip
+	@echo "installing into .venv (a few minutes the first time)"
+	@$(INSTALL) '.[dev]'
+	@touch $(INSTALLED) $@
 
 serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
 	@$(BIN)/python -m cluster.cli serve deploy.yaml
 
 test: install  ## lint, type-check and run every test
-	@echo "two jobs side by side; each prints all it has to say when it ends (about ten minutes)"
-	@OMP_NUM_THREADS=1 $(MAKE) --jobs=2 --output-sync=target --no-print-directory lint type test-served test-parts
+	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about ten minutes)"
+	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
+		lint test-served test-engine type test-others
 
-test-served: install  ## the tests that start Ray clusters, one after the other; they mostly wait
+test-served: install  ## the tests that start Ray clusters
 	@$(BIN)/python -m pytest tests/serve
 
-test-parts: install  ## all others
-	@$(BIN)/python -m pytest --ignore=tests/serve
+test-engine: install  ## the tests of the engine
+	@$(BIN)/python -m pytest tests/engine
+
+test-others: install  ## all other tests
+	@$(BIN)/python -m pytest --ignore=tests/serve --ignore=tests/engine
+
+coverage: install  ## line coverage of the five packages, without tests/serve and the sampled tests of tests/engine/verifier
+	@rm -f .coverage*
+	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory coverage-engine coverage-others
+	@$(COVERAGE) combine --quiet
+	@echo "coverage: $$($(COVERAGE) report --format=total)% of lines"
+
+coverage-engine: install
+	@$(COVERAGE) run --parallel-mode -m pytest --quiet tests/engine --ignore=tests/engine/verifier
+
+coverage-others: install
+	@$(COVERAGE) run --parallel-mode -m pytest --quiet --ignore=tests/serve --ignore=tests/engine
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .
@@ -51,7 +74,7 @@ demo-pair: $(INSTALLED)  ## train the bundled demo pair again
 	@$(BIN)/python -m models.demo_pair.train_demo_pair
 
 $(BENCH_INSTALLED): $(INSTALLED)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@$(INSTALL) '.[bench]'
 	@touch $@
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
@@ -70,4 +93,4 @@ bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten
 	@$(BIN)/python -m bench.gpu
 
 clean:  ## remove the environment and every cache
-	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* *.egg-info

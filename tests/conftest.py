@@ -1,9 +1,10 @@
-"""What every run of the tests needs before its first test.
+"""Settings of a test run: Triton's interpreter, the garbage collector, and what forked processes have loaded already.
 
-Where there is no GPU, Triton's kernels run in its interpreter, which must be chosen before its first import.
+Where there is no GPU, Triton's kernels run in its interpreter, which must be chosen before Triton's first import.
 """
 
 import gc
+import multiprocessing
 import os
 
 import torch
@@ -11,10 +12,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes of the "forkserver" context are copies of one that has imported these: none of them imports torch again.
+multiprocessing.set_forkserver_preload(["actors.draft.draft_process", "actors.target.target_process"])
+
 
 def pytest_collection_finish() -> None:
-    """What was imported lives as long as the run, and a sampling experiment makes objects by the million: walking all
-    of them again and again took a fifth of the time.
+    """Exempt imported objects from garbage collection: sampling experiments create millions of objects.
+
+    Walking all imported ones again and again took a fifth of the time.
     """
     gc.collect()
     gc.freeze()

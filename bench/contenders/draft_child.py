@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 120.0
 def start_draft(settings: PairSettings, stack: ExitStack) -> ChannelProposer:
     """Return the connected channel to a new draft process on the last core; `stack` ends the process."""
     folder = private_folder()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings, folder), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(settings, folder), daemon=True)
     process.start()
     stack.callback(process.kill)
     channel = ChannelProposer(folder / DRAFT_SOCKET)

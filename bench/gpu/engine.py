@@ -199,7 +199,7 @@ def drafting(
         DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.fan_out),
     )
     folder = private_folder()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings, folder), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(settings, folder), daemon=True)
     process.start()
     try:
         channel = ChannelProposer(folder / DRAFT_SOCKET)

@@ -54,7 +54,7 @@ def test_lengths_adapt_and_the_speedup_is_measured_by_class(pair: ServedPair) ->
 
 
 def test_untranslatable_draft_tokens_are_counted_in_the_metrics(pair: ServedPair) -> None:
-    """Texts are generated until one is drafted for: drafting depends on its measured gain, hence on the machine's load."""
+    """Texts are generated until one has drafts: they depend on their measured gain, hence on the machine's load."""
     seeds = iter(range(1000))
 
     def has_lost_some() -> bool:

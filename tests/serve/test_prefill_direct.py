@@ -1,4 +1,4 @@
-"""Blocks that the pair reads from the replica's memory by NIXL: the text of local prefill, a killed replica included."""
+"""Blocks that a pair reads from the replica's memory by NIXL: the text of local prefill, with a killed replica too."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ async def test_two_ranks_serve_the_texts_of_one_and_die_together(tmp_path: Path)
         expected += [token_id for chunk in core.step() for token_id in chunk.token_ids]
 
     folder = private_folder()
-    target = multiprocessing.get_context("spawn").Process(target=serve, args=(settings(tmp_path / "target", 2), folder))
+    target = multiprocessing.get_context("forkserver").Process(
+        target=serve, args=(settings(tmp_path / "target", 2), folder)
+    )
     target.start()
     try:
         client = TargetClient(folder / TARGET_SOCKET, TargetEvents())

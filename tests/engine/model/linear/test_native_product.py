@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import shutil
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import SWITCH, Instructions, native_instructions, native_library
 from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_switch import instructions_used
 
 # Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
 # and of float32 (512); more pairs of outputs than a block's, by one, and inputs that end within their third block.
@@ -214,11 +214,8 @@ def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
     ],
 )
 def test_the_kernels_can_be_switched_off_and_held_to_avx512(switch: str, expected: str) -> None:
-    code = "from engine.native.library import native_instructions; print(repr(native_instructions()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {SWITCH: switch}, capture_output=True, text=True
-    )
-    assert expected in (done.stderr if done.returncode else done.stdout)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        assert expected in pool.submit(instructions_used, switch).result()
 
 
 @needs_kernels
