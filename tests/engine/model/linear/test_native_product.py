@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from engine.model.linear.batch_invariant_linear import row_invariant
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
-from engine.native.library import SWITCH, Instructions, native_instructions, native_library
+from engine.native.library import Instructions, native_instructions, native_library
 from tests.engine.fixtures.native_kernels import needs_kernels
 from tests.engine.fixtures.native_switch import instructions_used
 
