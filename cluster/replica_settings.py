@@ -9,7 +9,7 @@ from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
 from cluster.placement import PairPlacement
-from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
+from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 
 _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
@@ -67,7 +67,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         quantization=draft.quantization,
         num_threads=placement.draft.num_threads,
         attention=draft.attention,
-        generation_config="none",
+        generation_config=SamplingSource.NONE,
         graphs=config.target.graphs,
     )
     return DraftSettings(

@@ -25,9 +25,8 @@ from bench.contenders.race import race
 from bench.contenders.table import print_rows, rows_of
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
-from engine.model.linear.quantized_linear import Quantization
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.span import Span

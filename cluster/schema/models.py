@@ -7,12 +7,24 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cluster.schema.section import EngineSection, Section, one_of
-from engine.config import DraftVocabulary, GraphConfig, GraphKind, HeadConfig, HeadKind, ModelConfig
+from engine.config import (
+    AttentionKind,
+    DraftVocabulary,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    Quantization,
+    SamplingSource,
+)
 from protos.messages import SpeculationMethod
 
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind is not SpeculationMethod.MTP)
 _KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, SpeculationMethod.NONE)
+
+_MODEL_DTYPE = one_of("auto", "bfloat16", "float16", "float32")
 
 
 class TargetSection(EngineSection):
@@ -34,11 +46,11 @@ class TargetSection(EngineSection):
     """
 
     path: str
-    dtype: Annotated[str, one_of("auto", "bfloat16", "float16", "float32")] = "auto"
-    quantization: Annotated[str, one_of("none", "int8", "int4")] = "none"
-    attention: Annotated[str, one_of("auto", "torch", "native", "triton")] = "auto"
+    dtype: Annotated[str, _MODEL_DTYPE] = "auto"
+    quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
+    attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     deterministic: bool = False
-    generation_config: Annotated[str, one_of("auto", "none")] = "auto"
+    generation_config: Annotated[SamplingSource, one_of(*SamplingSource)] = SamplingSource.AUTO
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     cuda_graphs: Annotated[GraphKind, one_of(GraphKind.AUTO, GraphKind.OFF)] = GraphKind.AUTO
     cuda_graph_batches: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
@@ -91,9 +103,9 @@ class DraftSection(Section):
     kind: Annotated[SpeculationMethod, one_of(*_KINDS)] = SpeculationMethod.MODEL
     path: str | None = None
     vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
-    dtype: Annotated[str, one_of("auto", "bfloat16", "float16", "float32")] = "auto"
-    quantization: Annotated[str, one_of("none", "int8", "int4")] = "none"
-    attention: Annotated[str, one_of("auto", "torch", "native", "triton")] = "auto"
+    dtype: Annotated[str, _MODEL_DTYPE] = "auto"
+    quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
+    attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 

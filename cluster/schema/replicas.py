@@ -23,7 +23,7 @@ class CacheSection(EngineSection):
     block_size: int = Field(default=16, ge=1, le=1024)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
-    dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
+    dtype: str = "auto"
 
     @model_validator(mode="after")
     def _one_size(self) -> CacheSection:

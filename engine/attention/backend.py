@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from enum import StrEnum
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -15,6 +14,7 @@ import torch
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention, native_or_exact, native_or_torch
 from engine.attention.torch_attention import AttentionPass, TorchAttention
+from engine.config import AttentionKind
 from engine.indexing import Index
 from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache
@@ -27,15 +27,6 @@ logger = logging.getLogger(__name__)
 _MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
 _MIN_FLOAT8_CAPABILITY = (8, 9)
 _NATIVE = (NativeAttention, native_or_torch, native_or_exact)
-
-
-class AttentionKind(StrEnum):
-    """The configured choice; AUTO is TRITON or NATIVE where they can run, TORCH elsewhere."""
-
-    AUTO = "auto"
-    TORCH = "torch"
-    NATIVE = "native"
-    TRITON = "triton"
 
 
 class AttentionPlan(Protocol):

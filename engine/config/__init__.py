@@ -1,7 +1,16 @@
 """What an engine is built from: frozen dataclasses, checked when they are made."""
 
 from engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.config.model_config import GraphConfig, GraphKind, HeadConfig, HeadKind, ModelConfig
+from engine.config.model_config import (
+    AttentionKind,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    Quantization,
+    SamplingSource,
+)
 from engine.config.speculation_config import (
     MAX_TREE_NODES,
     DraftVocabulary,
@@ -15,6 +24,7 @@ from engine.config.step_config import DEFAULT_RATING_PROMPT, JudgeKind, StepConf
 __all__ = [
     "DEFAULT_RATING_PROMPT",
     "MAX_TREE_NODES",
+    "AttentionKind",
     "CacheConfig",
     "DraftVocabulary",
     "EngineConfig",
@@ -24,6 +34,8 @@ __all__ = [
     "HeadKind",
     "JudgeKind",
     "ModelConfig",
+    "Quantization",
+    "SamplingSource",
     "SchedulerConfig",
     "SpeculationConfig",
     "StepConfig",

@@ -8,6 +8,30 @@ from enum import StrEnum
 from protos.errors import ConfigError
 
 
+class Quantization(StrEnum):
+    """The storage of the weights of a model's linear layers (`engine.model.linear.quantized_linear`)."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class AttentionKind(StrEnum):
+    """The attention (`engine.attention.backend`); AUTO is TRITON or NATIVE where they can run, TORCH elsewhere."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    NATIVE = "native"
+    TRITON = "triton"
+
+
+class SamplingSource(StrEnum):
+    """The defaults of what a request leaves out: the checkpoint's advice, or those of OpenAI's API."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
 class GraphKind(StrEnum):
     """Whether small passes are recorded and replayed: AUTO where the device and the model allow it. EAGER pads them as
     AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty computation.
@@ -54,19 +78,19 @@ class ModelConfig:
     path: str
     dtype: str = "auto"
     device: str = "auto"
-    quantization: str = "none"
+    quantization: Quantization = Quantization.NONE
     num_threads: int | None = None
-    attention: str = "auto"
+    attention: AttentionKind = AttentionKind.AUTO
     deterministic: bool = False
     tensor_parallel_size: int = 1
-    generation_config: str = "auto"
+    generation_config: SamplingSource = SamplingSource.AUTO
     graphs: GraphConfig = GraphConfig()
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
-        if size > 1 and self.quantization != "none":
+        if size > 1 and self.quantization != Quantization.NONE:
             raise ConfigError(
-                f"target.quantization is {str(self.quantization)!r} and target.tensor_parallel_size is {size}; "
+                f"target.quantization is '{self.quantization}' and target.tensor_parallel_size is {size}; "
                 "quantised weights are not sharded: set one of them to 'none' or 1"
             )
         if size > 1 and self.deterministic:

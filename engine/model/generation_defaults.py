@@ -6,6 +6,7 @@ import math
 
 from transformers import PreTrainedModel
 
+from engine.config import SamplingSource
 from protos.errors import ConfigError
 from protos.messages import SamplingDefaults
 
@@ -28,15 +29,15 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def sampling_defaults(model: PreTrainedModel, source: str) -> SamplingDefaults:
+def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:
     """What requests leave out, by the generation config (`source` auto) or by OpenAI's API alone (none).
 
     Raises:
         ConfigError: `source` is another, or the checkpoint's value is out of range.
     """
-    if source not in ("auto", "none"):
-        raise ConfigError(f"target.generation_config is {source!r}; it must be auto or none")
-    if source == "none" or model.generation_config is None:
+    if source not in tuple(SamplingSource):
+        raise ConfigError(f"target.generation_config is {source!r}; it must be {' or '.join(SamplingSource)}")
+    if source == SamplingSource.NONE or model.generation_config is None:
         return SamplingDefaults()
     stated = {name: getattr(model.generation_config, name, None) for name in _RANGES}
     chosen = {name: value for name, value in stated.items() if value is not None}

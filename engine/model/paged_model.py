@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from engine.attention.backend import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.config import Quantization
 from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.attention_probe import record_attention, refusal
@@ -27,7 +28,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_linear import Linear, pack_linears
-from engine.model.linear.quantized_linear import Quantization
+from engine.model.linear.quantized_linear import linear_factory
 from engine.model.shard import divide
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.span import Span
@@ -79,7 +80,7 @@ class PagedModel:
         if LlamaDecoder.fits(model):
             options = [record.options for record in records]
             self._decoder = LlamaDecoder(
-                model, options, quantization.make_linear, tap, rank, is_deterministic=is_deterministic
+                model, options, linear_factory(quantization), tap, rank, is_deterministic=is_deterministic
             )
             self.rank_shapes = [
                 replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in self.layer_shapes
@@ -87,7 +88,7 @@ class PagedModel:
         else:
             if rank.size > 1:
                 self.rank_shapes = divide(model, rank)
-            make_linear = quantization.make_linear
+            make_linear = linear_factory(quantization)
             pack_linears(model, batch_invariant_factory(make_linear) if is_deterministic else make_linear)
             self._decoder = StockDecoder(model, tap)
         error = self._relative_error(stock_logits, plan_attention)

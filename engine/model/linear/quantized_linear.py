@@ -15,11 +15,10 @@ it.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
 
@@ -29,17 +28,9 @@ _INNER_TILES = 2  # an argument of the packing that the processor's operator ign
 _TINY = torch.finfo(torch.bfloat16).tiny  # a scale is never zero
 
 
-class Quantization(StrEnum):
-    """How the weights of a model's linear layers are kept."""
-
-    NONE = "none"
-    INT8 = "int8"
-    INT4 = "int4"
-
-    @property
-    def make_linear(self) -> LinearFactory:
-        """Packs a weight [out, in] and a bias [out], and gives the function that multiplies by them."""
-        return {Quantization.NONE: linear_of, Quantization.INT8: int8_linear, Quantization.INT4: int4_linear}[self]
+def linear_factory(quantization: Quantization) -> LinearFactory:
+    """Return the function that packs a weight [out, in] and a bias [out], and gives the one that multiplies by them."""
+    return {Quantization.NONE: linear_of, Quantization.INT8: int8_linear, Quantization.INT4: int4_linear}[quantization]
 
 
 def can_quantize(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.backend import PlanAttention, check_kv_kind, choose_attention, is_triton
-from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig
+from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, Quantization
 from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
@@ -24,7 +24,7 @@ from engine.model.draft_heads.loader import Head, load_head
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.hidden_state_taps import NO_TAP
-from engine.model.linear.quantized_linear import Quantization, can_quantize
+from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_version
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions
@@ -99,7 +99,7 @@ class ModelRunner:
         """Make `stock` and its head what computes here, packed and checked; nothing of its files is kept in memory."""
         quantization = _quantization(model, device)
         if device.type == "cpu":
-            leave_checkpoint(stock, quantization.make_linear)
+            leave_checkpoint(stock, linear_factory(quantization))
         self.head: Head | None = None if head is None else load_head(head, stock)
         self._rank.meet()
         tap = NO_TAP if self.head is None else self.head.tap

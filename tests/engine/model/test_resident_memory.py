@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
+from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig, Quantization
 from engine.model.linear.packed_linear import linear_of
-from engine.model.linear.quantized_linear import Quantization, can_quantize
+from engine.model.linear.quantized_linear import can_quantize
 from engine.model.resident_memory import leave_checkpoint
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.checkpoints import write_checkpoint

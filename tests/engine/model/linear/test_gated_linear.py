@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from engine.config import Quantization
 from engine.model.linear.gated_linear import gated_of
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import can_pack
-from engine.model.linear.quantized_linear import Quantization
+from engine.model.linear.quantized_linear import linear_factory
 from tests.engine.fixtures.native_kernels import needs_kernels
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -50,10 +51,10 @@ def test_a_quantized_gate_is_that_of_its_two_products(
     quantization: Quantization, has_bias: bool, num_rows: int
 ) -> None:
     gate, up = _layers((1152, 192), has_bias, torch.bfloat16)
-    gated = gated_of(gate, up, quantization.make_linear)
+    gated = gated_of(gate, up, linear_factory(quantization))
     assert isinstance(gated, NativeQuantizedProduct)
     x = torch.randn(num_rows, 1152).bfloat16()
-    gate_of_x, up_of_x = (quantization.make_linear(each.weight, each.bias)(x).float() for each in (gate, up))
+    gate_of_x, up_of_x = (linear_factory(quantization)(each.weight, each.bias)(x).float() for each in (gate, up))
     torch.testing.assert_close(gated(x).float(), F.silu(gate_of_x) * up_of_x, rtol=2e-2, atol=2e-3)
 
 
@@ -62,7 +63,7 @@ def test_a_quantized_gate_is_that_of_its_two_products(
 def test_what_is_not_made_of_whole_tiles_is_left_to_two_products(shape: tuple[int, int]) -> None:
     gate, up = _layers(shape, False, torch.bfloat16)
     assert gated_of(gate, up) is None
-    assert gated_of(gate, up, Quantization.INT8.make_linear) is None
+    assert gated_of(gate, up, linear_factory(Quantization.INT8)) is None
 
 
 @needs_kernels

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.config import CacheConfig, ModelConfig
-from engine.model.linear.quantized_linear import Quantization, can_quantize, int4_linear, int8_linear
+from engine.config import CacheConfig, ModelConfig, Quantization
+from engine.model.linear.quantized_linear import can_quantize, int4_linear, int8_linear, linear_factory
 from engine.model.loader import model_version
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
@@ -40,7 +40,7 @@ def test_the_product_is_near_the_full_one(
     weight = torch.randn(128, 192).to(dtype)
     bias = torch.randn(128).to(dtype) if has_bias else None
     x = torch.randn(1, num_rows, 192).to(dtype)
-    product = quantization.make_linear(weight, bias)(x)
+    product = linear_factory(quantization)(weight, bias)(x)
     assert product.dtype == dtype
     assert product.shape == (1, num_rows, 128)
     assert relative_error(product, F.linear(x, weight, bias)) < MAX_ERROR[quantization]
@@ -48,7 +48,7 @@ def test_the_product_is_near_the_full_one(
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_no_rows_give_no_rows(quantization: Quantization) -> None:
-    assert quantization.make_linear(torch.randn(64, 64), None)(torch.randn(0, 64)).shape == (0, 64)
+    assert linear_factory(quantization)(torch.randn(64, 64), None)(torch.randn(0, 64)).shape == (0, 64)
 
 
 def test_an_int8_row_does_not_depend_on_the_rows_beside_it() -> None:
