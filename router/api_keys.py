@@ -1,4 +1,4 @@
-"""Who may call: the keys of a file, compared in constant time."""
+"""API keys of a file, compared in constant time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SCHEME = "bearer "
 
 
 class ApiKeys:
-    """A set of keys; an empty set lets everybody in."""
+    """A set of keys; an empty set admits every client."""
 
     def __init__(self, keys: frozenset[str] = frozenset()) -> None:
         self._keys = [key.encode() for key in keys]
@@ -21,7 +21,7 @@ class ApiKeys:
         """Read one key per line; empty lines and lines that start with # do not count. None is the empty set.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no key (which would let everybody in by mistake).
+            ConfigError: the file cannot be read, or holds no key (which would admit every client by mistake).
         """
         if path is None:
             return cls()
@@ -43,6 +43,8 @@ class ApiKeys:
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise AuthenticationError("This server needs an API key: send it as 'Authorization: Bearer KEY'.")
         offered = authorization[len(_SCHEME) :].strip().encode()
-        matches = [hmac.compare_digest(offered, key) for key in self._keys]  # all of them, so that time tells nothing
+        matches = [
+            hmac.compare_digest(offered, key) for key in self._keys
+        ]  # all of them: the time is independent of the key
         if not any(matches):
             raise AuthenticationError("The API key is not known here.")

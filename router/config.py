@@ -1,4 +1,4 @@
-"""What an ingress replica is built from; `cluster` fills it from deploy.yaml."""
+"""Configuration of an ingress replica; `cluster` fills it from deploy.yaml."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class IngressLimits:
-    """Bounds of what one request may ask for and of how long an answer is waited for."""
+    """Bounds of one request and of the wait for its answer."""
 
     max_body_bytes: int = 8 << 20
     max_choices: int = 128  # prompts times n of one request
     first_token_timeout_s: float = 600.0  # includes the wait in the pair's queue
-    inter_token_timeout_s: float = 30.0  # a pair that is silent for so long is given up, and the stream moves
+    inter_token_timeout_s: float = 30.0  # a pair that is silent for longer is given up, and the stream moves
     migration_deadline_s: float = 60.0  # a broken stream must go on within this
     max_migrations: int = 64  # attempts within the deadline
 
 
 @dataclass(frozen=True, slots=True)
 class IngressConfig:
-    """Everything an ingress replica needs to know.
+    """Everything that an ingress replica is configured by.
 
-    `tool_format` is how the model writes tool calls: hermes, llama, or auto for what its chat template shows.
-    `model_path` is the folder or Hub id whose tokenizer is used, the target's. `api_keys_file` holds one key per
-    line; None serves anybody.
+    `tool_format` is the form of the model's tool calls: hermes, llama, or auto for the form in its chat template.
+    `model_path` is the folder or Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None
+    serves every client.
     """
 
     model_id: str
@@ -35,7 +35,7 @@ class IngressConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How the ingress chooses a pair; equal in every process of an application.
+    """The choice of a pair; equal in every process of an application.
 
     An index that does not answer within `index_timeout_s` is passed over, and the request goes by load.
     """

@@ -68,5 +68,5 @@ class ApplicationWatch:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 self._status = (await asyncio.to_thread(serve.status)).applications.get(name, self._status)
-        except Exception as error:  # Ray's own, whichever: the controller may be restarting
+        except Exception as error:  # any of Ray's: the controller may be restarting
             logger.warning("Serve's controller does not say what becomes of this application: %r", error)

@@ -1,4 +1,4 @@
-"""The pairs behind a Ray Serve handle: streams, the model card, metrics, and errors in our own words."""
+"""The pairs behind a Ray Serve handle: streams, the model card, metrics, and Serve's errors as `ServingError`s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from router.routing.routed_call import RoutedCall
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
-_PATIENCE_S = 2.0  # with Serve's router, until it is asked whether there will be a pair at all
+_TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, until Serve is asked whether there will be one
 _END_OF_STREAM_TIMEOUT_S = 1.0
 _PREFILL_METRICS_TIMEOUT_S = 2.0
 
@@ -30,8 +30,8 @@ class ServeBackend:
     """`router.backend.backend.Backend` over the handle of the pair deployment.
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
-    ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too, and is asked for nothing else here.
-    A request that no pair has taken is told if `is_deleted` says that none will.
+    ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too; it serves for nothing else here.
+    A request that no pair has taken fails once `is_deleted` is true: none will take it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ServeBackend:
         self._describe = handle.options(method_name="describe")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """One sequence's chunks; the pair's generator is cancelled when this one is closed early."""
+        """Yield one sequence's chunks; the pair's generator is cancelled when this one is closed early."""
         call = self._routing.open(request)
         # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
         # id Serve's router serves only the first.
@@ -66,40 +66,40 @@ class ServeBackend:
                 is_finished = _has_end(batch)
                 yield batch
         except (Exception, asyncio.CancelledError) as error:
-            raise _in_our_words(error) from error
+            raise _as_serving_error(error) from error
         finally:
             if not is_accepted:
                 self._routing.refused(call)
             await _end(stream, is_finished)
 
     async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator[Any]) -> TokenChunk | list[TokenChunk]:
-        """The first item. Serve waits for a replica that may take the request, be there one or not."""
+        """Return the first item. Serve waits for a replica that may take the request even where there is none."""
         first = asyncio.ensure_future(anext(stream))
         try:
-            while not (await asyncio.wait({first}, timeout=_PATIENCE_S))[0]:
+            while not (await asyncio.wait({first}, timeout=_TAKEN_TIMEOUT_S))[0]:
                 if not call.is_taken and await self._is_deleted():
                     raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
             item: TokenChunk | list[TokenChunk] = first.result()
             return item
         finally:
             first.cancel()
-            await asyncio.gather(first, return_exceptions=True)  # whatever it says now, nobody wants to know
+            await asyncio.gather(first, return_exceptions=True)  # its outcome no longer matters
 
     async def describe(self) -> ModelCard:
-        """The card of whichever pair Serve picks; all say the same."""
+        """Return the card of the pair that Serve picks; all pairs have the same."""
         try:
             card: ModelCard = await self._describe.remote()
         except (Exception, asyncio.CancelledError) as error:
-            raise _in_our_words(error) from error
+            raise _as_serving_error(error) from error
         self._routing.learn(card)
         return card
 
     async def metrics_texts(self) -> Sequence[str]:
-        """The metrics of all replicas that answer, pairs first."""
+        """Return the metrics of all replicas that answer, pairs first."""
         try:
             results = await _metrics_of(self._handle)
         except (Exception, asyncio.CancelledError) as error:
-            raise _in_our_words(error) from error
+            raise _as_serving_error(error) from error
         results += await self._prefill_metrics()
         for result in results:
             if isinstance(result, BaseException):
@@ -107,7 +107,7 @@ class ServeBackend:
         return [result for result in results if isinstance(result, str)]
 
     async def _prefill_metrics(self) -> list[str | BaseException]:
-        """Those of prefill replicas: their absence must not cost the pairs' metrics."""
+        """Return the metrics of prefill replicas; an error there must not cost the pairs' metrics."""
         if self._prefill is None:
             return []
         try:
@@ -141,7 +141,7 @@ async def _end(stream: DeploymentResponseGenerator[Any], is_finished: bool) -> N
     stream.cancel()  # type: ignore[no-untyped-call]  # Ray's
 
 
-def _in_our_words(error: BaseException) -> BaseException:
+def _as_serving_error(error: BaseException) -> BaseException:
     """Return the caller's view of an error that came through Serve."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ServingError):

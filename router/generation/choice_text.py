@@ -1,4 +1,4 @@
-"""One choice as it grows: from token chunks to text that may be shown."""
+"""The text of one choice as it grows: from token chunks to text that may be shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChoiceText:
         self.is_finished = False
 
     def feed(self, chunk: TokenChunk) -> Delta:
-        """The delta of one chunk. After a delta with a finish reason nothing more may be fed."""
+        """Return the delta of one chunk. After a delta with a finish reason nothing more may be fed."""
         assert not self.is_finished
         texts, offsets = [], []
         finish_reason = None
@@ -77,7 +77,7 @@ class ChoiceText:
         return text + self._stop_strings.flush(), False
 
     def _scan(self, piece: str) -> tuple[str, bool]:
-        """The text that may be shown, and whether a stop string ended it; none counts before `min_tokens`."""
+        """Return the text that may be shown, and true if a stop string ended it; none counts before `min_tokens`."""
         self._num_characters += len(piece)
         if self._stop_strings is None or self._num_tokens < self._min_tokens:
             return piece, False

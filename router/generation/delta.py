@@ -1,4 +1,4 @@
-"""What a choice gains: the unit in which generated text leaves for a client."""
+"""Deltas: the unit in which the text of a choice leaves for a client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protos.messages import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What one tool call gained; its first delta has its id and its name."""
+    """The gain of one tool call; its first delta has its id and its name."""
 
     index: int  # among the calls of its choice
     id: str | None = None
@@ -36,7 +36,7 @@ class Delta:
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Consecutive deltas of one choice, as one."""
+    """Return consecutive deltas of one choice as one."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(

@@ -1,4 +1,4 @@
-"""The one path of both frontends, from a validated body to a running generation."""
+"""The path of both frontends from a validated body to a running generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _METRICS_TIMEOUT_S = 5.0
 
 
 class GenerationService:
-    """Turns validated bodies into running generations; the one path of both frontends."""
+    """Turns validated bodies into running generations, for both frontends."""
 
     def __init__(self, backend: Backend, files: TokenizerFiles, config: IngressConfig, metrics: IngressMetrics) -> None:
         self.config = config
@@ -46,14 +46,14 @@ class GenerationService:
         self._card_read_s = 0.0
 
     def check_model(self, model: str) -> None:
-        """Raises `ModelNotFoundError` unless `model` is the one served here."""
+        """Raise `ModelNotFoundError` unless `model` is the one served here."""
         if model != self.config.model_id:
             raise ModelNotFoundError(
                 f"The model {model!r} does not exist; this server has {self.config.model_id!r}.", param="model"
             )
 
     async def card(self) -> ModelCard:
-        """The pair's model card; read again once a minute, since a redeploy may change it."""
+        """Return the pair's model card; read again once a minute, since a redeploy may change it."""
         if self._card is None or time.monotonic() - self._card_read_s > _CARD_LIFE_S:
             try:
                 self._card = await self.fresh_card()
@@ -65,7 +65,7 @@ class GenerationService:
         return self._card
 
     async def fresh_card(self) -> ModelCard:
-        """The model card, asked for now. Raises `UnavailableError` if no pair answers in time."""
+        """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
         try:
             async with asyncio.timeout(_CARD_TIMEOUT_S):
                 card = await self.backend.describe()
@@ -75,7 +75,7 @@ class GenerationService:
         return card
 
     async def replica_metrics(self) -> Sequence[str]:
-        """The metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
+        """Return the metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
                 return await self.backend.metrics_texts()
@@ -128,7 +128,7 @@ class GenerationService:
         )
 
     def _tool_format(self) -> ToolFormat:
-        """How the model writes calls. Raises `RequestError` if its template knows no tools."""
+        """Return the form of the model's calls. Raises `RequestError` if its template has no tools."""
         if self._format is None:
             raise RequestError(
                 f"The chat template of {self.config.model_id!r} knows no tools; leave tools out.", param="tools"
@@ -142,7 +142,7 @@ class GenerationService:
         add_generation_prompt: bool = True,
         variables: dict[str, object] | None = None,
     ) -> list[int]:
-        """The token ids of a chat, by the model's template, which writes its own special tokens."""
+        """Return the token ids of a chat, by the model's template, which writes its own special tokens."""
         template = self.files.chat_template
         if template is None:
             raise RequestError(
@@ -161,13 +161,13 @@ class GenerationService:
         return Prompt(tuple(prompt))
 
     async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
-        """The predicted output in tokens, as the model would write it."""
+        """Return the predicted output in tokens, as the model would write it."""
         if body.prediction is None:
             return ()
         return tuple(await self.files.tokenizer.encode_async(body.prediction.text, add_special_tokens=False))
 
     async def _bad_words(self, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
-        """The forbidden words in tokens; in a thread, for there may be many."""
+        """Return the forbidden words in tokens; in a thread, since there may be many."""
         if not body.bad_words:
             return ()
         return await asyncio.to_thread(bad_word_forms, body.bad_words, self.files.tokenizer)

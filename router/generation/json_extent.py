@@ -1,4 +1,4 @@
-"""Where a JSON object ends in a text that is still being written."""
+"""The end of a JSON object in a text that is still being written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class JsonExtent:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object if it ends here, None if all do and more may follow."""
+        """Return the number of characters of `text` up to the end of the object; None if it goes on behind `text`."""
         for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""Where generated text must end because the client said so."""
+"""Stop strings: the end of a generated text at the client's request."""
 
 from __future__ import annotations
 

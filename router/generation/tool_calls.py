@@ -36,8 +36,8 @@ _NOTHING = _Gain()
 class ToolCallParser:
     """Turns the deltas of one choice into content and tool calls.
 
-    Arguments are passed on as they grow, in the very text the model wrote. What looks like a call and turns out to be
-    none, its JSON broken or its function unknown, stays content.
+    Arguments are passed on as they grow, in the very text the model wrote. A text that looks like a call and is none
+    (its JSON is broken or its function unknown) stays content.
     """
 
     def __init__(self, format_: ToolFormat, names: Collection[str]) -> None:
@@ -51,7 +51,7 @@ class ToolCallParser:
         self._has_content = False
 
     def read(self, delta: Delta) -> Delta:
-        """The delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
+        """Return the delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
             gains.append(self._flush())
@@ -73,7 +73,7 @@ class ToolCallParser:
         return gains
 
     def _advance(self) -> _Gain | None:
-        """Take one thing off what is held; None when more text is needed."""
+        """Take one part off the held text; None when more text is needed."""
         match self._state:
             case _State.TEXT:
                 return self._read_text() if self._format.begin else self._read_bare_text()
@@ -142,14 +142,14 @@ class ToolCallParser:
         return _NOTHING
 
     def _flush(self) -> _Gain:
-        """What is held at the end of the text; a call whose arguments have begun is not taken back."""
+        """Return the rest at the end of the text; a call whose arguments have begun is not taken back."""
         held, self._held = self._held, ""
         if self._state is _State.TEXT:
             return self._content(held if self._num_calls == 0 else held.rstrip())
         return self._content(self._format.begin + held) if self._state is _State.HEAD else _NOTHING
 
     def _content(self, text: str) -> _Gain:
-        """Text that is content; white space around calls is not."""
+        """Return text as content, without white space around calls."""
         if self._num_calls and not self._has_content:
             text = text.lstrip()
         self._has_content |= bool(text)
@@ -161,12 +161,12 @@ class ToolCallParser:
         return _Gain(calls=(ToolCallDelta(self._num_calls - 1, call_id, name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
-        """Marked calls are believed whatever they name; a bare object may be an answer, so it must name a tool."""
+        """Return the name of a call: any name in a marked call; only that of a tool in a bare object, a possible answer."""
         is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._names)
         return str(name) if is_tool else None
 
     def _end_of_call(self) -> int | None:
-        """Where the body of the call that is held ends; None while it may go on."""
+        """Return the end of the body of the call that is held; None while it may go on."""
         if not self._format.end:
             return JsonExtent().feed(self._held)
         index = self._held.find(self._format.end)
@@ -174,7 +174,7 @@ class ToolCallParser:
 
 
 def _parse(text: str) -> object:
-    """The value that the model spelt; None where it is no JSON, or JSON of what cannot be sent (half a character)."""
+    """Return the value of a JSON text; None if it is no JSON or holds a lone surrogate, which cannot be sent."""
     try:
         value: object = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()
@@ -184,7 +184,7 @@ def _parse(text: str) -> object:
 
 
 def _num_held(text: str, mark: str) -> int:
-    """Length of the end of `text` that may turn out to stand before `mark`: white space, and what begins the mark."""
+    """Return the length of the end of `text` that may belong to `mark`: white space, and a beginning of the mark."""
     length = next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:n]))
     rest = text[: len(text) - length]
     return length + len(rest) - len(rest.rstrip())

@@ -1,4 +1,4 @@
-"""Counting what a client pays for, over all choices of one request."""
+"""Counts of tokens over all choices of one request."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Usage:
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
-        """What OpenAI reports of a prediction; without one, what became of the drafts."""
+        """The figures that OpenAI reports of a prediction; without one, those of the drafts."""
         stats = self.speculation or SpeculationStats()
         drafts = PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
         return self.prediction or drafts
 
 
 class UsageMeter:
-    """Adds up deltas and chunks as they come."""
+    """Sums of deltas and chunks as they come."""
 
     def __init__(self, requests: Sequence[GenerateRequest], num_choices_per_prompt: int) -> None:
         self._firsts = range(0, len(requests), num_choices_per_prompt)  # the first choice of each prompt stands for it
@@ -65,7 +65,7 @@ class UsageMeter:
                 self._steps = chunk.steps or self._steps
 
     def usage(self) -> Usage:
-        """The sums so far."""
+        """Return the sums so far."""
         known = [stats for stats in self._speculation if stats is not None]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
@@ -77,6 +77,6 @@ class UsageMeter:
         )
 
     def _prediction_usage(self) -> PredictionUsage:
-        """Over all choices: each had the whole prediction to repeat."""
+        """Return the sums over all choices, each of which had the whole prediction to repeat."""
         num_accepted = sum(text.num_matched for text in self._predicted)
         return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction_token_ids) - num_accepted)

@@ -1,6 +1,6 @@
 """The gRPC frontend: `outrider.v1.Generation` and `grpc.health.v1`, over the same service as the HTTP frontend.
 
-The methods take any servicer context: that of grpc.aio, and Ray Serve's, which knows neither `abort` nor the call's
+The methods take any servicer context: that of grpc.aio, and Ray Serve's, which has neither `abort` nor the call's
 deadline (there the client's deadline ends the call by cancelling it).
 """
 

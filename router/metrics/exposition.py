@@ -1,8 +1,8 @@
 """Several processes' metrics as one Prometheus text.
 
 Families that several replicas report appear once, their samples told apart by a `replica` label. Every sample bears
-exactly the name of the contract, which knows no `_total`: counters are therefore typed `gauge`, since
-Prometheus' clients rename the samples of a `counter` family to end in `_total`. They never fall but when a process
+exactly the name of the contract, which has no `_total`: counters are therefore typed `gauge`, since
+Prometheus' clients rename the samples of a `counter` family to end in `_total`. They fall only when a process
 restarts, so `rate()` works on them.
 """
 
@@ -28,7 +28,7 @@ class _Family:
 
 
 def merge_metrics(own_text: str, replica_texts: Iterable[str]) -> str:
-    """One text of our own families and the replicas'; a replica that does not name itself is named by its rank."""
+    """Return one text of our own families and the replicas'; a replica without a name is named by its rank."""
     families: dict[str, _Family] = {}
     _collect(families, own_text, {})
     for rank, text in enumerate(replica_texts):

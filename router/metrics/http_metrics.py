@@ -1,4 +1,4 @@
-"""Counts every HTTP answer by endpoint and status."""
+"""Counts of HTTP answers by endpoint and status."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class CountRequests:
 
 
 def _endpoint(path: str) -> str:
-    """The endpoint of a path; what clients invent is one endpoint, so that it cannot grow the metrics."""
+    """Return the endpoint of a path; all unknown paths are one endpoint, so that they cannot grow the metrics."""
     return next((endpoint for endpoint in _ENDPOINTS if path == endpoint or path.startswith(endpoint + "/")), "other")

@@ -13,10 +13,10 @@ Result = TypeVar("Result")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client goes away first. The body must have been read.
+    """Return the result of `work`, which is cancelled if the client goes away first. The body must have been read.
 
     Raises:
-        ClientDisconnect: nobody is there any more to take an answer.
+        ClientDisconnect: the client went away.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))

@@ -16,14 +16,14 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metr
 
 
 def error_object(error: ServingError) -> dict[str, dict[str, str | None]]:
-    """The JSON body of an error."""
+    """Return the JSON body of an error."""
     return {
         "error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code},
     }
 
 
 def error_response(error: ServingError, status: int | None = None) -> JSONResponse:
-    """The HTTP answer for an error; `status` where it is another than the error's own."""
+    """Return the HTTP answer for an error, with `status` in place of the error's own if given."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -44,7 +44,7 @@ async def _on_serving_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """The framework's own refusals: unknown path, wrong method."""
+    """Answer the framework's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(NotFoundError(f"There is nothing at {request.url.path}."))
@@ -59,5 +59,5 @@ async def _on_disconnect(_: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(_: Request, error: Exception) -> Response:
-    """A fault of ours. Starlette raises it again after this answer, so that the server logs it once."""
+    """Answer a fault of ours. Starlette raises it again after this answer, so that the server logs it once."""
     return error_response(EngineError("The server failed while it handled this request; the fault is ours."))

@@ -1,4 +1,4 @@
-"""From an HTTP request to a validated body: content type, size, JSON, schema."""
+"""The validated body of an HTTP request: content type, size, JSON, schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 async def read_body(request: Request, schema: type[Schema], max_body_bytes: int) -> Schema:
-    """The request's body as `schema`.
+    """Return the request's body as `schema`.
 
     Raises:
         RequestError: it is not declared as JSON, is not JSON, or breaks the schema.

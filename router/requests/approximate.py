@@ -1,4 +1,4 @@
-"""Which requests may have reasoning steps that are not exact: only those that promise nothing else by what they ask."""
+"""Requests for reasoning steps that are not exact: refused where another parameter promises exactness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.requests.generation_fields import GenerationFields, SpeculationField
 def check_approximate(
     fields: GenerationFields, card: ModelCard, num_choices: int, *, grammar: Grammar | None, num_logprobs: int | None
 ) -> None:
-    """Raise `RequestError` where `speculation.mode` is approximate and cannot be, or a threshold comes without it."""
+    """Raise `RequestError` if `speculation.mode` is approximate and cannot be, or a threshold comes without it."""
     wishes = fields.speculation or SpeculationFields()
     if wishes.mode is not SpeculationMode.APPROXIMATE:
         if wishes.threshold is not None:
@@ -40,7 +40,7 @@ def _conflict(
     grammar: Grammar | None,
     num_logprobs: int | None,
 ) -> str | None:
-    """What the request asks for that a text partly written by the draft cannot give."""
+    """Return the parameter that a text partly written by the draft cannot satisfy."""
     conflicts = (
         (fields.seed is not None, f"seed {fields.seed}: the output would not be reproducible"),
         (num_logprobs is not None, "logprobs: the target has not sampled every token"),

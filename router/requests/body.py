@@ -1,4 +1,4 @@
-"""The base of every request body, and how strictly bodies are read."""
+"""The base of every request body: strict types, known names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Body(BaseModel):
-    """JSON types are taken as they are, numbers must be finite, unknown names are refused."""
+    """A body whose JSON types are taken as they are; numbers must be finite, unknown names are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())

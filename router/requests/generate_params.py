@@ -10,7 +10,7 @@ from router.requests.generation_fields import GenerationFields
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its tokens, and its text where the client may want it back."""
+    """One prompt: its tokens, and its text for a client that asks for an echo."""
 
     token_ids: tuple[int, ...]
     text: str = ""

@@ -8,7 +8,7 @@ from protos.errors import RequestError
 
 
 def read_json(text: str, name: str, param: str) -> object:
-    """The value that `text` spells; `name` is what the client would call it.
+    """Return the value of the JSON `text`; `name` is its name for the client.
 
     Raises:
         RequestError: it is not JSON, or is nested deeper than Python reads.

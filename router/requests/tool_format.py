@@ -1,4 +1,4 @@
-"""How models write tool calls in their text, and grammars that make them do so."""
+"""Forms of tool calls in the text of models, and grammars that enforce them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolFormat:
     separator: str
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar | None:
-        """What the output must match: calls alone where one is required, or else a text, with or without calls.
+        """Return the grammar of the output: calls alone where one is required, or else a text, with or without calls.
 
         `answer` constrains that text; None leaves it free. None where nothing is constrained.
         """
@@ -49,7 +49,7 @@ class ToolFormat:
         return f"{call} ({_literal(self.separator)} {call})*" if use.is_parallel else call
 
     def _calls_in_text(self, use: ToolUse) -> str:
-        """Free text in which every beginning of a call is followed by a valid one."""
+        """Return the rule of a free text in which every beginning of a call is followed by a valid one."""
         if not self.begin:
             return f"{self._calls(use)} | /\\s*[^{{\\s](.|\\n)*/"
         call = f"begin {_literal(self._newline)} call {_literal(self._newline + self.end)}"
@@ -73,7 +73,7 @@ class ToolFormat:
 
 
 def _schema(function: Function, use: ToolUse) -> object:
-    """Arguments are held to their schema where a call is required or the function is strict."""
+    """Return the schema of the arguments: their own if a call is required or the function is strict."""
     return function.schema_ if use.is_required or function.strict else _ANY_ARGUMENTS
 
 
@@ -87,7 +87,7 @@ FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA)}
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
-    """The format that a chat template teaches its model, or the one that is `wanted`; None if it knows no tools."""
+    """Return the format in a chat template, or the one that is `wanted`; None if the template has no tools."""
     if "tools" not in template:
         return None
     if wanted != "auto":

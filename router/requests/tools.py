@@ -16,7 +16,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 class ToolChoice(StrEnum):
-    """`tool_choice`: no call, a call where the model wants one, or at least one call."""
+    """`tool_choice`: no call, a call if the model decides so, or at least one call."""
 
     NONE = "none"
     AUTO = "auto"

@@ -1,4 +1,4 @@
-"""A schema violation in words: the parameter, its value and the limit; for an unknown name, the nearest valid one."""
+"""Schema violations as messages: the parameter, its value and the limit; for an unknown name, the nearest valid one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIMITS = {
 
 
 def as_request_error(error: ValidationError, schema: type[BaseModel]) -> RequestError:
-    """The first violation that pydantic found, as an error for the client."""
+    """Return the first violation that pydantic found, as an error for the client."""
     details = error.errors(include_url=False)[0]
     path = list(details["loc"])
     param = ".".join(map(str, path)) or None
@@ -71,7 +71,7 @@ def _suggestion(name: str, valid: Iterable[str]) -> str:
 
 
 def _names_at(schema: type[BaseModel], path: list[str | int]) -> Iterable[str]:
-    """The fields of the schema at `path`, so that a nested unknown name is compared with its own level."""
+    """Return the fields of the schema at `path`, so that a nested unknown name is compared with its own level."""
     for part in path:
         field = schema.model_fields.get(str(part))
         if field is None:

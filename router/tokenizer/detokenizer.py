@@ -13,7 +13,7 @@ from typing import Protocol
 
 from router.tokenizer.tokenizer import Tokenizer
 
-_NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first new token knows whether a space stands before it
+_NUM_CONTEXT_TOKENS = 5  # of the prompt, which decide whether the first new token begins with a space
 _REPLACEMENT = "\ufffd"
 
 

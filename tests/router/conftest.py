@@ -92,7 +92,7 @@ async def base_url(service: GenerationService) -> AsyncIterator[str]:
 
 
 def openai_client(base_url: str, **options: bool) -> openai.AsyncOpenAI:
-    """OpenAI's own, without the certificates, which would be read once per test and are for nobody here."""
+    """Return OpenAI's client without certificates, which would be read once per test and are not needed here."""
     transport = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=transport, **options)
 
@@ -105,8 +105,10 @@ async def client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 async def lenient_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    """For streamed completions: their finish reason is null until the end, in OpenAI's own streams as well, and the
-    package's type does not allow that.
+    """A client for streamed completions.
+
+    Their finish reason is null until the end, in OpenAI's own streams as well, and the package's type does not allow
+    that.
     """
     async with openai_client(base_url) as lenient:
         yield lenient

@@ -35,7 +35,7 @@ def load_engine(folder: Path) -> EngineCore:
 
 
 class EngineBackend:
-    """Steps the engine whenever somebody waits; `requests` are what it was asked for."""
+    """Steps the engine whenever a stream waits; `requests` are those it was sent."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

@@ -36,7 +36,7 @@ def count_up(request: GenerateRequest, token_ids: Sequence[int]) -> int:
 
 
 def say(*token_ids: int) -> NextToken:
-    """A model that says this, whatever the prompt."""
+    """Return a model that says this, whatever the prompt."""
 
     def next_token(request: GenerateRequest, so_far: Sequence[int]) -> int:
         return token_ids[(len(so_far) - len(request.prompt_token_ids)) % len(token_ids)]

@@ -248,7 +248,7 @@ async def test_health_follows_the_pairs(channel: grpc.aio.Channel, backend: Fake
     assert watched.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_who_watches_is_let_go_before_the_process_ends(
+async def test_a_health_watch_ends_before_the_process_does(
     service: GenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_api, "_HEALTH_PERIOD_S", 0.01)
@@ -285,7 +285,7 @@ async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationServ
 
 
 class ServeContext:
-    """What Ray Serve hands to a handler: no abort, no deadline."""
+    """Ray Serve's context of a call: no abort, no deadline."""
 
     def __init__(self) -> None:
         self.code = self.details = None

@@ -1,4 +1,4 @@
-"""What a replica makes of Serve's word on its application."""
+"""A replica's view of its application, from Serve's controller."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     return fake
 
 
-async def test_it_is_deleted_when_the_controller_says_so(controller: Controller) -> None:
+async def test_an_application_is_deleted_when_the_controller_reports_so(controller: Controller) -> None:
     watch = ApplicationWatch()
     assert not await watch.is_deleted(), "nobody knows"
     controller.say(ApplicationStatus.DEPLOYING)

@@ -1,4 +1,4 @@
-"""What comes through a Serve handle, in our own words (Serve's local testing mode, no cluster)."""
+"""Chunks and errors that come through a Serve handle (Serve's local testing mode, no cluster)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AbsentDeployment:
 
 
 class Taken(RequestRouting):
-    """As if a pair had taken every call: there is no router of ours here."""
+    """Mark every call as taken by a pair: there is no router of ours here."""
 
     def open(self, request: GenerateRequest) -> RoutedCall:
         call = super().open(request)
@@ -122,7 +122,7 @@ async def test_errors_are_ours(
 
 
 async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
     assert len([batch async for batch in open_backend(no).generate(late)]) == 2
     with pytest.raises(ShuttingDownError):
@@ -130,7 +130,7 @@ async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_backend, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
     assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 2
 

@@ -12,7 +12,7 @@ from router.generation.fan_in import fan_in
 
 
 class Source:
-    """Yields numbers, then fails if it is told to; knows whether it was closed."""
+    """Yields numbers, then raises `error` if there is one; records that it was closed."""
 
     def __init__(self, numbers: list[int], error: Exception | None = None) -> None:
         self.numbers = numbers
@@ -40,7 +40,7 @@ async def test_every_item_comes_and_each_stream_keeps_its_order(num_sources: int
 
 
 @pytest.mark.parametrize("num_others", [0, 2])
-async def test_one_error_ends_all(num_others: int) -> None:
+async def test_one_error_ends_all_streams(num_others: int) -> None:
     failing = Source([1], ValueError("bad"))
     others = [Source(list(range(1000))) for _ in range(num_others)]
     with pytest.raises(ValueError, match="bad"):
@@ -50,7 +50,7 @@ async def test_one_error_ends_all(num_others: int) -> None:
 
 
 @pytest.mark.parametrize("num_sources", [1, 3])
-async def test_closing_closes_all_even_those_held_back(num_sources: int) -> None:
+async def test_closing_the_merged_stream_closes_all_even_those_held_back(num_sources: int) -> None:
     sources = [Source(list(range(1000))) for _ in range(num_sources)]
     async with aclosing(fan_in([source.items() for source in sources])) as merged:
         await anext(merged)

@@ -22,7 +22,7 @@ NAMES = ("f", "get.weather")
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a client has at the end."""
+    """The state of a client at the end."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -150,7 +150,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 def is_allowed(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    """Whether the whole text, and its end, are in the grammar."""
+    """True if the whole text, and its end, are in the grammar."""
     tokenizer = compiler._load_tokenizer()
     whole_ids = (*tokenizer.tokenize_str(text), END_ID)
     request = GenerateRequest("x", (1,), SamplingParams(grammar=grammar, stop_token_ids=(END_ID,)))

@@ -106,7 +106,9 @@ async def test_n_choices_each_start_with_the_role(client: openai.AsyncOpenAI) ->
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(client: openai.AsyncOpenAI, parameters: dict, param: str) -> None:
+async def test_parameters_that_are_not_served_are_refused_by_name(
+    client: openai.AsyncOpenAI, parameters: dict, param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="fake", messages=MESSAGES, **parameters)
     assert caught.value.param == param

@@ -241,7 +241,7 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
 async def test_bad_words_are_read_once_for_all_prompts(
     client: openai.AsyncOpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be a thousand, and the prompts a hundred: read for each, they took a minute of everybody's time."""
+    """A thousand words and a hundred prompts: read for each prompt, the words took a minute of the event loop."""
     texts, encode = [], Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: texts.append(text) or encode(self, text, **how))
     await client.completions.create(model="fake", prompt=["a", "b", "c"], extra_body={"bad_words": ["no"]})
@@ -249,7 +249,7 @@ async def test_bad_words_are_read_once_for_all_prompts(
     assert {request.sampling.bad_words for request in backend.requests} == {(tuple(ids("no")), tuple(ids(" no")))}
 
 
-async def test_what_a_request_leaves_out_is_as_the_checkpoint_advises(
+async def test_parameters_left_out_take_the_checkpoint_s_defaults(
     client: openai.AsyncOpenAI, backend: FakeBackend
 ) -> None:
     backend.card = replace(backend.card, sampling_defaults=SamplingDefaults(0.6, 20, 0.9, 0.1, 1.2))

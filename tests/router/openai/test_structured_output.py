@@ -153,7 +153,7 @@ async def test_every_constraint_holds_in_both_endpoints(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_compiled_is_a_bad_request(
+async def test_a_grammar_that_cannot_be_compiled_is_a_bad_request(
     client: openai.AsyncOpenAI, constraint: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

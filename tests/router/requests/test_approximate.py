@@ -1,4 +1,4 @@
-"""Requests for reasoning steps that are not exact: who may have them, what is refused, and how answers are marked."""
+"""Requests for reasoning steps that are not exact: conditions, refusals, and the mark of their answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_nothing_but_the_word_itself_asks_for_it(
         ({"speculation": {"threshold": 5}}, "speculation.mode is not 'approximate'; leave it out or set the mode"),
     ],
 )
-async def test_what_a_draft_could_not_keep_is_refused(
+async def test_parameters_that_a_draft_could_not_keep_are_refused(
     http: httpx.AsyncClient, backend: FakeBackend, changes: dict[str, Any], words: str
 ) -> None:
     answer = await http.post("/v1/completions", json={**BODY, "speculation": WISH, **changes})
@@ -128,7 +128,7 @@ async def test_grpc_marks_and_refuses_alike(stub: outrider_pb2_grpc.GenerationSt
 
 
 class StepBackend(EngineBackend):
-    """A real engine whose draft may write steps."""
+    """A real engine with a draft that may write steps."""
 
     def __init__(self, folder: Path) -> None:
         steps = StepConfig(0.0, JudgeKind.LIKELIHOOD, think=None, max_step_tokens=8)

@@ -38,7 +38,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 has it: marked spaces, byte tokens for what has no token, a decoder that strips the first space."""
+    """Return a tokenizer like Llama 2's: marked spaces, byte tokens, a decoder that strips the first space."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["\u2581", "\u2581def", "\u2581return", "\u2581caf", *"abcdefghijklmnopqrstuvwxyz():+,."]
     core = TokenizerCore(

@@ -1,4 +1,4 @@
-"""What the frontends read from a checkpoint."""
+"""Files of a checkpoint that the frontends read."""
 
 from __future__ import annotations
 
