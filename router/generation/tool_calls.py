@@ -161,7 +161,7 @@ class ToolCallParser:
         return _Gain(calls=(ToolCallDelta(self._num_calls - 1, call_id, name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
-        """Return the name of a call: any name in a marked call; only that of a tool in a bare object, a possible answer."""
+        """Return the name of a call: any in a marked call, only that of a tool in a bare object (a possible answer)."""
         is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._names)
         return str(name) if is_tool else None
 
