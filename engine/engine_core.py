@@ -63,8 +63,8 @@ from engine.span import Span
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes
-from engine.verifier import VerifyResult
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 

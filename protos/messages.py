@@ -84,6 +84,9 @@ class Grammar:
     param: str
 
 
+GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the distribution is one-hot in effect
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling of the next token, applied to the target's logits in the order of `engine.sampling.sampler`.
@@ -108,6 +111,11 @@ class SamplingParams:
     num_logprobs: int | None = None  # None: no logprobs; n: the token's own and the n largest
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; the prompt is then computed whole
     grammar: Grammar | None = None  # tokens that cannot continue a text of this grammar are impossible
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the next token is the likeliest one."""
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)

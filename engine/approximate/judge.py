@@ -20,13 +20,18 @@ class StepJudge(Protocol):
     suffix_ids: tuple[int, ...]
 
     def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
-        """In [0, 9]. `logits [S + len(suffix_ids) + 1, V] float32`: row i follows the step's first i tokens."""
+        """Return a score in [0, 9].
+
+        Args:
+            logits: `[S + len(suffix_ids) + 1, V] float32`; row i follows the step's first i tokens.
+            step_ids: The S tokens of the step.
+        """
 
 
 class LikelihoodJudge:
-    """How near a step comes to what the target itself finds likeliest: 9 times the geometric mean of p(x) / max p.
+    """Scores a step by its nearness to the target's likeliest tokens: 9 times the geometric mean of p(x) / max p.
 
-    It asks nothing of the model but its logits. A step that a greedy target would have written scores 9.
+    It needs nothing of the model but its logits. A step that a greedy target would have written scores 9.
     """
 
     suffix_ids: tuple[int, ...] = ()
@@ -38,9 +43,9 @@ class LikelihoodJudge:
 
 
 class RatingJudge:
-    """The digit that the target expects to say when a prompt behind the step asks for one (arXiv:2504.07891).
+    """Scores a step by the digit that the target gives when a prompt behind the step asks for one (arXiv:2504.07891).
 
-    The expectation over the ten digits, so that the score is not a coin's when the target wavers.
+    The score is the expectation over the ten digits, so that a target without a clear answer gives no random one.
     """
 
     def __init__(self, suffix_ids: tuple[int, ...], digit_ids: tuple[int, ...]) -> None:
@@ -49,12 +54,12 @@ class RatingJudge:
 
     def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
         row = logits[len(step_ids) + len(self.suffix_ids)]  # [V]
-        chances = row[list(self._digit_ids)].double().softmax(dim=0)  # [10]
-        return float(chances @ torch.arange(10, dtype=torch.float64, device=chances.device))
+        probs = row[list(self._digit_ids)].double().softmax(dim=0)  # [10]
+        return float(probs @ torch.arange(10, dtype=torch.float64, device=probs.device))
 
 
 def judge_of(config: StepConfig, tokenizer: Tokenizer) -> StepJudge:
-    """The judge that a deployment has chosen.
+    """Return the judge that a deployment has chosen.
 
     Raises:
         ConfigError: the tokenizer has no token for a digit, or the rating prompt has none at all.

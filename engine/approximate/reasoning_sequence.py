@@ -1,4 +1,4 @@
-"""One sequence whose reasoning steps the draft may write, and the text the draft has of it."""
+"""One sequence whose reasoning steps the draft may write, and the draft's copy of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from protos.messages import SpeculationMethod, SpeculationParams, StepStats
 
 
 class Phase(Enum):
-    """Who has the next word. Every step begins and ends with TARGET or ACCEPTED.
+    """The author of the next tokens. Every step begins and ends with TARGET or ACCEPTED.
 
-    TARGET: the target writes, verified drafts and all, to the end of its step. DRAFT: the draft does, and the sequence
+    TARGET: the target writes, with verified drafts, to the end of its step. DRAFT: the draft writes, and the sequence
     computes nothing. JUDGE: a step is complete, and the next pass reads it. ACCEPTED: that pass has committed it.
     """
 
@@ -26,11 +26,12 @@ class Phase(Enum):
 
 
 class ReasoningSequence:
-    """`sequence` is the target's; `draft_sequence` has the committed tokens, and a step that the draft writes.
+    """A sequence and the step of reasoning that the draft writes for it.
 
-    A draft cannot take tokens back: after a step that was not accepted it gets a new sequence, under a new id.
-    `base_len` is where the current step begins; the first `num_seen` committed tokens have been looked at for its end,
-    and `is_at_boundary` is true once it has come.
+    `sequence` is the target's. `draft_sequence` is the draft's copy: the committed tokens, and a step that it writes. A
+    draft cannot take tokens back: after a step that was not accepted it gets a new copy, under a new id. `base_len` is
+    where the current step begins; the first `num_seen` committed tokens have been searched for its end, and
+    `is_at_boundary` is set where it has come.
     """
 
     def __init__(self, sequence: Sequence, threshold: float) -> None:
@@ -47,18 +48,18 @@ class ReasoningSequence:
 
     @property
     def step_ids(self) -> Seq[int]:
-        """What the draft has written of the current step."""
+        """The tokens that the draft has written of the current step."""
         return self.draft_sequence.token_ids[self.base_len :]
 
     @property
     def is_stale(self) -> bool:
-        """The sequence has grown past what its step continues."""
+        """True if the sequence has grown past the tokens that its step continues."""
         is_drafted = self.phase in (Phase.DRAFT, Phase.JUDGE)
         return is_drafted and len(self.sequence.token_ids) != self.base_len
 
     @property
     def is_ready(self) -> bool:
-        """The target has caught up with its tokens, the first of its output among them."""
+        """True if the target has computed all its tokens but the last, the first of its output among them."""
         sequence = self.sequence
         is_running = sequence.status is SequenceStatus.RUNNING and not sequence.is_fetching
         return is_running and sequence.num_uncomputed_tokens == 1 and sequence.num_output_tokens > 0
@@ -68,14 +69,14 @@ class ReasoningSequence:
         return self.sequence.step_stats or StepStats()
 
     def hold(self) -> None:
-        """The sequence computes nothing while the draft writes on from what is committed now."""
+        """Let the draft write on from the committed tokens, and the sequence compute nothing meanwhile."""
         self.phase = Phase.DRAFT
         self.base_len = len(self.sequence.token_ids)
         self.draft_sequence.token_ids += self.sequence.token_ids[len(self.draft_sequence.token_ids) :]
         self.sequence.is_held = True
 
     def submit(self, num_tokens: int, num_suffix_tokens: int, *, is_ending: bool) -> None:
-        """The first `num_tokens` of what the draft wrote are a step for the next pass to judge."""
+        """Make the draft's first `num_tokens` a step for the next pass to judge."""
         self.phase = Phase.JUDGE
         self.is_ending = is_ending
         del self.draft_sequence.token_ids[self.base_len + num_tokens :]
@@ -83,7 +84,7 @@ class ReasoningSequence:
         self.sequence.draft_allowance = num_tokens + num_suffix_tokens
 
     def release(self) -> None:
-        """The target goes on by itself."""
+        """Let the target go on by itself."""
         self.phase = Phase.TARGET
         self.base_len = len(self.sequence.token_ids)
         self.is_at_boundary = False
@@ -91,12 +92,12 @@ class ReasoningSequence:
         self.sequence.draft_allowance = self.sequence.num_draft_tokens
 
     def record(self, *, is_accepted: bool) -> None:
-        """The current step has been judged."""
+        """Count the verdict on the current step."""
         num_tokens = len(self.step_ids) if is_accepted else 0
         self.sequence.step_stats = self.stats + StepStats(1, int(is_accepted), num_tokens)
 
     def new_draft_sequence(self) -> RequestTokens:
-        """Begin a draft sequence of what is committed now, in place of the one before."""
+        """Return a draft sequence of the committed tokens, which replaces the one before."""
         request = self.sequence.request
         self._num_draft_sequences += 1
         self.draft_sequence = RequestTokens(
@@ -114,5 +115,5 @@ class ReasoningSequence:
         return self.draft_sequence
 
     def query(self, num_tokens: int) -> UnscheduledQuery:
-        """Return what the draft is asked for: up to `num_tokens` more of the step."""
+        """Return the query to the draft: up to `num_tokens` more of the step."""
         return UnscheduledQuery(self.draft_sequence, num_tokens)

@@ -1,4 +1,4 @@
-"""Where reasoning begins and ends in a text of tokens, and where each of its steps does."""
+"""The boundaries of reasoning and of its steps in a text of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKER_TOKENS = 16  # a marker is at most so many tokens, or it is not seen whe
 
 @dataclass(frozen=True, slots=True)
 class StepCut:
-    """How many tokens of a text are one whole step; `is_ending` where the text goes on to end the reasoning."""
+    """The number of tokens in one whole step; `is_ending` where the text goes on to end the reasoning."""
 
     num_tokens: int
     is_ending: bool = False
@@ -30,7 +30,7 @@ class StepText:
         self._think = config.think
 
     def is_thinking(self, token_ids: Seq[int], num_new: int, was_thinking: bool) -> bool:
-        """Whether the text is inside the markers after its last `num_new` tokens: the last marker among them says."""
+        """True if the text is inside the markers after its `num_new` last tokens; the last marker decides."""
         if self._think is None:
             return True
         text = self._text(token_ids[max(0, len(token_ids) - num_new - _MARKER_TOKENS) :])
@@ -38,9 +38,9 @@ class StepText:
         return was_thinking if begin == end else begin > end  # equal where both are absent
 
     def cut(self, token_ids: Seq[int], num_read: int, stop_token_ids: Collection[int] = ()) -> StepCut | None:
-        """The step that `token_ids` begin with, None while it is not complete; the first `num_read` do not hold it.
+        """Return the step that `token_ids` begin with, None while it is incomplete, as after the first `num_read`.
 
-        What would end the reasoning, or the whole output, is no part of a step: that is for the target to say.
+        Tokens that would end the reasoning, or the whole output, are no part of a step: the target decides on them.
         """
         for number in range(num_read + 1, len(token_ids) + 1):
             if token_ids[number - 1] in stop_token_ids:
@@ -53,7 +53,7 @@ class StepText:
         return None
 
     def _num_before(self, token_ids: Seq[int], num_characters: int) -> int:
-        """Tokens whose text lies before a character."""
+        """Count the tokens whose text lies before a character."""
         fitting = (n for n in range(len(token_ids), 0, -1) if len(self._text(token_ids[:n])) <= num_characters)
         return next(fitting, 0)
 

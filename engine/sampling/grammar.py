@@ -1,6 +1,6 @@
-"""Which tokens a grammar allows next in one sequence; grammars are compiled by `engine.sampling.grammar_compiler`.
+"""The tokens that a grammar allows next in one sequence; `engine.sampling.grammar_compiler` compiles grammars.
 
-The parser is llguidance's. It is advanced over committed tokens only: what is asked about drafts is rolled back.
+The parser is llguidance's. It is advanced over committed tokens only: reading drafts is rolled back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class GrammarMatcher:
     """
 
     def __init__(self, matcher: LLMatcher, end_ids: Seq[int]) -> None:
-        """`matcher` is at the beginning of its grammar and belongs to nobody else; `end_ids` end a text."""
+        """Take over `matcher`, which is at the beginning of its grammar; `end_ids` end a text."""
         self._matcher = matcher
         self._end_ids = frozenset(end_ids)
         self._has_failed = False
 
     @property
     def has_failed(self) -> bool:
-        """Whether the parser hit one of its limits; from then on only end tokens are allowed."""
+        """True if the parser hit one of its limits; from then on only end tokens are allowed."""
         return self._has_failed
 
     def read(self, token_ids: Seq[int]) -> bool:
@@ -38,7 +38,7 @@ class GrammarMatcher:
         return not token_ids or self._matcher.consume_tokens(list(token_ids))
 
     def num_allowed(self, draft_ids: Seq[int]) -> int:
-        """How many leading drafts the grammar lets follow what was read; all ids must be in the vocabulary."""
+        """Count the leading drafts that the grammar lets follow what was read; all ids must be in the vocabulary."""
         if not draft_ids:
             return 0
         if self._matcher.is_stopped():  # it says that it allows nothing, and its mask has the end tokens
@@ -46,7 +46,7 @@ class GrammarMatcher:
         return self._matcher.validate_tokens(list(draft_ids))
 
     def masks(self, draft_ids: Seq[int]) -> list[TokenMask]:
-        """The tokens allowed after 0, 1, ... and all of the drafts, each of which must be allowed itself."""
+        """Return the tokens allowed after 0, 1, ... and all of the drafts, each of which must be allowed itself."""
         masks, num_read = [self._mask()], 0
         for draft_id in draft_ids:
             num_read += self._advance([draft_id])
@@ -55,7 +55,7 @@ class GrammarMatcher:
         return masks
 
     def mask_after(self, draft_ids: Seq[int]) -> TokenMask | None:
-        """The tokens allowed after these drafts; None where one of them is not allowed itself."""
+        """Return the tokens allowed after these drafts; None where one of them is not allowed itself."""
         if self.num_allowed(draft_ids) < len(draft_ids):
             return None
         num_read = self._advance(draft_ids)
@@ -64,7 +64,7 @@ class GrammarMatcher:
         return mask
 
     def forced_ids(self, draft_ids: Seq[int], max_tokens: int) -> list[int]:
-        """At most `max_tokens` tokens that spell what must follow drafts that are allowed, as the tokenizer would.
+        """Return at most `max_tokens` tokens that must follow allowed drafts, as the tokenizer would spell them.
 
         The text is certain where there is any; its tokens are a guess, for the grammar may allow other spellings.
         """
@@ -76,7 +76,7 @@ class GrammarMatcher:
         return forced_ids[:max_tokens]
 
     def _advance(self, draft_ids: Seq[int]) -> int:
-        """Read drafts that are allowed; how many there are to roll back.
+        """Read drafts that are allowed and return how many there are to roll back.
 
         Where only the end of the text is left the parser stops: it takes an end token, and does not count it.
         """

@@ -44,7 +44,7 @@ class GrammarCompiler:
             self._compile(grammar)
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
-        """A matcher that has read the request's committed output, None for a request without a grammar.
+        """Return a matcher that has read the request's committed output, None for a request without a grammar.
 
         Raises:
             RequestError: the grammar cannot be compiled, contradicts another parameter, or forbids the output so far.
@@ -80,7 +80,7 @@ class GrammarCompiler:
             )
 
     def _compile(self, grammar: Grammar) -> LLMatcher | str:
-        """A fresh copy of the compiled grammar, or what is wrong with it."""
+        """Return a fresh copy of the compiled grammar, or the error that it has."""
         key = (grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
@@ -92,7 +92,7 @@ class GrammarCompiler:
             return compiled if isinstance(compiled, str) else compiled.deep_copy()
 
     def _new_matcher_on_deep_stack(self, grammar: Grammar) -> LLMatcher | str:
-        """In a thread of its own: an overflow of the stack would end the process. Untouched stack costs nothing."""
+        """Compile in a thread with a deep stack, which costs nothing untouched: an overflow would end the process."""
         with ThreadPoolExecutor(1) as pool:
             usual_bytes = threading.stack_size(_STACK_BYTES)  # of all threads started until it is set back
             try:
@@ -124,7 +124,7 @@ class GrammarCompiler:
 
 
 def _excess(grammar: Grammar) -> str | None:
-    """What a grammar has too much of, and the limit; None where it is small enough to compile."""
+    """Return the size that is over its limit, and the limit; None where a grammar is small enough to compile."""
     if len(grammar.source) > MAX_SOURCE_BYTES:
         return f"{len(grammar.source)} characters; at most {MAX_SOURCE_BYTES}"
     if grammar.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):

@@ -1,4 +1,4 @@
-"""What a row of logits is about: whose token it samples, and after which tokens."""
+"""The subject of a row of logits: the request whose token it samples, and the tokens before it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from engine.sampling.grammar import TokenMask
 from protos.messages import SamplingParams
-
-GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; its distribution is the argmax to all purposes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,8 @@ class LogitsRow:
     def num_generated(self) -> int:
         return self.position - self.num_prompt_tokens
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < GREEDY_BELOW
-
     def ends_with(self, suffix: Seq[int]) -> bool:
-        """Whether the prefix ends with `suffix`; an empty one always fits."""
+        """True if the prefix ends with `suffix`; an empty one always fits."""
         size = len(suffix)
         tail = [*self.token_ids[max(0, len(self.token_ids) - size) :], *self.draft_ids]
         return size <= len(tail) and tail[len(tail) - size :] == list(suffix)

@@ -1,4 +1,4 @@
-"""What a request adds to or forbids among the tokens: bias, grammar, bad words, stop tokens that come too early."""
+"""Tokens that a request favours or forbids: bias, grammar, bad words, stop tokens that come too early."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.sampling.logits_row import LogitsRow
 
 
 def has_bias(row: LogitsRow) -> bool:
+    """True if the request has a `logit_bias`."""
     return bool(row.sampling.logit_bias)
 
 
@@ -29,11 +30,12 @@ def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def has_mask(row: LogitsRow) -> bool:
+    """True if a grammar constrains the row."""
     return row.mask is not None
 
 
 def mask_forbidden_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """-inf for what the grammar does not allow after each row's own prefix, drafts included; all rows have a mask."""
+    """Set to -inf all that the grammar forbids after each row's own prefix, drafts included; all rows have a mask."""
     packed = torch.frombuffer(bytearray(b"".join(row.mask or b"" for row in rows)), dtype=torch.uint8)
     packed = send(packed.view(len(rows), -1), scores.device)  # [R, bytes]
     penalties = embedding(packed.int(), _byte_penalties(scores.device, scores.dtype))  # [R, bytes, 8]
@@ -42,17 +44,18 @@ def mask_forbidden_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 @cache
 def _byte_penalties(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What the eight tokens of each mask byte get added, 0 or -inf: `[256, 8]`. Five times faster than a fill."""
+    """Return what each mask byte adds to its eight tokens, 0 or -inf: `[256, 8]`; five times faster than a fill."""
     is_set = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(is_set == 1, 0.0, -math.inf).to(device, dtype)
 
 
 def has_banned_tokens(row: LogitsRow) -> bool:
+    """True if bad words or an early stop token may be forbidden here."""
     return bool(row.sampling.bad_words) or row.num_generated < row.sampling.min_tokens
 
 
 def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """-inf for the last token of each bad word that the prefix has begun, and for stop tokens before `min_tokens`.
+    """Set to -inf the last token of each bad word that the prefix has begun, and stop tokens before `min_tokens`.
 
     Where they are all that a grammar allows, the grammar wins: they stay possible.
     """

@@ -31,11 +31,11 @@ _MAX_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below one
 
 
 class Purpose(IntEnum):
-    """What a number is used for; two uses at one position are independent because their purposes differ."""
+    """The use of a number; two uses at one position are independent because their purposes differ."""
 
     TARGET_GUMBEL = 0  # the token of a position, and its coupled draft
     DRAFT = 1  # a draft drawn from a distribution that goes along, by pass; must not know the noise that verifies it
-    ACCEPT = 2  # the coin of one draft; by pass in block verification
+    ACCEPT = 2  # the uniform number that judges one draft; by pass in block verification
     RESIDUAL = 3  # the recovered token
 
 

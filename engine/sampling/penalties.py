@@ -17,12 +17,13 @@ from engine.sampling.logits_row import LogitsRow
 
 
 def has_penalties(row: LogitsRow) -> bool:
+    """True if any of the three penalties is not neutral."""
     sampling = row.sampling
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def penalize(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI has them; `[R, V]` -> `[R, V]`."""
+    """Penalise repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI; `[R, V]` -> `[R, V]`."""
     samplings = [row.sampling for row in rows]
     if any(sampling.repetition_penalty != 1.0 for sampling in samplings):
         repetition = _column([sampling.repetition_penalty for sampling in samplings], scores)
@@ -37,13 +38,13 @@ def penalize(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _is_seen(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
-    """Which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
-    first_rows, places = _sequences_of(rows)
+    """Return which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
+    first_rows, indices = _sequences_of(rows)
     num_tokens = like.shape[1]
     seen = torch.zeros(len(first_rows), num_tokens + 1, dtype=torch.bool, device=like.device)
-    for place, row in enumerate(first_rows):  # the last column is for ids beyond V
-        seen[place].index_fill_(0, index_tensor(row.token_ids, like.device).clamp_(max=num_tokens), True)
-    seen = seen[places]  # [R, V + 1]
+    for index, row in enumerate(first_rows):  # the last column is for ids beyond V
+        seen[index].index_fill_(0, index_tensor(row.token_ids, like.device).clamp_(max=num_tokens), True)
+    seen = seen[indices]  # [R, V + 1]
     for index, row in enumerate(rows):
         if row.draft_ids:
             seen[index].index_fill_(0, index_tensor(row.draft_ids, like.device).clamp_(max=num_tokens), True)
@@ -51,25 +52,25 @@ def _is_seen(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
 
 
 def _count_generated(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
-    """How often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
-    first_rows, places = _sequences_of(rows)
-    counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[places]
+    """Count how often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
+    first_rows, indices = _sequences_of(rows)
+    counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[indices]
     if any(row.draft_ids for row in rows):
         counts += _histograms([row.draft_ids for row in rows], like)
     return counts
 
 
 def _sequences_of(rows: Seq[LogitsRow]) -> tuple[list[LogitsRow], list[int]]:
-    """A row of each sequence, so that its committed tokens are read once, and each row's place among these."""
+    """Return a row of each sequence, so that its committed tokens are read once, and each row's index among these."""
     first_rows: dict[int, LogitsRow] = {}  # rows of one sequence share their list of committed tokens
     for row in rows:
         first_rows.setdefault(id(row.token_ids), row)
-    places = {key: place for place, key in enumerate(first_rows)}
-    return list(first_rows.values()), [places[id(row.token_ids)] for row in rows]
+    indices = {key: index for index, key in enumerate(first_rows)}
+    return list(first_rows.values()), [indices[id(row.token_ids)] for row in rows]
 
 
 def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
-    """Occurrences of each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
+    """Count each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
     num_tokens = like.shape[1]
     token_ids = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=like.device)
     sizes = torch.tensor([len(part) for part in parts], device=like.device)

@@ -111,7 +111,7 @@ class Sampler:
 
     def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
         """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
-        noisy = [index for index, row in enumerate(rows) if not row.is_greedy]
+        noisy = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
         if not noisy:
             return scores
         noise = _noise([rows[i] for i in noisy], purpose, scores)
@@ -122,7 +122,7 @@ class Sampler:
 
     def probs(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Probabilities of each row, `[R, V]`: one-hot at the argmax if greedy, all zero if no token is possible."""
-        greedy = [index for index, row in enumerate(rows) if row.is_greedy]
+        greedy = [index for index, row in enumerate(rows) if row.sampling.is_greedy]
         if len(greedy) == len(rows):
             return _one_hot_at_argmax(scores)
         probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
@@ -136,7 +136,7 @@ class Sampler:
 
         The distribution is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the
         returned distribution is exactly the one the token came from. The noise is independent of what verifies the
-        draft, and new in every pass: in block verification drafts beyond the committed ones have had their say already.
+        draft, and new in every pass: block verification has already used the drafts beyond the committed ones.
         """
         probs, token_ids = self.probs(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
         weights = quantize(probs)

@@ -19,15 +19,18 @@ _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p 
 
 
 def has_temperature(row: LogitsRow) -> bool:
-    return not row.is_greedy and row.sampling.temperature != 1.0
+    """True if a sampled row has a temperature other than 1."""
+    return not row.sampling.is_greedy and row.sampling.temperature != 1.0
 
 
 def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+    """Divide each row by its temperature; `[R, V]` -> `[R, V]`."""
     return scores / _column([row.sampling.temperature for row in rows], scores)
 
 
 def has_top_k(row: LogitsRow) -> bool:
-    return not row.is_greedy and row.sampling.top_k > 0
+    """True if a sampled row keeps the likeliest `top_k` alone."""
+    return not row.sampling.is_greedy and row.sampling.top_k > 0
 
 
 def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -39,7 +42,8 @@ def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def has_top_p(row: LogitsRow) -> bool:
-    return not row.is_greedy and row.sampling.top_p < 1.0
+    """True if a sampled row keeps a nucleus alone."""
+    return not row.sampling.is_greedy and row.sampling.top_p < 1.0
 
 
 def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -57,7 +61,8 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def has_min_p(row: LogitsRow) -> bool:
-    return not row.is_greedy and row.sampling.min_p > 0.0
+    """True if a sampled row cuts tokens far below the likeliest."""
+    return not row.sampling.is_greedy and row.sampling.min_p > 0.0
 
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:

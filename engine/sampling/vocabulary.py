@@ -24,7 +24,7 @@ class Vocabulary:
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
 
     def num_known(self, token_ids: Seq[int]) -> int:
-        """How many ids stand before the first one that the model does not have."""
+        """Count the ids before the first one that the model does not have."""
         return next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self.size), len(token_ids))
 
     def _check_ids(self, param: str, token_ids: Seq[int]) -> None:

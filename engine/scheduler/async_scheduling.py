@@ -32,8 +32,9 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import SequenceStatus
 from engine.span import Span
-from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
 class FedRunner(Protocol):

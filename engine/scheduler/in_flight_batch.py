@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.kv_cache.compaction import KVMove, compaction
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sequence.batch import Batch
-from engine.verifier import VerifyResult, VerifyTask
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
 @dataclass(frozen=True, slots=True)

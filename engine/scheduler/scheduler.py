@@ -26,7 +26,7 @@ from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.sampling.grammar import GrammarMatcher
-from engine.sampling.logits_row import GREEDY_BELOW
 from engine.sequence.token_blocks import TokenBlocks
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
@@ -59,7 +58,7 @@ class RequestTokens(TokenBlocks):
     @property
     def is_greedy(self) -> bool:
         """True if every token is the argmax."""
-        return self.sampling.temperature < GREEDY_BELOW
+        return self.sampling.is_greedy
 
     @property
     def is_matched(self) -> bool:

@@ -1,4 +1,4 @@
-"""How fast this engine is, measured on its own steps: what the router and the prefill decision reckon with.
+"""The speed of this engine, measured on its own steps, for the router and the prefill decision.
 
 A step that prefills N tokens while sequences of D context tokens decode is taken to last
 
@@ -7,6 +7,10 @@ A step that prefills N tokens while sequences of D context tokens decode is take
 so `seconds / N` is a straight line over D: its intercept is 1 / rate, its slope slowdown / rate. The line is fitted by
 least squares weighted with N, over sums that forget: recent steps count most, and a model, a load or a machine that
 changes shows within some fifty prompts.
+
+`engine.proposer.adaptive.forward_cost` learns a second model of a step's time, a curve over the rows of a pass. The
+draft budget compares two sizes of one pass by it; the line here answers for whole prompts, whatever the passes they
+come in.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computed and how long that took.
+    """The work of one step and its duration.
 
     `num_decode_sequences` are those that had caught up when the step began, `num_decode_context_tokens` their committed
     tokens by then, and `num_committed_tokens` what the step added to them.
@@ -64,7 +68,7 @@ class RateMeter:
         self._sequence_seconds = 0.0
 
     def observe(self, work: StepWork) -> None:
-        """Take one step in; chunks of fewer than 16 tokens say nothing of prefill speed and are passed over."""
+        """Take one step in; chunks of fewer than 16 tokens do not tell prefill speed and are left out."""
         if work.num_prefill_tokens >= _MIN_CHUNK_TOKENS and work.seconds > 0:
             self._observe_prefill(work)
         if work.num_decode_sequences > 0:
@@ -101,7 +105,7 @@ class RateMeter:
         self._seconds_d = _PREFILL_DECAY * self._seconds_d + seconds * context
 
     def _line(self) -> tuple[float, float]:
-        """Seconds per prefill token with nothing decoding (positive), and what each decode token adds (not negative).
+        """Return seconds per prefill token with nothing decoding (positive), and the extra per decode token (>= 0).
 
         Decoding makes no prefill faster: where noise says so the slope is 0; where it takes all the time, the intercept
         is a hundredth of the mean.

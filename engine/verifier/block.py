@@ -2,67 +2,113 @@
 
 A draft that the target likes better than the draft did makes up for one before it that it likes less, so that draft i
 stands with probability E[rho_i], the most that any rule can reach which sees only the distributions along the chain.
-The residual after tau accepted drafts is norm(max(0, rho_tau p - q)). The formulas are in `block_law`.
+The residual after tau accepted drafts is norm(max(0, rho_tau p - q)).
 
-Unlike rejection, how many drafts stand depends on all drafts of the pass and all their coins, also on those beyond what
-is committed. Positions there are drafted and judged again by the next pass, which must know nothing of that: coins and
-draft noise are keyed by the pass (`engine.sampling.sampler.pass_keys`), never by the position alone.
+Unlike rejection, how many drafts stand depends on all drafts of the pass and all their uniform numbers, also on those
+beyond what is committed. Positions there are drafted and judged again by the next pass, which must know nothing of
+that: uniforms and draft noise are keyed by the pass (`engine.sampling.sampler.pass_keys`), never by the position alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from engine.draft import WEIGHT_SUM, SparseDistribution
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
-from engine.verifier import block_law, rejection_law
-from engine.verifier.placed import Placed, drafted_probs, draw_final_tokens, place
-from engine.verifier.trial import Outcome, Trial
+from engine.verifier import rejection_rule
+from engine.verifier.chain_batch import ChainBatch
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
-def verify_by_block(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
-    """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    target_probs = sampler.probs(scores, [row for trial in trials for row in trial.rows])  # [R, V]
-    placed = place(trials)
-    ratios = running_ratios(target_probs, placed)
-    counts = [block_law.count_accepted(successes) for successes in _toss_coins(target_probs, placed, ratios)]
-    scales = [rho[count] for rho, count in zip(ratios, counts, strict=True)]
-    final_ids = draw_final_tokens(target_probs, placed, counts, scales)
-    return [
-        Outcome((*trial.draft_ids[:count], final_id), count)
-        for trial, count, final_id in zip(trials, counts, final_ids, strict=True)
-    ]
+def verify_by_block(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
+    """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
+    chains = ChainBatch(sampler.probs(scores, [row for task in tasks for row in task.rows]), tasks)
+    ratios = chain_ratios(chains)
+    counts = [count_accepted(successes) for successes in _judge_chains(chains, ratios)]
+    return chains.results(counts, [rho[count] for rho, count in zip(ratios, counts, strict=True)])
 
 
-def running_ratios(target_probs: Tensor, placed: Seq[Placed]) -> list[list[float]]:
-    """rho_0 to rho_K of each trial."""
-    probs = drafted_probs(target_probs, placed)
-    p, q = probs.target.tolist(), probs.draft.tolist()
-    ends = [0]
-    for each in placed:
-        ends.append(ends[-1] + len(each.proposals))
-    return [block_law.running_ratios(p[i:j], q[i:j]) for i, j in pairwise(ends)]
+def chain_ratios(chains: ChainBatch) -> list[list[float]]:
+    """Return rho_0 to rho_K of each task."""
+    p, q = (chains.by_task(probs.tolist()) for probs in chains.drafted_probs())
+    return [running_ratios(*pair) for pair in zip(p, q, strict=True)]
 
 
-def _toss_coins(target_probs: Tensor, placed: Seq[Placed], ratios: Seq[Seq[float]]) -> list[list[bool]]:
-    """Whether the coin of each draft lets it and all before it stand, per trial."""
-    rows = [row for each in placed for row in each.rows]
+def _judge_chains(chains: ChainBatch, ratios: Seq[Seq[float]]) -> list[list[bool]]:
+    """Return per task, for each draft, if its uniform number lets it and all before it stand."""
+    rows = chains.draft_rows
     if not rows:
-        return [[] for _ in placed]
-    device = target_probs.device
-    coins = uniform(pass_keys(rows, Purpose.ACCEPT, device), draft_lanes(rows, device))
-    answers = iter(block_law.is_success(coins, success_probs(target_probs, placed, ratios)).tolist())
-    return [[next(answers) for _ in each.proposals] for each in placed]
+        return [[] for _ in chains.tasks]
+    device = chains.target_probs.device
+    uniforms = uniform(pass_keys(rows, Purpose.ACCEPT, device), draft_lanes(rows, device))
+    return chains.by_task(is_success(uniforms, chain_success_probs(chains, ratios)).tolist())
 
 
-def success_probs(target_probs: Tensor, placed: Seq[Placed], ratios: Seq[Seq[float]]) -> Tensor:
-    """h_1 to h_K of each trial, one after the other, `[n] float64`: what follows draft i is in row i + 1."""
-    ends = [(each, i + 1) for each in placed for i in range(len(each.proposals))]
-    row_ids = [rejection_law.final_row(each.first_row, count) for each, count in ends]
-    proposals = [rejection_law.final_proposal(each.proposals, count) for each, count in ends]
-    rho = torch.tensor([r for each in ratios for r in each[1:]], dtype=torch.float64, device=target_probs.device)
-    return block_law.success_probs(rho, block_law.excess_mass(target_probs, row_ids, rho, proposals))
+def chain_success_probs(chains: ChainBatch, ratios: Seq[Seq[float]]) -> Tensor:
+    """Return h_1 to h_K of each task, one after the other, `[n] float64`: what follows draft i is in row i + 1."""
+    places = zip(chains.first_rows, chains.proposals, strict=True)
+    ends = [(first_row, drafts, i + 1) for first_row, drafts in places for i in range(len(drafts))]
+    row_ids = [rejection_rule.final_row(first_row, count) for first_row, _, count in ends]
+    proposals = [rejection_rule.final_proposal(drafts, count) for _, drafts, count in ends]
+    rho = torch.tensor([r for each in ratios for r in each[1:]], dtype=torch.float64, device=chains.target_probs.device)
+    return success_probs(rho, excess_mass(chains.target_probs, row_ids, rho, proposals))
+
+
+# ---- the formulas (algorithm 2), which the tests enumerate --------------------------------------------------------
+# p is the target's distribution and q the draft's, rho the running ratio, h the probability that a draft and all before
+# it stand.
+
+
+def running_ratios(target_probs: Seq[float], draft_probs: Seq[float]) -> list[float]:
+    """Return rho_0 to rho_K: rho_0 = 1, rho_i = min(1, rho_{i-1} p_i(x_i) / q_i(x_i)).
+
+    A draft may make up for an unlikely one before it, up to 1. After one that the target excludes all are 0.
+    """
+    ratios = [1.0]
+    for p, q in zip(target_probs, draft_probs, strict=True):
+        ratios.append(min(1.0, ratios[-1] * p / q) if p > 0 else 0.0)
+    return ratios
+
+
+def excess_mass(target_probs: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseDistribution]) -> Tensor:
+    """Return S = sum over t of max(0, rho p(t) - q(t)) in each chosen row of `target_probs [R, V]`: `[n] float64`.
+
+    It is rho minus the mass that rho p and q have in common, and that takes only the few tokens of q.
+    """
+    entries = [
+        (index, token_id, weight / WEIGHT_SUM)
+        for index, proposal in enumerate(proposals)
+        for token_id, weight in zip(proposal.token_ids, proposal.weights, strict=True)
+    ]
+    if not entries:
+        return ratios
+    indices, token_ids, weights = zip(*entries, strict=True)
+    index = torch.tensor(indices, device=target_probs.device)
+    p = rejection_rule.target_probs_of(target_probs, [row_ids[i] for i in indices], token_ids)
+    q = torch.tensor(weights, dtype=torch.float64, device=target_probs.device)
+    common = torch.zeros_like(ratios).index_add_(0, index, torch.minimum(ratios[index] * p, q))
+    return (ratios - common).clamp_(min=0)
+
+
+def success_probs(ratios: Tensor, excess: Tensor) -> Tensor:
+    """Return H = S / (S + 1 - rho), `[n] float64`; 1 where that is 0/0, which is where p and q agree.
+
+    After the last draft no q competes: S is rho, and h is rho too.
+    """
+    total = excess + 1.0 - ratios
+    return torch.where(total > 0, excess / total, 1.0)
+
+
+def is_success(uniforms: Tensor, probs: Tensor) -> Tensor:
+    """True where u < h, `[n] float64`, u in [0, 1). Strict: u = 0 must not accept what is impossible."""
+    return uniforms < probs
+
+
+def count_accepted(successes: Seq[bool]) -> int:
+    """Count the drafts up to the *last* success; a failure before it decides nothing."""
+    return max((index + 1 for index, is_standing in enumerate(successes) if is_standing), default=0)

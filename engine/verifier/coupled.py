@@ -1,7 +1,8 @@
 """Coupled verification: run the ordinary sampler at every row and accept drafts while they are what it sampled.
 
 The output is a function of prefix, seed and target logits, whatever the draft does: each emitted token is the one
-plain decoding would have sampled at that position with that noise (Daliri, Musco, Suresh, arXiv:2408.07978).
+plain decoding would have sampled at that position with that noise (Daliri, Musco, Suresh, arXiv:2408.07978). A wider
+or deeper tree only has a better chance to hold what comes.
 """
 
 from __future__ import annotations
@@ -11,23 +12,48 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from engine.sampling.sampler import Sampler
-from engine.verifier.trial import Outcome, Trial
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
-def verify_coupled(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
-    """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    sampled_ids = iter(sampler.sample(scores, [row for trial in trials for row in trial.rows]).tolist())
-    return [match([next(sampled_ids) for _ in trial.rows], trial.draft_ids) for trial in trials]
+def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
+    """Verify chains and trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
+    sampled_ids = iter(sampler.sample(scores, [row for task in tasks for row in task.rows]).tolist())
+    return [_verify(task, [next(sampled_ids) for _ in task.rows]) for task in tasks]
 
 
-def match(sampled_ids: Seq[int], draft_ids: Seq[int]) -> Outcome:
+def _verify(task: VerifyTask, sampled_ids: Seq[int]) -> VerifyResult:
+    if task.is_tree:
+        return descend(sampled_ids, task.draft_ids, task.draft.parents)
+    return match(sampled_ids, task.draft_ids)
+
+
+def match(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
     """Emit what was sampled, up to and with the first token that is not its draft, or the bonus.
 
-    A row after the first difference was computed on a wrong prefix, so nothing of it is looked at.
+    A row after the first difference was computed on a wrong prefix, so it is ignored.
     """
     num_accepted = 0
     for sampled_id, draft_id in zip(sampled_ids, draft_ids, strict=False):
         if sampled_id != draft_id:
             break
         num_accepted += 1
-    return Outcome(tuple(sampled_ids[: num_accepted + 1]), num_accepted)
+    return VerifyResult(tuple(sampled_ids[: num_accepted + 1]), num_accepted)
+
+
+def descend(sampled_ids: Seq[int], draft_ids: Seq[int], parents: Seq[int]) -> VerifyResult:
+    """Emit what was sampled on the way down; `sampled_ids[0]` follows no node, `sampled_ids[node + 1]` follows `node`.
+
+    Rows of nodes off the path were computed on prefixes that are not committed.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node, (parent, draft_id) in enumerate(zip(parents, draft_ids, strict=False)):
+        children.setdefault((parent, draft_id), node)
+    path: list[int] = []
+    emitted_ids = [sampled_ids[0]]
+    edge = (-1, emitted_ids[0])
+    while edge in children:
+        path.append(children[edge])
+        emitted_ids.append(sampled_ids[path[-1] + 1])
+        edge = (path[-1], emitted_ids[-1])
+    return VerifyResult(tuple(emitted_ids), len(path), path=tuple(path))

@@ -2,40 +2,163 @@
 
 Draft x ~ q is accepted with probability min(1, p(x)/q(x)); the first that is not is replaced by a token from
 norm(max(0, p - q)); when all stand, a bonus token comes from p of the last row. The emitted mass is min(p, q) +
-max(0, p - q) = p. The formulas are in `rejection_law`; this file batches them over the sequences of a step.
+max(0, p - q) = p. The formulas are in `rejection_rule`; this file batches them over the sequences of a step.
+
+In a tree siblings are judged one after the other, each by what those before it left. They are drawn from one
+distribution without replacement (Sequoia, arXiv:2402.12374; recursive rejection, arXiv:2402.14160): c_1 from q_1 = q,
+c_2 from q_2 = q without c_1, and so on. The first is tested against p_1 = p. Where c_j falls, the next is tested
+against p_{j+1} = norm(max(0, p_j - q_j)), and after the last the recovered token is drawn from it. Each step is the
+rejection rule for a target p_j, so what is emitted has the distribution p. The shape of a tree must not depend on the
+drawn tokens. A tree without branches gives what its chain gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
+from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, row_keys
-from engine.verifier import rejection_law as law
-from engine.verifier.placed import Placed, drafted_probs, draw_final_tokens, place
-from engine.verifier.trial import Outcome, Trial
+from engine.sampling.sparse_distribution import is_consistent, one_hot
+from engine.verifier import rejection_rule
+from engine.verifier.chain_batch import ChainBatch, draw_tokens
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
-def verify_by_rejection(sampler: Sampler, scores: Tensor, trials: Seq[Trial]) -> list[Outcome]:
-    """One outcome per trial; `scores [R, V]` are processed and lie in the order of the trials' rows."""
-    target_probs = sampler.probs(scores, [row for trial in trials for row in trial.rows])  # [R, V]
-    placed = place(trials)
-    counts = [law.count_accepted(stands) for stands in _toss_coins(target_probs, placed)]
-    final_ids = draw_final_tokens(target_probs, placed, counts)
+def verify_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
+    """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
+    chains = ChainBatch(sampler.probs(scores, [row for task in tasks for row in task.rows]), tasks)
+    return chains.results([rejection_rule.count_accepted(stands) for stands in _judge_chains(chains)])
+
+
+def _judge_chains(chains: ChainBatch) -> list[list[bool]]:
+    """Return per task which drafts stand if all before them do."""
+    rows = chains.draft_rows
+    if not rows:
+        return [[] for _ in chains.tasks]
+    p, q = chains.drafted_probs()
+    uniforms = uniform(row_keys(rows, Purpose.ACCEPT, p.device))
+    return chains.by_task(rejection_rule.is_accepted(uniforms, p, q).tolist())
+
+
+# ---- trees --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A child of the node that the walk has reached; the weights of `q`, its q_j, sum to what its elders have left."""
+
+    node: int
+    token_id: int
+    q: SparseDistribution
+
+    @property
+    def draft_prob(self) -> float:
+        """q_j of its own token."""
+        return self.q.weights[self.q.token_ids.index(self.token_id)] / sum(self.q.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The nodes that stand, from the top down, and the distribution of the token after them, `[V]`."""
+
+    path: tuple[int, ...]
+    final_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The child that stands, if one does, and otherwise the distribution of what takes their place, `[V]`."""
+
+    node: int | None
+    final_probs: Tensor
+
+
+def verify_tree_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
+    """Verify trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
+    target_probs = sampler.probs(scores, [row for task in tasks for row in task.rows])  # [R, V]
+    by_task = target_probs.split([len(task.rows) for task in tasks])
+    walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
+    last_rows = [task.rows[_row_after(walk.path)] for walk, task in zip(walks, tasks, strict=True)]
+    final_ids = draw_tokens(torch.stack([walk.final_probs for walk in walks]), last_rows)
     return [
-        Outcome((*trial.draft_ids[:count], final_id), count)
-        for trial, count, final_id in zip(trials, counts, final_ids, strict=True)
+        VerifyResult((*task.draft.path(_row_after(walk.path) - 1), final_id), len(walk.path), path=walk.path)
+        for walk, task, final_id in zip(walks, tasks, final_ids, strict=True)
     ]
 
 
-def _toss_coins(target_probs: Tensor, placed: Seq[Placed]) -> list[list[bool]]:
-    """Whether each draft stands if all before it do, per trial."""
-    rows = [row for each in placed for row in each.rows]
-    if not rows:
-        return [[] for _ in placed]
-    probs = drafted_probs(target_probs, placed)
-    coins = uniform(row_keys(rows, Purpose.ACCEPT, target_probs.device))
-    answers = iter(law.is_accepted(coins, probs.target, probs.draft).tolist())
-    return [[next(answers) for _ in each.proposals] for each in placed]
+def _walk(target_probs: Tensor, task: VerifyTask) -> _Walk:
+    """Descend while a child stands; `target_probs` are those of the task's rows."""
+    path: list[int] = []
+    while True:
+        row = _row_after(path)
+        siblings = siblings_of(task.draft, row - 1)
+        verdict = _judge(target_probs[row], siblings, _uniforms(task.rows[row], len(siblings), target_probs.device))
+        if verdict.node is None:
+            return _Walk(tuple(path), verdict.final_probs)
+        path.append(verdict.node)
+
+
+def _judge(target_probs: Tensor, siblings: Seq[Sibling], uniforms: Tensor) -> _Verdict:
+    for sibling, u in zip(siblings, uniforms, strict=True):
+        p = rejection_rule.target_probs_of(target_probs[None], [0], [sibling.token_id])
+        if bool(rejection_rule.is_accepted(u, p, p.new_tensor([sibling.draft_prob]))):
+            return _Verdict(sibling.node, target_probs)
+        target_probs = residual(target_probs, sibling)
+    return _Verdict(None, target_probs)
+
+
+def _uniforms(row: LogitsRow, num_siblings: int, device: torch.device) -> Tensor:
+    """Return a number per child that may follow a row, `[siblings] float64`; no other pass judges this position."""
+    keys = row_keys([row], Purpose.ACCEPT, device).expand(num_siblings)
+    return uniform(keys, torch.arange(num_siblings, device=device))
+
+
+def _row_after(path: Seq[int]) -> int:
+    return path[-1] + 1 if path else 0
+
+
+def siblings_of(draft: Draft, parent: int) -> list[Sibling]:
+    """Return the children of `parent` in the order in which they were drawn.
+
+    A distribution that its token cannot have come from is not believed, nor one that is not its elder siblings':
+    one-hot is exact for any token that was chosen without knowledge of the verifier's noise.
+    """
+    nodes = [node for node, its_parent in enumerate(draft.parents) if its_parent == parent]
+    shared = _shared_distribution(draft, nodes)
+    left = shared
+    siblings: list[Sibling] = []
+    for node in nodes:
+        token_id = draft.token_ids[node]
+        is_believed = token_id in left.token_ids and draft.distributions[node] == shared
+        siblings.append(Sibling(node, token_id, left if is_believed else one_hot(token_id)))
+        left = without(left, token_id)
+    return siblings
+
+
+def _shared_distribution(draft: Draft, siblings: Seq[int]) -> SparseDistribution:
+    """Return the distribution that siblings were drawn from, that of the first; `NO_PROPOSAL` where it cannot be."""
+    if not siblings or len(draft.distributions) != len(draft.token_ids):
+        return rejection_rule.NO_PROPOSAL
+    eldest = siblings[0]
+    is_drawn = is_consistent(draft.distributions[eldest], draft.token_ids[eldest])
+    return draft.distributions[eldest] if is_drawn else rejection_rule.NO_PROPOSAL
+
+
+def without(q: SparseDistribution, token_id: int) -> SparseDistribution:
+    """Return what is left of q to draw from once a token is drawn; its weights are the same."""
+    pairs = [pair for pair in zip(q.token_ids, q.weights, strict=True) if pair[0] != token_id]
+    return SparseDistribution(tuple(token for token, _ in pairs), tuple(weight for _, weight in pairs))
+
+
+def residual(target_probs: Tensor, sibling: Sibling) -> Tensor:
+    """Return norm(max(0, p_j - q_j)), `[V]`: the distribution that the next sibling is tested against."""
+    draft_probs = rejection_rule.dense_probs([sibling.q], target_probs[None])
+    scale = WEIGHT_SUM / sum(sibling.q.weights)
+    return rejection_rule.recovered_probs(target_probs[None], draft_probs * scale)[0]

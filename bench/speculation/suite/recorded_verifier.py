@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.draft import depths
-from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
 class RecordedVerifier(Verifier):

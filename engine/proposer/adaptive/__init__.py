@@ -1,1 +1,1 @@
-"""How many drafts each sequence gets: acceptance, cost, goodput."""
+"""The number of drafts each sequence gets: acceptance, cost, goodput."""

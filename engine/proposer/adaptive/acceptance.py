@@ -1,4 +1,4 @@
-"""How far drafts survive: the chance that draft i of a sequence stands, from the passes it and its like have had."""
+"""Acceptance by position: the chance that draft i of a sequence stands, from its passes and those of its class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_FIRST_GUESS = 0.7  # acceptance of a class that nobody has seen yet
+_FIRST_GUESS = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
 _CLASS_TRUST = 4.0  # passes that the position before (or the first guess) is worth to a class
@@ -22,7 +22,7 @@ class AcceptanceTable:
 
     A rate is that of draft i given that all before it stood, so it does not depend on how long drafts were. A request's
     rate leans on its class's until it has passes of its own, and a class's rate on that of the position before. A
-    position forgets only when it is tried. `observe` takes counts: nothing here has ever seen a drafted token.
+    position forgets only when it is tried. `observe` takes counts: no drafted token ever comes here.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -52,18 +52,18 @@ class AcceptanceTable:
             self._class(name).add(is_tried[places].sum(axis=0), is_accepted[places].sum(axis=0))
 
     def keep_only(self, request_ids: Seq[str]) -> None:
-        """Forget all other requests; what they taught stays with their class."""
+        """Forget all other requests; what was learned from them stays with their class."""
         if len(self._rows) > len(request_ids):
             known = set(request_ids)
             for each in [each for each in self._rows if each not in known]:
                 self._free_rows.append(self._rows.pop(each))
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request has had drafts."""
+        """True if a request has had drafts."""
         return request_id in self._rows
 
     def of(self, request_ids: Seq[str], classes: Seq[str]) -> Floats:
-        """The chance that each draft stands, all before it included: `[B, K]`, falling along K."""
+        """Return the chance that each draft stands, all before it included: `[B, K]`, falling along K."""
         priors = {name: self._class(name).rates() for name in set(classes)}
         prior = np.array([priors[name] for name in classes])  # [B, K]
         rows = [self._rows.get(each, -1) for each in request_ids]
@@ -110,7 +110,7 @@ class _ClassCounts:
         self._rates = None
 
     def rates(self) -> list[float]:
-        """By position; one that was seldom tried is taken to be like the one before."""
+        """Return the rates by position; one that was seldom tried is taken to be like the one before."""
         if self._rates is None:
             self._rates, rate = [], _FIRST_GUESS
             for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):

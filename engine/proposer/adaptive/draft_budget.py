@@ -1,15 +1,15 @@
-"""How many drafts each sequence gets in the next pass: as many as make the most tokens per second.
+"""The number of drafts each sequence gets in the next pass: as many as make the most tokens per second.
 
-After every pass the budget learns how far drafts survived and what the pass cost, and sets the length of every next
-draft before anybody has drafted. So a length depends on committed tokens, counts and clocks alone, never on a token it
+After every pass the budget learns which drafts were accepted and what the pass cost, and sets the length of every next
+draft before any is drawn. So a length depends on committed tokens, counts and clocks alone, never on a token it
 decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
 DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
-It hangs on clocks nevertheless, and so would the text that those two make of a seed: sequences of a client's seed keep
-the length that they came with, and cost what they cost.
+Lengths depend on clocks nevertheless, and so would the text that those two modes make of a seed: sequences of a
+client's seed keep the length that they came with.
 
-What drafts cost is what their rows add to a pass, and a prompt that is computed beside them fills what reading the
-weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts themselves are work
-that no draft saves or adds to, so their time is in nobody's account.
+The cost of drafts is the time that their rows add to a pass, and a prompt that is computed beside them fills what
+reading the weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts
+themselves are work that no draft saves or adds to, so their time counts for no draft.
 
 No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
 for probes: one draft of one token now and then. While there are some, now and then a pass goes without, to keep the
@@ -71,11 +71,11 @@ class DraftBudget:
         self._first_length = first_length
         self._max_length = max_length
         self._positions = np.arange(max_length)
-        self._survival = AcceptanceTable(max_length)
+        self._acceptance = AcceptanceTable(max_length)
         self._row_cost = ForwardCost()
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_cost = DraftCost()
-        self._switches: dict[str, SpeculationGate] = {}
+        self._gates: dict[str, SpeculationGate] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
         self._is_speculating = False
         self._expected_gain = 1.0  # tokens per second of the last plan, against none
@@ -86,7 +86,7 @@ class DraftBudget:
     @property
     def speedups(self) -> dict[str, float]:
         """Measured tokens per second against no speculation, by class of requests."""
-        return {name: switch.meter.speedup for name, switch in self._switches.items()}
+        return {name: gate.meter.speedup for name, gate in self._gates.items()}
 
     def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
         """Learn from a pass of these sequences and of so many rows of prompts besides.
@@ -97,16 +97,15 @@ class DraftBudget:
         if not passes:
             return
         self._step += 1
-        has_newcomer = any(each.num_asked > 0 and not self._survival.knows(each.sequence.request_id) for each in passes)
-        self._survival.observe(
+        drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
+        has_newcomer = not all(map(self._acceptance.knows, drafted_ids))
+        self._acceptance.observe(
             [each.sequence.request_id for each in passes],
             [class_of(each.sequence) for each in passes],
             np.array([each.num_proposed for each in passes]),
             np.array([each.num_accepted for each in passes]),
         )
-        for each in passes:
-            if each.num_asked > 0:
-                self._last_drafted[each.sequence.request_id] = self._step
+        self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
         is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
         if time is not None and is_comparable:
             self._observe_time(passes, time, num_prompt_rows, has_newcomer)
@@ -114,7 +113,7 @@ class DraftBudget:
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
         request_ids = [sequence.request_id for sequence in sequences]
-        self._survival.keep_only(request_ids)
+        self._acceptance.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return
@@ -134,9 +133,9 @@ class DraftBudget:
         if self._num_steps_since_plain > period or room <= 0:
             self._num_steps_since_plain = 0
             return np.zeros_like(num_possible)
-        survivals = self._survivals(sequences, num_possible)
+        acceptance = self._acceptance_of(sequences, num_possible)
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
-        best = allocate(survivals, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
+        best = allocate(acceptance, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
         self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
         needed = 1.0 if self._is_speculating else _WAKE_GAIN
         lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
@@ -145,21 +144,21 @@ class DraftBudget:
         return lengths
 
     def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
-        """What `num_rows` to `num_rows + num_drafts` sampled rows are expected to add to the next pass, `[M + 1]`."""
+        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`."""
         beside = np.unique(self._prompt_rows)[:, None]
         shares = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
         whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
         added = np.maximum(whole - self._row_cost.seconds(beside, _OPTIMISM), _LEAST_SHARE * whole)
         return shares @ added
 
-    def _survivals(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
-        """`[B, K]`; 0 where a sequence may have no draft."""
+    def _acceptance_of(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
+        """Return the chance that each draft stands, `[B, K]`; 0 where a sequence may have no draft."""
         names = [class_of(sequence) for sequence in sequences]
-        survivals = self._survival.of([sequence.request_id for sequence in sequences], names)
-        lengths = [n if self._switch(name).is_on else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
+        acceptance = self._acceptance.of([sequence.request_id for sequence in sequences], names)
+        lengths = [n if self._gate(name).is_on else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
         if min(lengths) < self._max_length:
-            survivals[self._positions >= np.array(lengths)[:, None]] = 0.0
-        return survivals
+            acceptance[self._positions >= np.array(lengths)[:, None]] = 0.0
+        return acceptance
 
     def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
         """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for."""
@@ -177,7 +176,7 @@ class DraftBudget:
             self._probe_credit_s -= cost_s
 
     def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_newcomer: bool) -> None:
-        """With a newcomer among the drafted, the draft may have read a prompt: that is no price of drafts."""
+        """Learn from the time of a pass, but for a newcomer's draft: its model may have had a prompt to read."""
         num_asked = sum(each.num_asked for each in passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
@@ -194,12 +193,12 @@ class DraftBudget:
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
         for name, part in members.items():
-            self._switch(name).observe(self._class_step(part, num_rows, num_prompt_rows, num_asked, time))
+            self._gate(name).observe(self._class_step(part, num_rows, num_prompt_rows, num_asked, time))
 
     def _class_step(
         self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, num_asked: int, time: PassTime
     ) -> ClassStep:
-        """What the step was to a class: its time without the class's drafts is by the ratio of the two sizes' costs."""
+        """Return a class's part of a step; its time without the class's drafts goes by the ratio of the costs."""
         asked = sum(each.num_asked for each in part)
         proposed = sum(each.num_proposed for each in part)
         whole_s, prompts_s = self._row_cost.at(num_prompt_rows + num_rows), self._row_cost.at(num_prompt_rows)
@@ -224,14 +223,14 @@ class DraftBudget:
             return 0
         return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
 
-    def _switch(self, name: str) -> SpeculationGate:
-        if name not in self._switches:
-            self._switches[name] = SpeculationGate()
-        return self._switches[name]
+    def _gate(self, name: str) -> SpeculationGate:
+        if name not in self._gates:
+            self._gates[name] = SpeculationGate()
+        return self._gates[name]
 
 
 def class_of(sequence: Sequence) -> str:
-    """Requests that are expected to fare alike: who guesses for them, and whether they are greedy."""
+    """Return the class of requests that should fare alike: by their method, and by greedy or sampled."""
     kind = "greedy" if sequence.is_greedy else "sampled"
     method = "prediction" if sequence.request.prediction_token_ids else sequence.method
     return f"{method}-{kind}"

@@ -1,4 +1,8 @@
-"""What a pass costs, learned from the passes themselves: the target by its rows, the draft by its steps and tokens.
+"""The cost of a pass, learned from the passes themselves: the target by its rows, the draft by its steps and tokens.
+
+`engine.stats.rates` learns a second model of a step's time. It serves the router and the prefill decision, which ask
+for tokens per second of whole requests and know nothing of rows; the draft budget compares two sizes of one pass, which
+takes a curve over rows. Neither can answer for the other.
 
 Plain floats and short lists: this runs once per pass, where a numpy call costs more than it computes.
 """
@@ -16,8 +20,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_NUM_RECENT = 9  # passes whose median is the machine's mood, which moves all sizes: up to four hiccups leave it alone
-_SHAPE_RATE = 0.05  # of what a pass surprises by beside the mood, at least so much is this size's own
+_NUM_RECENT = 9  # passes whose median is the drift, which moves all sizes: up to four hiccups leave it alone
+_SHAPE_RATE = 0.05  # of a surprise beside the drift, at least so much is this size's own
 _CLIP = 3.0  # times the usual deviation: a pass that surprises by more was a hiccup
 _FADE = 0.999  # per pass: what was seen some thousand passes ago counts a third
 _FIRST_NOISE = 0.1  # usual deviation, relative, until it is measured
@@ -25,150 +29,163 @@ _LEAST_NOISE = 0.002
 _NOISE_STEP = 1.05  # the usual deviation is moved by so much until as many passes are within two thirds of it as not
 _REACH = 2.0  # sizes are known up to so many times the largest one seen
 # 1, 2, 3, 4, 6, 8, 12, 16 ... rows: near enough to each other for a straight line between two.
-_KNOTS = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+_GRID = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
 _HARDLY = 0.01  # of a pass: what a pass counts for that cannot be what its size costs
 _FAMILIAR = 0.5  # a size with a pass or more
-_KNOT_ARRAY = np.array(_KNOTS, dtype=np.float64)
+_GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
 class ForwardCost:
-    """Seconds of a pass by its number of rows, those of prompts too: a curve through knots, learned online.
+    """Seconds of a pass by its number of rows, those of prompts too: a curve through grid points, learned online.
 
     A machine that is slower for a while is slower at every size, and the choice between two sizes hangs on their ratio.
-    So a common mood follows the last few passes, while the knots, which hold the shape, move slowly. Some passes take
-    several times what they should, for reasons that are not ours: the mood is a median, and a knot believes no surprise
-    beyond a few usual ones. Between knots the curve is straight; it never falls. A knot
-    that was never seen is taken to cost what the next smaller one does, the least it can: whoever chooses by this curve
-    will try it once and know.
+    So a common drift follows the last few passes, while the grid points, which hold the shape, move slowly. Some passes
+    take several times what they should, for reasons outside the engine: the drift is a median, and a grid point
+    believes no surprise beyond a few usual ones. Between grid points the curve is straight; it never falls. A grid
+    point that was never seen is taken to cost what the next smaller one does, the least it can, so that it is tried
+    once.
     """
 
     def __init__(self) -> None:
-        self._log_s = [0.0] * len(_KNOTS)
-        self._num_seen = [0.0] * len(_KNOTS)  # passes, old ones fading
-        self._num_known = 0  # knots up to the largest that was seen
+        self._log_s = [0.0] * len(_GRID)
+        self._num_seen = [0.0] * len(_GRID)  # passes, old ones fading
+        self._num_known = 0  # grid points up to the largest that was seen
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # log of seconds over the shape's
-        self._mood = 0.0
+        self._drift = 0.0
         self._noise = _FIRST_NOISE  # the usual deviation of known sizes: half of all passes are within 0.67 of it
-        self._expected: list[float] = []  # the curve as it is now, empty until somebody asks
+        self._expected: list[float] = []  # the curve as it is now, empty until it is needed
 
     @property
     def max_rows(self) -> int:
-        """The largest pass that may be reckoned with: twice the largest that was seen, 0 before any was."""
-        return int(_REACH * _KNOTS[self._num_known - 1]) if self._num_known else 0
+        """The largest pass that the curve covers: twice the largest that was seen, 0 before any was."""
+        return int(_REACH * _GRID[self._num_known - 1]) if self._num_known else 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Take in one pass."""
         near = _neighbours(num_rows)
         if not self._num_known:
-            for knot, _ in near:
-                self._log_s[knot], self._num_seen[knot] = log(seconds), 1.0
-            self._num_known = near[-1][0] + 1
+            self._begin(near, seconds)
             return
-        expected = log(self.at(num_rows)) - self._mood
-        for knot, _ in near:
-            if self._num_seen[knot] == 0.0:
-                self._log_s[knot] = expected
+        expected = log(self.at(num_rows)) - self._drift
+        self._add_unseen(near, expected)
         self._num_seen = [_FADE * number for number in self._num_seen]
-        familiarity = sum(share * self._num_seen[knot] / (self._num_seen[knot] + 1.0) for knot, share in near)
+        familiarity = sum(share * self._num_seen[point] / (self._num_seen[point] + 1.0) for point, share in near)
         surprise = log(seconds) - expected
-        self._learn_mood(surprise, familiarity)
-        rest = surprise - self._mood
+        self._learn_drift(surprise, familiarity)
+        rest = surprise - self._drift
         limit = self._largest_surprise(near, familiarity)
         if familiarity >= _FAMILIAR:
             self._learn_noise(min(abs(rest), limit))
         counts_for = _HARDLY if rest > limit and familiarity < _FAMILIAR else 1.0
-        rest = min(rest, limit)
-        weight = sum(share * share for _, share in near)
-        for knot, share in near:
-            rate = max(_SHAPE_RATE, 1.0 / (self._num_seen[knot] + 1.0))
-            self._log_s[knot] += rate * share / weight * rest
-            self._num_seen[knot] += counts_for * share
+        self._learn_shape(near, min(rest, limit), counts_for)
         self._num_known = max(self._num_known, near[-1][0] + 1)
         self._expected = []
 
-    def _learn_mood(self, surprise: float, familiarity: float) -> None:
-        """Only sizes that are known tell the mood from the shape."""
+    def _begin(self, near: list[tuple[int, float]], seconds: float) -> None:
+        """Take in the first pass, which sets the level of the curve."""
+        for point, _ in near:
+            self._log_s[point], self._num_seen[point] = log(seconds), 1.0
+        self._num_known = near[-1][0] + 1
+
+    def _add_unseen(self, near: list[tuple[int, float]], expected: float) -> None:
+        """Start grid points that no pass has had from the curve as it is."""
+        for point, _ in near:
+            if self._num_seen[point] == 0.0:
+                self._log_s[point] = expected
+
+    def _learn_shape(self, near: list[tuple[int, float]], rest: float, counts_for: float) -> None:
+        """Move the grid points of a size by the part of a surprise that is not drift."""
+        weight = sum(share * share for _, share in near)
+        for point, share in near:
+            rate = max(_SHAPE_RATE, 1.0 / (self._num_seen[point] + 1.0))
+            self._log_s[point] += rate * share / weight * rest
+            self._num_seen[point] += counts_for * share
+
+    def _learn_drift(self, surprise: float, familiarity: float) -> None:
+        """Follow the median of recent surprises; only sizes that are known tell drift from shape."""
         if familiarity >= _FAMILIAR:
             self._recent.append(surprise)
-            self._mood = sorted(self._recent)[(len(self._recent) - 1) // 2]
+            self._drift = sorted(self._recent)[(len(self._recent) - 1) // 2]
 
     def _learn_noise(self, deviation: float) -> None:
         factor = _NOISE_STEP if deviation > 0.67 * self._noise else 1.0 / _NOISE_STEP
         self._noise = max(_LEAST_NOISE, factor * self._noise)
 
     def _largest_surprise(self, near: list[tuple[int, float]], familiarity: float) -> float:
-        """What to believe of a pass. None is too fast by accident; one of a known size that is much too slow is a
-        hiccup, and so is one of a new size that costs more than its rows would.
+        """Return the largest surprise to believe, in logarithms of seconds.
+
+        No pass is too fast by accident. One of a known size that is much too slow is a hiccup, and so is one of a new
+        size that costs more than its rows would.
         """
         limit = _CLIP * self._noise
         if familiarity < _FAMILIAR:
-            smaller = next((knot for knot in range(near[-1][0] - 1, -1, -1) if self._num_seen[knot] > _HARDLY), 0)
-            limit += log(_KNOTS[near[-1][0]] / _KNOTS[smaller])
+            smaller = next((point for point in range(near[-1][0] - 1, -1, -1) if self._num_seen[point] > _HARDLY), 0)
+            limit += log(_GRID[near[-1][0]] / _GRID[smaller])
         return limit
 
     def at(self, num_rows: int) -> float:
-        """Expected seconds of a pass of this size, 0 of an empty one; needs one observed pass."""
+        """Return the expected seconds of a pass of this size, 0 of an empty one; needs one observed pass."""
         if num_rows == 0:
             return 0.0
         if not self._expected:
             self._expected = self._curve(0.0)
-        return sum(share * self._expected[min(knot, self._num_known - 1)] for knot, share in _neighbours(num_rows))
+        return sum(share * self._expected[min(point, self._num_known - 1)] for point, share in _neighbours(num_rows))
 
     def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
-        """Expected seconds of passes of so many rows, of the same shape, 0 for none; needs one observed pass.
+        """Return the expected seconds of passes of `num_rows` rows, 0 for none; needs one observed pass.
 
-        `optimism` lowers each knot by so many standard errors of what is known of it, and takes one whose only pass was
-        a hiccup as never seen, so that a size that a slow pass has put in a bad light, or that was not seen for long,
-        is tried again.
+        `optimism` lowers each grid point by so many standard errors of what is known of it, and takes one whose only
+        pass was a hiccup as never seen, so that a size that one slow pass made look dear, or that was not seen for
+        long, is tried again.
         """
-        seconds = np.interp(num_rows, _KNOT_ARRAY[: self._num_known], self._curve(optimism))
+        seconds = np.interp(num_rows, _GRID_ARRAY[: self._num_known], self._curve(optimism))
         return np.where(num_rows > 0, seconds, 0.0)
 
     def _curve(self, optimism: float) -> list[float]:
-        """Seconds at each knot up to the largest that was seen.
+        """Return the seconds at each grid point up to the largest that was seen.
 
         Where they would fall, neighbours are averaged, weighted with their passes (pool adjacent violators).
         """
         doubt, enough = optimism * self._noise, _HARDLY if optimism > 0.0 else 0.0
         levels: list[_Level] = []
-        num_knots = 0  # unseen before the first
+        num_points = 0  # unseen before the first
         for log_s, number in zip(self._log_s[: self._num_known], self._num_seen, strict=False):
-            num_knots += 1
+            num_points += 1
             if number <= enough and (levels or number == 0.0):
                 if levels:
-                    levels[-1].num_knots += 1
-                    num_knots = 0
+                    levels[-1].num_points += 1
+                    num_points = 0
                 continue
-            level = _Level(exp(log_s + self._mood - doubt / sqrt(number)), number, num_knots)
+            level = _Level(exp(log_s + self._drift - doubt / sqrt(number)), number, num_points)
             while levels and levels[-1].seconds > level.seconds:
                 level.absorb(levels.pop())
             levels.append(level)
-            num_knots = 0
-        return [level.seconds for level in levels for _ in range(level.num_knots)]
+            num_points = 0
+        return [level.seconds for level in levels for _ in range(level.num_points)]
 
 
 @dataclass(slots=True)
 class _Level:
-    """Neighbouring knots that cost the same: their seconds, and the passes that say so."""
+    """Neighbouring grid points that cost the same: their seconds, and the passes that say so."""
 
     seconds: float
     num_seen: float
-    num_knots: int
+    num_points: int
 
     def absorb(self, other: _Level) -> None:
         num_seen = self.num_seen + other.num_seen
         self.seconds = (self.num_seen * self.seconds + other.num_seen * other.seconds) / num_seen
         self.num_seen = num_seen
-        self.num_knots += other.num_knots
+        self.num_points += other.num_points
 
 
 def _neighbours(num_rows: int) -> list[tuple[int, float]]:
-    """The knots on both sides of a size and its share of each; one knot where it falls on it."""
-    num_rows = min(max(num_rows, 1), _KNOTS[-1])
-    right = bisect_left(_KNOTS, num_rows)
-    if _KNOTS[right] == num_rows:
+    """Return the grid points on both sides of a size and its share of each; one where it falls on it."""
+    num_rows = min(max(num_rows, 1), _GRID[-1])
+    right = bisect_left(_GRID, num_rows)
+    if _GRID[right] == num_rows:
         return [(right, 1.0)]
-    low, high = _KNOTS[right - 1], _KNOTS[right]
+    low, high = _GRID[right - 1], _GRID[right]
     share = (num_rows - low) / (high - low)
     return [(right - 1, 1.0 - share), (right, share)]
 
@@ -207,7 +224,7 @@ class DraftCost:
         self._fit()
 
     def seconds(self, num_steps: int, num_tokens: int) -> float:
-        """Expected seconds for drafts of this size; 0 before any was observed."""
+        """Return the expected seconds for drafts of this size; 0 before any was observed."""
         return self.per_step_s * num_steps + self.per_token_s * num_tokens
 
     def _fit(self) -> None:

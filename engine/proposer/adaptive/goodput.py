@@ -1,4 +1,4 @@
-"""Which drafts of a step are worth their time: the lengths that make the most expected tokens per second."""
+"""The drafts of a step that are worth their time: the lengths that make the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Allocation:
     plain_tokens_per_s: float
 
 
-def allocate(survivals: Floats, row_seconds: Floats, step_s: float, token_s: float) -> Allocation:
-    """Maximise G = (B + sum of survivals) / (C(B + drafts) + D(drafts)) over all lengths.
+def allocate(acceptance: Floats, row_seconds: Floats, step_s: float, token_s: float) -> Allocation:
+    """Maximise G = (B + sum of acceptance) / (C(B + drafts) + D(drafts)) over all lengths.
 
-    `survivals` `[B, K]` fall along K, and are 0 where a draft may not be; `row_seconds` `[M + 1]` is C(B) to C(B + M),
+    `acceptance` `[B, K]` falls along K, and is 0 where a draft may not be; `row_seconds` `[M + 1]` is C(B) to C(B + M),
     the M drafts that may be made at most; D is `step_s` per step of the longest draft and `token_s` per token. For a
-    given number of drafts and a given longest one the best are those of the largest survival (arXiv:2406.14066), and
+    given number of drafts and a given longest one the best are those of the largest acceptance (arXiv:2406.14066), and
     each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C.
     """
-    num_sequences, num_positions = survivals.shape
+    num_sequences, num_positions = acceptance.shape
     if num_sequences == 1:
-        return _allocate_to_one(survivals[0].tolist(), row_seconds.tolist(), step_s + token_s)
+        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), step_s + token_s)
     plain = num_sequences / row_seconds[0]
-    order = np.argsort(-survivals.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
-    chances = survivals.T.ravel()[order]
+    order = np.argsort(-acceptance.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
+    chances = acceptance.T.ravel()[order]
     max_drafts = min(len(row_seconds) - 1, int((chances > 0).sum()))
     if max_drafts == 0:
         return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
@@ -52,11 +52,11 @@ def allocate(survivals: Floats, row_seconds: Floats, step_s: float, token_s: flo
     return Allocation(lengths, float(goodput[best_longest, best_last]), plain)
 
 
-def _allocate_to_one(survival: list[float], row_seconds: list[float], draft_s: float) -> Allocation:
-    """The same for one sequence, whose number of drafts says all: a short loop is the fastest there."""
+def _allocate_to_one(acceptance: list[float], row_seconds: list[float], draft_s: float) -> Allocation:
+    """Allocate to one sequence, where the number of drafts is all there is: a short loop is the fastest."""
     plain = best = 1.0 / row_seconds[0]
     best_length, tokens = 0, 1.0
-    for length, (chance, seconds) in enumerate(zip(survival, row_seconds[1:], strict=False), start=1):
+    for length, (chance, seconds) in enumerate(zip(acceptance, row_seconds[1:], strict=False), start=1):
         if chance <= 0.0:
             break
         tokens += chance

@@ -1,28 +1,27 @@
-"""What a request wishes of its drafts, within what the deployment allows."""
+"""Limits of a request's drafts: what it asks for, within what the deployment allows."""
 
 from __future__ import annotations
 
 from engine.config import SpeculationConfig
-from engine.sampling.logits_row import GREEDY_BELOW
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 
 def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
-    """K that a request gets: what it asks for, within what the deployment allows."""
-    wish = request.speculation
-    method = wish.method or deployment.method
-    if not wish.enabled or method is SpeculationMethod.NONE:
+    """Return K of a request: what it asks for, within what the deployment allows."""
+    asked = request.speculation
+    method = asked.method or deployment.method
+    if not asked.enabled or method is SpeculationMethod.NONE:
         return 0
-    if wish.num_tokens is not None:
-        return min(wish.num_tokens, deployment.max_num_tokens)
+    if asked.num_tokens is not None:
+        return min(asked.num_tokens, deployment.max_num_tokens)
     if _is_planned(request, deployment):
         return deployment.max_num_tokens
     return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
 def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
-    """K of a request's free drafts; None where the request or the budget sets one K for all."""
+    """Return K of a request's free drafts; None where the request or the budget sets one K for all."""
     if request.speculation.num_tokens is not None or _is_planned(request, deployment):
         return None
     return deployment.guess_limit
@@ -40,14 +39,14 @@ def check_steps(request: GenerateRequest, is_allowed: bool, deployment: Speculat
 
 
 def has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
-    """Whether K may not follow a clock: the text is promised to a seed, and its verification makes it hang on K."""
+    """True if K may not follow a clock: a seed promises the text, and its verification makes the text depend on K."""
     verify = request.speculation.verify or deployment.verify
-    is_matched = verify is VerifyMode.COUPLED or request.sampling.temperature < GREEDY_BELOW
+    is_matched = verify is VerifyMode.COUPLED or request.sampling.is_greedy
     return request.is_seeded and not is_matched
 
 
 def is_adaptive(speculation: SpeculationConfig) -> bool:
-    """Whether every pass gets its own K, but of requests that `has_fixed_length` speaks of."""
+    """True if every pass gets its own K, except for requests with a fixed length (`has_fixed_length`)."""
     return speculation.adaptive and speculation.num_tokens > 0
 
 

@@ -1,4 +1,4 @@
-"""How much faster speculation makes each class of requests, measured while it serves, and a switch for those it slows.
+"""The speedup of each class of requests by speculation, measured while it serves, and a gate for those it slows.
 
 The baseline is what the same steps would have taken without the class's drafts: the step's own time, less what its
 drafts' rows and its share of the waiting cost, by a profile that plain passes keep honest.
@@ -12,7 +12,7 @@ from protos.backoff import Backoff
 
 _FADE = 0.995  # per step: the last few hundred count
 _MIN_PASSES = 64.0  # of a class's sequences, before a measurement is believed
-_LOSS = 0.97  # below, the class is switched off
+_LOSS = 0.97  # below, the gate closes
 _FIRST_PAUSE = 64  # steps; doubles with every trial that fails
 _LONGEST_PAUSE = 4096
 
@@ -56,7 +56,7 @@ class SpeedupMeter:
 
 
 class SpeculationGate:
-    """Whether a class may have drafts: off while it loses, on again for a trial after ever longer pauses."""
+    """Closed for a class that loses by drafts; open again for a trial after ever longer pauses."""
 
     def __init__(self) -> None:
         self.meter = SpeedupMeter()

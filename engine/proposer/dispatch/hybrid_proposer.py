@@ -14,7 +14,7 @@ from engine.proposer.text_match.text_matcher import TextMatcher
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
-_MAX_LENGTH = 64  # positions of a draft whose survival is told apart
+_MAX_LENGTH = 64  # positions of a draft whose acceptance is told apart
 _LONGEST_MATCH_BITS = 5  # matches of 16 tokens and more are of one kind
 _RETRY_PERIOD = 32  # a kind of guess that is expected to yield less is tried once in so many times
 
@@ -41,7 +41,7 @@ class HybridProposer:
     def __init__(self, guesser: TextMatcher, other: Proposer) -> None:
         self._guesser = guesser
         self._other = other
-        self._survival = AcceptanceTable(_MAX_LENGTH)
+        self._acceptance = AcceptanceTable(_MAX_LENGTH)
         self._turns: dict[str, _Turn | None] = {}  # of the sequences that the guesser is for
         self._num_passed_over: dict[str, int] = {}
 
@@ -108,7 +108,7 @@ class HybridProposer:
         return _Turn(kind, base_len, guess.token_ids, is_guess=True)
 
     def _expected_tokens(self, kind: str, num_drafts: int) -> float:
-        return float(self._survival.of([kind], [kind])[0, :num_drafts].sum())
+        return float(self._acceptance.of([kind], [kind])[0, :num_drafts].sum())
 
     def _is_retried(self, kind: str) -> bool:
         self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1
@@ -123,7 +123,7 @@ class HybridProposer:
         num_drafts = min(len(turn.token_ids), _MAX_LENGTH)
         equal = np.equal(committed, turn.token_ids[: len(committed)])
         num_accepted = min(int(np.cumprod(equal).sum()), num_drafts)
-        self._survival.observe([turn.kind], [turn.kind], np.array([num_drafts]), np.array([num_accepted]))
+        self._acceptance.observe([turn.kind], [turn.kind], np.array([num_drafts]), np.array([num_accepted]))
 
 
 def _kind_of_other(sequence: RequestTokens) -> str:

@@ -1,4 +1,4 @@
-"""How the children of a tree's nodes are chosen: by the noise that verifies them, or drawn without replacement."""
+"""The choice of the children of a tree's nodes: by the noise that verifies them, or drawn without replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 
 _DISTRIBUTION_SIZE = 32  # as for chains
-_NUM_BITS = 62 - WEIGHT_BITS  # of a coin that is scaled by what a distribution has left
+_NUM_BITS = 62 - WEIGHT_BITS  # of a uniform number that is scaled by the weight that is left
 _LANES_PER_RANK = 1 << 16  # more than drafts are deep
 
 
@@ -28,7 +28,14 @@ class TreeSampler:
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
         are_matched = [tree.sequence.is_matched for tree in trees for _ in tree.level]
-        scores = self._sampler.apply_processors(logits, rows)
+        children = iter(self._choose(self._sampler.apply_processors(logits, rows), rows, wanted, are_matched))
+        for tree in trees:
+            tree.add([next(children) for _ in tree.level])
+
+    def _choose(
+        self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int], are_matched: Seq[bool]
+    ) -> list[list[Child]]:
+        """Return the children of each row, as the verification of its sequence wants them."""
         children: list[list[Child]] = [[]] * len(rows)
         for choose_children, flag in ((self._best, True), (self._drawn, False)):
             chosen = [index for index, each in enumerate(are_matched) if each is flag]
@@ -36,18 +43,16 @@ class TreeSampler:
                 found = choose_children(scores[chosen], [rows[i] for i in chosen], [wanted[i] for i in chosen])
                 for index, siblings in zip(chosen, found, strict=True):
                     children[index] = siblings
-        remaining = iter(children)
-        for tree in trees:
-            tree.add([next(remaining) for _ in tree.level])
+        return children
 
     def _best(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
-        """The tokens with the highest scores under the target's noise, which the target will probably say.
+        """Return the tokens with the highest scores under the target's noise, which the target will probably sample.
 
         Confidence is the softmax of the noisy scores with the temperature taken out again, for draft and target differ
         by as much at every temperature; of a greedy row it is the draft's own probability.
         """
         noisy = self._sampler.perturb(scores, rows, Purpose.TARGET_GUMBEL)
-        heat = [1.0 if row.is_greedy else row.sampling.temperature for row in rows]
+        heat = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
         sharpness = noisy.new_tensor(heat)[:, None]
         log_total = (noisy * sharpness).logsumexp(dim=1, keepdim=True)
         top = noisy.topk(min(max(wanted), noisy.shape[1]))
@@ -58,8 +63,7 @@ class TreeSampler:
         ]
 
     def _drawn(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
-        """Draws from each row's sparse distribution without replacement, fewer than wanted where the distribution has
-        fewer tokens.
+        """Draw from each row's sparse distribution without replacement, fewer than wanted where it has fewer tokens.
 
         The first is what a chain would draw. Noise is that of `Sampler.sample_sparse`, a lane for each draw; nodes at
         one depth share it, and only one of them is ever judged.
@@ -71,8 +75,8 @@ class TreeSampler:
         children: list[list[Child]] = [[] for _ in rows]
         for rank in range(max(wanted)):
             total = left.sum(dim=1)
-            coins = (random_bits(keys, _NUM_BITS, lanes + rank * _LANES_PER_RANK) * total) >> _NUM_BITS
-            columns = choose(left, coins).clamp_(max=left.shape[1] - 1)[:, None]
+            uniforms = (random_bits(keys, _NUM_BITS, lanes + rank * _LANES_PER_RANK) * total) >> _NUM_BITS
+            columns = choose(left, uniforms).clamp_(max=left.shape[1] - 1)[:, None]
             drawn = token_ids.gather(1, columns)[:, 0].tolist()
             for index, is_drawn in enumerate((total > 0).tolist()):
                 if is_drawn and rank < wanted[index]:

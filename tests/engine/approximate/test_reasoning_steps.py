@@ -1,4 +1,4 @@
-"""Reasoning steps that the draft writes: what they change, and that they change nothing for anybody else."""
+"""Reasoning steps that the draft writes: they change their own requests and no others."""
 
 from __future__ import annotations
 

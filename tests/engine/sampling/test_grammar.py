@@ -225,7 +225,7 @@ def test_the_grammar_holds_in_every_verify_mode(
 def test_a_drafted_end_is_forgotten_like_any_draft(
     verify: VerifyMode, folder: Path, draft_folder: Path, tokenizer: Tokenizer
 ) -> None:
-    """Where the grammar leaves nothing but the end, drafts hold the end token; what stands may end before it."""
+    """Drafts hold the end token where the grammar leaves nothing else; the committed text may end before it."""
     digits = Grammar(GrammarKind.REGEX, "[0-9]{3}", "guided_regex")
     engine = build(folder, draft_model(draft_folder), verify=verify)
     whole = run(engine, [request(f"r{index}", digits, seed=index) for index in range(40)])

@@ -12,7 +12,8 @@ from engine.draft import Draft
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
 from engine.sampling.logits_row import LogitsRow
-from engine.verifier import VerifyTask, trial
+from engine.verifier import verify_task
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import VerifyMode
 from tests.engine.fixtures import tabular
 from tests.engine.fixtures.exactness_checks import check_enumeration, check_samples, draft_by_malice
@@ -53,12 +54,12 @@ def test_a_forced_token_is_drafted_where_nobody_drafts() -> None:
 
 
 def mask_is_applied_to_the_first_row_only(patch: pytest.MonkeyPatch) -> None:
-    real = trial._row
+    real = verify_task._row
 
     def first_only(task: VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
         return real(task, num_drafts, mask if num_drafts == 0 else None)
 
-    patch.setattr(trial, "_row", first_only)
+    patch.setattr(verify_task, "_row", first_only)
 
 
 def mask_of_the_first_row_is_applied_to_all(patch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
 from engine.span import Span
-from engine.verifier import VerifyTask
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import (
     FinishReason,
     GenerateRequest,

@@ -1,4 +1,4 @@
-"""What the rate meter makes of steps whose speed is known."""
+"""The rate meter on steps whose speed is known."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, Pass
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import probability_of
 from engine.sequence.sequence import Sequence
-from engine.verifier import VerifyTask, rejection_law
+from engine.verifier import rejection_rule
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.tabular import (
     PROMPT,
@@ -37,7 +38,7 @@ Cut = Callable[[Draft], Draft]
 def emitted_probs(p: Tensor, q: Tensor, is_kept: Callable[[int], bool]) -> Tensor:
     """The distribution of one token when a drawn draft is verified if it is kept and forgotten if not."""
     distribution = torch.zeros_like(p)
-    recovered = rejection_law.recovered_probs(p[None], q[None])[0]
+    recovered = rejection_rule.recovered_probs(p[None], q[None])[0]
     for token_id, chance in enumerate(q.tolist()):
         if not is_kept(token_id):
             distribution += chance * p

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
-from engine.verifier import block_law
-from engine.verifier.rejection_law import NO_PROPOSAL
+from engine.verifier import block
+from engine.verifier.rejection_rule import NO_PROPOSAL
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
@@ -17,7 +17,7 @@ from tests.engine.fixtures.exactness_checks import (
     check_enumeration,
     check_fresh_numbers,
     check_samples,
-    check_zero_coins,
+    check_zero_uniforms,
     draft_by_malice,
     enumerated_probs,
     expected_tokens,
@@ -80,8 +80,10 @@ def test_a_distribution_with_mass_outside_the_vocabulary_is_exact() -> None:
 
 
 def test_blocks_commit_at_least_what_rejection_commits() -> None:
-    """Tokens per pass on the tables of three tokens, K = 4: peaked 2.62 and 2.77 (+5.8%), flat draft 2.66 and 2.90
-    (+8.8%), zeros on both sides 1.49 and 1.50 (+0.3%); no difference at K = 1 or where draft and target agree.
+    """Block verification gains tokens per pass, but not at K = 1 or where draft and target agree.
+
+    On the tables of three tokens, K = 4: peaked 2.62 and 2.77 (+5.8%), flat draft 2.66 and 2.90 (+8.8%), zeros on both
+    sides 1.49 and 1.50 (+0.3%).
     """
     for num_drafts in (1, 2, 4):
         for pair in pair_library(3):
@@ -126,7 +128,7 @@ def test_samples_of_the_real_verifier_follow_the_target(experiment: Experiment) 
 def test_successive_passes_use_independent_randomness(pair: int) -> None:
     """Five tokens take several passes; detected with power 0.999 at alpha 1e-6: total variation .084.
 
-    The mutants that draw a number twice are at p < 1e-8 here: coins on the first pair, draft noise on the second.
+    The mutants that draw a number twice are at p < 1e-8 here: uniforms on the first pair, draft noise on the second.
     """
     check_samples(Experiment(pair_library(3)[pair], num_drafts=4, num_tokens=5, num_sequences=8_000, verify=BLOCK))
 
@@ -145,14 +147,14 @@ def test_samples_follow_the_target_without_a_draft_and_with_a_malicious_one(draf
 # ---- the numbers --------------------------------------------------------------------------------------------------
 
 
-def test_no_coin_and_no_draft_noise_is_seen_twice() -> None:
+def test_no_uniform_number_and_no_draft_noise_is_seen_twice() -> None:
     check_fresh_numbers(
         Experiment(pair_library(3)[PEAKED], num_drafts=4, num_tokens=16, num_sequences=40, verify=BLOCK)
     )
 
 
-def test_a_coin_of_zero_accepts_nothing_impossible() -> None:
-    check_zero_coins(pair_library(3)[CERTAIN], BLOCK)
+def test_a_uniform_of_zero_accepts_nothing_impossible() -> None:
+    check_zero_uniforms(pair_library(3)[CERTAIN], BLOCK)
 
 
 def test_an_equal_draft_is_nearly_always_accepted_whole() -> None:
@@ -174,25 +176,25 @@ def test_greedy_emits_the_argmax_whatever_is_drafted() -> None:
 
 
 def test_a_ratio_recovers_up_to_one_and_not_from_zero() -> None:
-    assert block_law.running_ratios([0.2, 0.9], [0.4, 0.6]) == [1.0, 0.5, 0.75]
-    assert block_law.running_ratios([0.2, 0.9], [0.4, 0.3]) == [1.0, 0.5, 1.0]
-    assert block_law.running_ratios([0.0, 0.9], [0.0, 0.3]) == [1.0, 0.0, 0.0]
+    assert block.running_ratios([0.2, 0.9], [0.4, 0.6]) == [1.0, 0.5, 0.75]
+    assert block.running_ratios([0.2, 0.9], [0.4, 0.3]) == [1.0, 0.5, 1.0]
+    assert block.running_ratios([0.0, 0.9], [0.0, 0.3]) == [1.0, 0.0, 0.0]
 
 
 def test_the_excess_is_what_the_dense_sum_says() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]], dtype=torch.float64)
     q = SparseDistribution((0, 2, 7), (WEIGHT_SUM // 2, WEIGHT_SUM // 4, WEIGHT_SUM // 4))
     rho = torch.tensor([0.5, 1.0, 0.25], dtype=torch.float64)
-    excess = block_law.excess_mass(p, [0, 1, 1], rho, [q, q, NO_PROPOSAL])
+    excess = block.excess_mass(p, [0, 1, 1], rho, [q, q, NO_PROPOSAL])
     torch.testing.assert_close(excess, torch.tensor([0.1 + 0.1, 0.5, 0.25], dtype=torch.float64))
 
 
 def test_no_excess_is_certain_success_only_without_debt() -> None:
     rho, excess = torch.tensor([1.0, 0.5, 0.0]).double(), torch.zeros(3).double()
-    assert block_law.success_probs(rho, excess).tolist() == [1.0, 0.0, 0.0]
+    assert block.success_probs(rho, excess).tolist() == [1.0, 0.0, 0.0]
 
 
 def test_the_last_success_counts_whatever_fails_before_it() -> None:
-    assert block_law.count_accepted([False, True, False]) == 2
-    assert block_law.count_accepted([False, False]) == 0
-    assert block_law.count_accepted([]) == 0
+    assert block.count_accepted([False, True, False]) == 2
+    assert block.count_accepted([False, False]) == 0
+    assert block.count_accepted([]) == 0

@@ -16,15 +16,14 @@ from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
-from engine.verifier import block, block_law, placed, rejection_law
-from engine.verifier.placed import Placed
+from engine.verifier import block, rejection_rule
+from engine.verifier.chain_batch import ChainBatch
 from protos.messages import VerifyMode
-from tests.engine.fixtures import exactness_checks
 from tests.engine.fixtures.exactness_checks import (
     check_enumeration,
     check_fresh_numbers,
     check_samples,
-    check_zero_coins,
+    check_zero_uniforms,
 )
 from tests.engine.fixtures.tabular import Drafting, Experiment, TabularModel, pair_library, row_of
 
@@ -36,7 +35,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "samples, peaked": lambda: check_samples(Experiment(PEAKED, 4, 5, 4_000, verify=BLOCK)),
     "samples, flat": lambda: check_samples(Experiment(FLAT, 4, 5, 2_000, verify=BLOCK)),  # mutants: p < 3e-13
     "fresh": lambda: check_fresh_numbers(Experiment(PEAKED, 4, 12, 10, verify=BLOCK)),
-    "zero coins": lambda: check_zero_coins(CERTAIN, BLOCK),
+    "zero uniforms": lambda: check_zero_uniforms(CERTAIN, BLOCK),
 }
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -55,15 +54,8 @@ def mutant(*checks: str) -> Callable[[Patch], None]:
 
 @mutant("enumeration")
 def residual_is_not_scaled(patch: pytest.MonkeyPatch) -> None:
-    real = placed.final_probs
-
-    def unscaled(
-        distributions: Tensor, trials: Seq[Placed], counts: Seq[int], scales: Seq[float] | None = None
-    ) -> Tensor:
-        return real(distributions, trials, counts)
-
-    patch.setattr(placed, "final_probs", unscaled)
-    patch.setattr(exactness_checks, "final_probs", unscaled)
+    real = ChainBatch.final_probs
+    patch.setattr(ChainBatch, "final_probs", lambda chains, counts, scales=None: real(chains, counts))
 
 
 # ---- which drafts stand -------------------------------------------------------------------------------------------
@@ -74,40 +66,40 @@ def the_first_success_decides(patch: pytest.MonkeyPatch) -> None:
     def first(successes: Seq[bool]) -> int:
         return next((index + 1 for index, is_standing in enumerate(successes) if is_standing), 0)
 
-    patch.setattr(block_law, "count_accepted", first)
+    patch.setattr(block, "count_accepted", first)
 
 
 @mutant("enumeration", "samples, flat")
 def the_first_failure_decides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_law, "count_accepted", rejection_law.count_accepted)
+    patch.setattr(block, "count_accepted", rejection_rule.count_accepted)
 
 
 @mutant("enumeration", "samples, flat")
 def the_last_draft_always_stands(patch: pytest.MonkeyPatch) -> None:
-    real = block_law.success_probs
-    patch.setattr(block_law, "success_probs", lambda rho, s: torch.where(s == rho, 1.0, real(rho, s)))
+    real = block.success_probs
+    patch.setattr(block, "success_probs", lambda rho, s: torch.where(s == rho, 1.0, real(rho, s)))
 
 
 @mutant("enumeration")
 def the_last_draft_is_judged_by_its_own_distribution(patch: pytest.MonkeyPatch) -> None:
-    real = block_law.excess_mass
+    real = block.excess_mass
 
     def with_last_distribution(
-        distributions: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_law.SparseDistribution]
+        distributions: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_rule.SparseDistribution]
     ) -> Tensor:
         return real(distributions, row_ids, rho, [*proposals[:-1], proposals[0]])
 
-    patch.setattr(block_law, "excess_mass", with_last_distribution)
+    patch.setattr(block, "excess_mass", with_last_distribution)
 
 
 @mutant("enumeration", "samples, flat")
 def debt_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_law, "success_probs", lambda rho, s: (s > 0).double())
+    patch.setattr(block, "success_probs", lambda rho, s: (s > 0).double())
 
 
 @mutant("enumeration")
 def success_is_the_ratio_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_law, "success_probs", lambda rho, s: rho)
+    patch.setattr(block, "success_probs", lambda rho, s: rho)
 
 
 @mutant("enumeration")
@@ -118,7 +110,7 @@ def ratios_are_not_clipped(patch: pytest.MonkeyPatch) -> None:
             ratios.append(ratios[-1] * p / q)
         return ratios
 
-    patch.setattr(block_law, "running_ratios", unclipped)
+    patch.setattr(block, "running_ratios", unclipped)
 
 
 @mutant("enumeration")
@@ -126,12 +118,12 @@ def ratios_do_not_run(patch: pytest.MonkeyPatch) -> None:
     def one_by_one(target_probs: Seq[float], draft_probs: Seq[float]) -> list[float]:
         return [1.0, *(min(1.0, p / q) for p, q in zip(target_probs, draft_probs, strict=True))]
 
-    patch.setattr(block_law, "running_ratios", one_by_one)
+    patch.setattr(block, "running_ratios", one_by_one)
 
 
-@mutant("zero coins")
+@mutant("zero uniforms")
 def accepts_at_equality(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_law, "is_success", lambda coins, probs: coins <= probs)
+    patch.setattr(block, "is_success", lambda u, probs: u <= probs)
 
 
 # ---- the noise ----------------------------------------------------------------------------------------------------
@@ -143,29 +135,29 @@ def _key_by_position(patch: pytest.MonkeyPatch, module: object) -> None:
 
 
 @mutant("fresh", "samples, peaked")
-def coins_are_seen_again_in_the_next_pass(patch: pytest.MonkeyPatch) -> None:
+def uniforms_are_seen_again_in_the_next_pass(patch: pytest.MonkeyPatch) -> None:
     _key_by_position(patch, block)
 
 
 @mutant("fresh", "samples, flat")
 def draft_noise_is_seen_again_in_the_next_pass(patch: pytest.MonkeyPatch) -> None:
-    """What lies behind the committed tokens was judged already, so its noise is no longer independent of the prefix."""
+    """Drafts behind the committed tokens were judged already: their noise is no longer independent of the prefix."""
     _key_by_position(patch, sampler)
 
 
 @mutant("fresh", "samples, peaked")
-def drafts_of_a_pass_share_one_coin(patch: pytest.MonkeyPatch) -> None:
+def drafts_of_a_pass_share_one_uniform(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block, "draft_lanes", lambda rows, device: 0)
 
 
 @mutant("samples, flat")
-def draft_knows_the_coin_that_judges_it(patch: pytest.MonkeyPatch) -> None:
+def draft_knows_the_uniform_that_judges_it(patch: pytest.MonkeyPatch) -> None:
     real = sampler.pass_keys
 
-    def coins(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
+    def accepting(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
         return real(rows, Purpose.ACCEPT, device)
 
-    patch.setattr(sampler, "pass_keys", coins)
+    patch.setattr(sampler, "pass_keys", accepting)
 
 
 # ---- the tests ----------------------------------------------------------------------------------------------------

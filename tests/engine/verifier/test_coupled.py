@@ -14,10 +14,10 @@ from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
-from engine.verifier import VerifyResult, VerifyTask
 from engine.verifier.coupled import match
-from engine.verifier.trial import Outcome
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
@@ -177,10 +177,10 @@ def test_a_draft_outside_the_vocabulary_ends_the_pass_there() -> None:
 
 
 def test_matching_stops_at_the_first_difference() -> None:
-    assert match([4, 5, 6], [4, 5]) == Outcome((4, 5, 6), 2)
-    assert match([4, 5, 6], [4, 6]) == Outcome((4, 5), 1)
-    assert match([4, 5, 6], [5, 5]) == Outcome((4,), 0)
-    assert match([4], []) == Outcome((4,), 0)
+    assert match([4, 5, 6], [4, 5]) == VerifyResult((4, 5, 6), 2)
+    assert match([4, 5, 6], [4, 6]) == VerifyResult((4, 5), 1)
+    assert match([4, 5, 6], [5, 5]) == VerifyResult((4,), 0)
+    assert match([4], []) == VerifyResult((4,), 0)
 
 
 def test_noise_on_a_plain_sequence_follows_the_target() -> None:

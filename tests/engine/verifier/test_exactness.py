@@ -307,7 +307,7 @@ def test_greedy_text_is_the_same_in_every_mode(
 
 
 def test_a_request_continues_elsewhere_with_the_same_text(folders: Folders, reference: dict[str, Text]) -> None:
-    """What migration relies on: committed tokens and seed are the whole state."""
+    """Migration relies on it: committed tokens and seed are the whole state."""
     engine = build(folders, Setup(model, 4))
     for request in requests():
         whole = reference[request.request_id].token_ids

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
-from engine.verifier import rejection_law as law
+from engine.verifier import rejection_rule
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     ALPHA,
@@ -16,7 +16,7 @@ from tests.engine.fixtures.exactness_checks import (
     certain_path,
     check_enumeration,
     check_samples,
-    check_zero_coins,
+    check_zero_uniforms,
     draft_by_malice,
     enumerated_probs,
 )
@@ -106,15 +106,15 @@ def test_samples_follow_the_target_without_a_draft_and_with_a_malicious_one(draf
 
 
 def test_successive_passes_use_independent_randomness() -> None:
-    """Five tokens take several passes, whose coins and noise must not be seen twice."""
+    """Five tokens take several passes, whose uniforms and noise must not be seen twice."""
     experiment = Experiment(pair_library(3)[PEAKED], num_drafts=2, num_tokens=5, num_sequences=10_000)
     tokens = experiment.run(draft_by_sampling)
     expected = joint_probs(experiment.pair.target, experiment.sampling, 5)
     assert chi_square_tail(tokens, expected) > ALPHA
 
 
-def test_a_coin_of_zero_accepts_nothing_impossible() -> None:
-    check_zero_coins(pair_library(3)[CERTAIN])
+def test_a_uniform_of_zero_accepts_nothing_impossible() -> None:
+    check_zero_uniforms(pair_library(3)[CERTAIN])
 
 
 def test_an_equal_draft_is_nearly_always_accepted_whole() -> None:
@@ -144,18 +144,18 @@ def test_greedy_emits_the_argmax_whatever_is_drafted() -> None:
     ],
 )
 def test_a_distribution_that_cannot_be_is_not_believed(q: SparseDistribution) -> None:
-    assert law.proposals_of(Draft((0,), (q,))) == (SparseDistribution((0,), (WEIGHT_SUM,)),)
+    assert rejection_rule.proposals_of(Draft((0,), (q,))) == (SparseDistribution((0,), (WEIGHT_SUM,)),)
 
 
 def test_distributions_that_do_not_match_their_tokens_in_number_are_not_believed() -> None:
     q = SparseDistribution((0, 1), (WEIGHT_SUM // 2, WEIGHT_SUM // 2))
-    assert law.proposals_of(Draft((0, 1), (q,))) == (
+    assert rejection_rule.proposals_of(Draft((0, 1), (q,))) == (
         SparseDistribution((0,), (WEIGHT_SUM,)),
         SparseDistribution((1,), (WEIGHT_SUM,)),
     )
-    assert law.proposals_of(NO_DRAFT) == ()
+    assert rejection_rule.proposals_of(NO_DRAFT) == ()
 
 
 def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     p = torch.tensor([[0.25, 0.75]])
-    assert torch.equal(law.recovered_probs(p, p.clone()), p)
+    assert torch.equal(rejection_rule.recovered_probs(p, p.clone()), p)

@@ -17,11 +17,11 @@ from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
-from engine.verifier import VerifyTask, rejection_law, tree_law
-from engine.verifier import tree_coupled as tree_coupled_module
-from engine.verifier.tree_coupled import descend
-from engine.verifier.trial import Outcome, prepare
+from engine.verifier import coupled, rejection, rejection_rule
+from engine.verifier.coupled import descend
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask, prepare
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import big_model, check_samples, coupled_run, similar_model
 from tests.engine.fixtures.tabular import (
@@ -95,14 +95,14 @@ def _distribution_after(pair: Pair, sampling: SamplingParams, tree: Draft, paren
 
 
 def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
-    """The joint distribution of what one pass emits, filled up by plain decoding, over every tree and all coins."""
+    """The joint distribution of what one pass emits, filled up by plain decoding, over every tree."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
-        trial = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), pair.target.num_tokens)
-        logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in trial.rows])
+        task = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), pair.target.num_tokens)
+        logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in task.rows])
         sampler = Sampler()
-        distributions = sampler.probs(sampler.apply_processors(logits, trial.rows), trial.rows)
-        for accepted, final_probs, prob in _walks(distributions, trial.task.draft, -1, 1.0):
+        probs = sampler.probs(sampler.apply_processors(logits, task.rows), task.rows)
+        for accepted, final_probs, prob in _walks(probs, task.draft, -1, 1.0):
             for token_id in final_probs.nonzero()[:, 0].tolist():
                 emitted[(*accepted, token_id)[:num_tokens]] += tree_prob * prob * final_probs[token_id]
     return filled_up(pair.target, sampling, num_tokens, emitted)
@@ -113,24 +113,24 @@ def _walks(
 ) -> Iterator[tuple[tuple[int, ...], Tensor, float]]:
     """Accepted tokens, the distribution of the token after them, and the probability of that."""
     p = distributions[parent + 1]
-    for sibling in tree_law.siblings_of(draft, parent):
-        accept_prob = _share_of_coins(p, sibling)
+    for sibling in rejection.siblings_of(draft, parent):
+        accept_prob = _accepting_share(p, sibling)
         if accept_prob > 0:
             yield from _walks(distributions, draft, sibling.node, prob * accept_prob)
         prob *= 1 - accept_prob
-        p = tree_law.residual(p, sibling)
+        p = rejection.residual(p, sibling)
     if prob > 0:
         yield draft.path(parent), p, prob
 
 
-def _share_of_coins(target_probs: Tensor, sibling: tree_law.Sibling) -> float:
-    """The share of coins in [0, 1) that let a sibling stand, by bisection of the coin through the real test."""
-    p = rejection_law.target_probs_of(target_probs[None], [0], [sibling.token_id])
+def _accepting_share(target_probs: Tensor, sibling: rejection.Sibling) -> float:
+    """The share of uniform numbers in [0, 1) that let a sibling stand, by bisection through the real test."""
+    p = rejection_rule.target_probs_of(target_probs[None], [0], [sibling.token_id])
     low, high = 0.0, 1.0
     for _ in range(60):
-        coin = (low + high) / 2
-        is_standing = rejection_law.is_accepted(p.new_tensor([coin]), p, p.new_tensor([sibling.draft_prob]))
-        low, high = (coin, high) if bool(is_standing) else (low, coin)
+        u = (low + high) / 2
+        is_standing = rejection_rule.is_accepted(p.new_tensor([u]), p, p.new_tensor([sibling.draft_prob]))
+        low, high = (u, high) if bool(is_standing) else (low, u)
     return low
 
 
@@ -202,9 +202,9 @@ def test_a_drawn_sibling_outside_the_vocabulary_is_rejected_by_its_distribution(
 
 def test_siblings_that_name_different_distributions_are_not_believed() -> None:
     q, other = SparseDistribution((0, 1), (WEIGHT_SUM // 2,) * 2), SparseDistribution((1, 2), (WEIGHT_SUM // 2,) * 2)
-    first, second = tree_law.siblings_of(Draft((0, 1), (q, other), (-1, -1)), -1)
-    assert first.distribution == q
-    assert second.distribution == SparseDistribution((1,), (WEIGHT_SUM,))
+    first, second = rejection.siblings_of(Draft((0, 1), (q, other), (-1, -1)), -1)
+    assert first.q == q
+    assert second.q == SparseDistribution((1,), (WEIGHT_SUM,))
 
 
 def test_width_pays_only_because_siblings_are_drawn_without_replacement() -> None:
@@ -228,27 +228,27 @@ def _accept_prob(pair: Pair, tree: Draft) -> float:
 
 
 def siblings_face_the_original_target(patch: pytest.MonkeyPatch) -> None:
-    real = tree_law.residual
-    patch.setattr(tree_law, "residual", lambda p, sibling: p if sibling.node == 0 else real(p, sibling))
+    real = rejection.residual
+    patch.setattr(rejection, "residual", lambda p, sibling: p if sibling.node == 0 else real(p, sibling))
 
 
 def drawn_siblings_stay_in_the_distribution(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tree_law, "without", lambda distribution, token_id: distribution)
+    patch.setattr(rejection, "without", lambda distribution, token_id: distribution)
 
 
 def the_distribution_left_is_not_renormalised(patch: pytest.MonkeyPatch) -> None:
-    real = tree_law.without
+    real = rejection.without
 
     def unscaled(distribution: SparseDistribution, token_id: int) -> SparseDistribution:
         left = real(distribution, token_id)
         return SparseDistribution((*left.token_ids, 99), (*left.weights, sum(distribution.weights) - sum(left.weights)))
 
-    patch.setattr(tree_law, "without", unscaled)
+    patch.setattr(rejection, "without", unscaled)
 
 
 def the_recovered_token_comes_from_the_target(patch: pytest.MonkeyPatch) -> None:
-    real = tree_law.residual
-    patch.setattr(tree_law, "residual", lambda p, sibling: p if sibling.node == 1 else real(p, sibling))
+    real = rejection.residual
+    patch.setattr(rejection, "residual", lambda p, sibling: p if sibling.node == 1 else real(p, sibling))
 
 
 @pytest.mark.parametrize(
@@ -324,21 +324,21 @@ def test_a_malicious_tree_changes_no_token(num_nodes: int) -> None:
     assert coupled_run(big_model(), draft_tree_by_malice, big_model(), num_nodes) == plain_output()
 
 
-def descends_whatever_the_parent(sampled_ids: Seq[int], draft_ids: Seq[int], parents: Seq[int]) -> Outcome:
+def descends_whatever_the_parent(sampled_ids: Seq[int], draft_ids: Seq[int], parents: Seq[int]) -> VerifyResult:
     return descend(sampled_ids, draft_ids, [-1 if parent < 0 else 0 for parent in parents])
 
 
 def test_the_mutant_fails_equality(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_coupled_module, "descend", descends_whatever_the_parent)
+    monkeypatch.setattr(coupled, "descend", descends_whatever_the_parent)
     with pytest.raises(AssertionError):
         check_coupled_equality()
 
 
 def test_the_walk_goes_down_as_long_as_a_child_was_sampled() -> None:
     draft_ids, parents = (4, 5, 6, 7), (-1, -1, 1, 1)
-    assert descend([5, 0, 7, 0, 9], draft_ids, parents) == Outcome((5, 7, 9), 2, (1, 3))
-    assert descend([3, 0, 0, 0, 0], draft_ids, parents) == Outcome((3,), 0)
-    assert descend([4, 8, 0, 0, 0], draft_ids, parents) == Outcome((4, 8), 1, (0,))
+    assert descend([5, 0, 7, 0, 9], draft_ids, parents) == VerifyResult((5, 7, 9), 2, path=(1, 3))
+    assert descend([3, 0, 0, 0, 0], draft_ids, parents) == VerifyResult((3,), 0)
+    assert descend([4, 8, 0, 0, 0], draft_ids, parents) == VerifyResult((4, 8), 1, path=(0,))
 
 
 def test_logprobs_come_from_the_rows_on_the_path() -> None:

@@ -22,15 +22,14 @@ from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler, SparseSample
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.truncation import keep_top_p
-from engine.verifier import coupled, placed, rejection, trial
-from engine.verifier import rejection_law as law
-from engine.verifier.trial import Outcome
+from engine.verifier import chain_batch, coupled, rejection, rejection_rule, verify_task
+from engine.verifier.verify_result import VerifyResult
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     check_coupled_equality,
     check_enumeration,
     check_samples,
-    check_zero_coins,
+    check_zero_uniforms,
     draft_by_coupling,
     similar_model,
 )
@@ -54,7 +53,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "samples": check_samples_of_two_pairs,
     "samples, penalties": lambda: check_samples(Experiment(PEAKED, 2, 3, 2_500, PENALIZED)),
     "plain samples": lambda: check_samples(Experiment(PEAKED, 0, 3, 6_000, verify=VerifyMode.COUPLED), no_draft),
-    "zero coins": lambda: check_zero_coins(CERTAIN),
+    "zero uniforms": lambda: check_zero_uniforms(CERTAIN),
     "equality": lambda: check_coupled_equality(draft_by_coupling, similar_model(), 3),
 }
 
@@ -90,7 +89,7 @@ def mutant(*checks: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Non
 
 @mutant("enumeration", "samples")
 def residual_is_p(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "recovered_probs", lambda p, q: p)
+    patch.setattr(rejection_rule, "recovered_probs", lambda p, q: p)
 
 
 @mutant("enumeration", "samples")
@@ -99,22 +98,24 @@ def residual_is_absolute(patch: pytest.MonkeyPatch) -> None:
         excess = (p - q).abs()
         return excess / excess.sum(dim=1, keepdim=True).clamp(min=1e-30)
 
-    patch.setattr(law, "recovered_probs", absolute)
+    patch.setattr(rejection_rule, "recovered_probs", absolute)
 
 
 @mutant("enumeration", "samples")
 def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
-    real = law.proposals_of
+    real = rejection_rule.proposals_of
 
     def remember(draft: Draft) -> tuple[_Drafted, ...]:
         pairs = zip(real(draft), draft.token_ids, strict=True)
         return tuple(_Drafted(q.token_ids, q.weights, token_id) for q, token_id in pairs)
 
     def drafted_alone(proposals: Seq[_Drafted], num_accepted: int) -> SparseDistribution:
-        return one_hot(proposals[num_accepted].drafted_id) if num_accepted < len(proposals) else law.NO_PROPOSAL
+        return (
+            one_hot(proposals[num_accepted].drafted_id) if num_accepted < len(proposals) else rejection_rule.NO_PROPOSAL
+        )
 
-    patch.setattr(law, "proposals_of", remember)
-    patch.setattr(law, "final_proposal", drafted_alone)
+    patch.setattr(rejection_rule, "proposals_of", remember)
+    patch.setattr(rejection_rule, "final_proposal", drafted_alone)
 
 
 # ---- the bonus ----------------------------------------------------------------------------------------------------
@@ -122,32 +123,32 @@ def residual_is_p_without_the_rejected_token(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration", "samples")
 def bonus_comes_from_the_draft(patch: pytest.MonkeyPatch) -> None:
-    real = law.recovered_probs
+    real = rejection_rule.recovered_probs
 
     def marked(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
         if num_accepted < len(proposals):
             return proposals[num_accepted]
-        last = proposals[-1] if proposals else law.NO_PROPOSAL
+        last = proposals[-1] if proposals else rejection_rule.NO_PROPOSAL
         return SparseDistribution(last.token_ids, tuple(-weight for weight in last.weights))
 
     def from_draft(p: Tensor, q: Tensor) -> Tensor:
         return torch.where(q.sum(dim=1, keepdim=True) < 0, -q, real(p, q))
 
-    patch.setattr(law, "final_proposal", marked)
-    patch.setattr(law, "recovered_probs", from_draft)
+    patch.setattr(rejection_rule, "final_proposal", marked)
+    patch.setattr(rejection_rule, "recovered_probs", from_draft)
 
 
 @mutant("enumeration", "samples")
 def bonus_comes_from_the_residual(patch: pytest.MonkeyPatch) -> None:
     def last(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
-        return proposals[min(num_accepted, len(proposals) - 1)] if proposals else law.NO_PROPOSAL
+        return proposals[min(num_accepted, len(proposals) - 1)] if proposals else rejection_rule.NO_PROPOSAL
 
-    patch.setattr(law, "final_proposal", last)
+    patch.setattr(rejection_rule, "final_proposal", last)
 
 
 @mutant("enumeration", "samples")
 def token_comes_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "final_row", lambda first_row, num_accepted: first_row + max(0, num_accepted - 1))
+    patch.setattr(rejection_rule, "final_row", lambda first_row, num_accepted: first_row + max(0, num_accepted - 1))
 
 
 # ---- the test -----------------------------------------------------------------------------------------------------
@@ -158,22 +159,22 @@ def accepts_iff_argmax(patch: pytest.MonkeyPatch) -> None:
     def is_argmax(distributions: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
         return (distributions[list(row_ids)].argmax(dim=1) == torch.tensor(token_ids)).double()
 
-    patch.setattr(law, "target_probs_of", is_argmax)
+    patch.setattr(rejection_rule, "target_probs_of", is_argmax)
 
 
 @mutant("enumeration", "samples")
 def accepts_leniently(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "is_accepted", lambda coins, p, q: coins * q < 1.25 * p)
+    patch.setattr(rejection_rule, "is_accepted", lambda u, p, q: u * q < 1.25 * p)
 
 
-@mutant("zero coins")
+@mutant("zero uniforms")
 def accepts_at_equality(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "is_accepted", lambda coins, p, q: coins * q <= p)
+    patch.setattr(rejection_rule, "is_accepted", lambda u, p, q: u * q <= p)
 
 
 @mutant("enumeration", "samples")
 def accepts_drafts_after_a_rejected_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(law, "count_accepted", sum)
+    patch.setattr(rejection_rule, "count_accepted", sum)
 
 
 # ---- the draft's distribution ---------------------------------------------------------------------------------------
@@ -228,13 +229,13 @@ def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration, top-p")
 def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
-    real = trial._row
+    real = verify_task._row
 
-    def untruncated(task: trial.VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
+    def untruncated(task: verify_task.VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
         row = real(task, num_drafts, mask)
         return replace(row, sampling=replace(row.sampling, top_p=1.0))
 
-    patch.setattr(trial, "_row", untruncated)
+    patch.setattr(verify_task, "_row", untruncated)
 
 
 # ---- the noise ----------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(sampler, "row_keys", by_step)
     patch.setattr(rejection, "row_keys", by_step)
-    patch.setattr(placed, "row_keys", by_step)
+    patch.setattr(chain_batch, "row_keys", by_step)
 
 
 @mutant("plain samples")
@@ -279,23 +280,23 @@ def draft_knows_the_noise_that_verifies_it(patch: pytest.MonkeyPatch) -> None:
 def coupled_emits_the_last_row(patch: pytest.MonkeyPatch) -> None:
     real = coupled.match
 
-    def last_row(sampled_ids: Seq[int], draft_ids: Seq[int]) -> Outcome:
-        outcome = real(sampled_ids, draft_ids)
-        return Outcome((*outcome.token_ids[:-1], sampled_ids[-1]), outcome.num_accepted)
+    def last_row(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
+        result = real(sampled_ids, draft_ids)
+        return VerifyResult((*result.token_ids[:-1], sampled_ids[-1]), result.num_accepted)
 
     patch.setattr(coupled, "match", last_row)
 
 
 @mutant("equality")
 def coupled_goes_on_after_a_difference(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coupled, "match", lambda sampled_ids, draft_ids: Outcome(tuple(sampled_ids), len(draft_ids)))
+    patch.setattr(coupled, "match", lambda sampled_ids, draft_ids: VerifyResult(tuple(sampled_ids), len(draft_ids)))
 
 
 @mutant("equality")
 def coupled_trusts_the_first_draft(patch: pytest.MonkeyPatch) -> None:
     real = coupled.match
 
-    def trusting(sampled_ids: Seq[int], draft_ids: Seq[int]) -> Outcome:
+    def trusting(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
         return real([*draft_ids[:1], *sampled_ids[len(draft_ids[:1]) :]], draft_ids)
 
     patch.setattr(coupled, "match", trusting)
@@ -320,7 +321,7 @@ def test_the_mutant_fails(change: Mutant, check: str, monkeypatch: pytest.Monkey
 
 
 def test_dropping_unlikely_drafts_after_drawing_them_is_seen() -> None:
-    """Whether a draft is verified must not depend on the draft itself."""
+    """The choice of drafts to verify must not depend on the drafts themselves."""
 
     def drop_unlikely(model: TabularModel, sequences: Seq, num_drafts: int) -> list[Draft]:
         return [_up_to_unlikely(draft) for draft in draft_by_sampling(model, sequences, num_drafts)]
@@ -330,6 +331,6 @@ def test_dropping_unlikely_drafts_after_drawing_them_is_seen() -> None:
 
 
 def _up_to_unlikely(draft: Draft) -> Draft:
-    probs = law.draft_probs_of(draft.distributions, draft.token_ids).tolist()
+    probs = rejection_rule.draft_probs_of(draft.distributions, draft.token_ids).tolist()
     count = next((i for i, prob in enumerate(probs) if prob < 0.35), len(probs))
     return Draft(draft.token_ids[:count], draft.distributions[:count])

@@ -25,7 +25,7 @@ from engine.proposer.hidden_state.medusa import MedusaProposer
 from engine.proposer.passed_rows import PassedRows
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
-from engine.verifier import rejection_law as law
+from engine.verifier import rejection_rule
 from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
@@ -253,7 +253,7 @@ def all_paths(pair: Pair, verify: VerifyMode) -> list[tuple[Draft, float]]:
     first, second = drawn.distributions
     paths = []
     for a, b in product(first.token_ids, second.token_ids):
-        q = law.draft_probs_of([first, second], [a, b]).prod().item()
+        q = rejection_rule.draft_probs_of([first, second], [a, b]).prod().item()
         paths.append((Draft((a, b), (first, second)), q))
     return paths
 

@@ -15,8 +15,8 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.span import Span
-from engine.verifier import VerifyTask
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint

@@ -147,11 +147,11 @@ def test_a_class_is_a_method_and_greedy_or_not() -> None:
 
 
 def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pauses() -> None:
-    switch, trials = SpeculationGate(), []
+    gate, trials = SpeculationGate(), []
     for _ in range(4000):
-        is_on = switch.is_on
+        is_on = gate.is_on
         trials.append(is_on)
-        switch.observe(ClassStep(8, 8, 1.2 if is_on else 1.0, 1.0))
+        gate.observe(ClassStep(8, 8, 1.2 if is_on else 1.0, 1.0))
     starts = [step for step in range(1, 4000) if trials[step] and not trials[step - 1]]
     pauses = np.diff(starts)
     assert len(starts) >= 4
@@ -160,8 +160,8 @@ def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pa
 
 
 def test_a_class_that_gains_stays_on() -> None:
-    switch = SpeculationGate()
+    gate = SpeculationGate()
     for _ in range(500):
-        switch.observe(ClassStep(8, 20, 1.2, 1.0))
-        assert switch.is_on
-    assert switch.meter.speedup == pytest.approx(20 / 8 / 1.2)
+        gate.observe(ClassStep(8, 20, 1.2, 1.0))
+        assert gate.is_on
+    assert gate.meter.speedup == pytest.approx(20 / 8 / 1.2)

@@ -14,7 +14,7 @@ from engine.proposer.adaptive.goodput import allocate
 def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sequences, num_positions = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    survivals = np.cumprod(rng.uniform(0.2, 1.0, (num_sequences, num_positions)), axis=1)
+    acceptance = np.cumprod(rng.uniform(0.2, 1.0, (num_sequences, num_positions)), axis=1)
     max_drafts = int(rng.integers(1, num_sequences * num_positions + 1))
     row_seconds = 1.0 + np.cumsum(rng.exponential(rng.choice([0.05, 0.4]), max_drafts + 1))
     step_s, token_s = rng.exponential(0.1, 2)
@@ -22,19 +22,19 @@ def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
     def goodput(lengths: tuple[int, ...]) -> float:
         if sum(lengths) > max_drafts:
             return 0.0
-        tokens = num_sequences + sum(survivals[r, :length].sum() for r, length in enumerate(lengths))
+        tokens = num_sequences + sum(acceptance[r, :length].sum() for r, length in enumerate(lengths))
         return tokens / (row_seconds[sum(lengths)] + step_s * max(lengths) + token_s * sum(lengths))
 
     best = max(goodput(lengths) for lengths in product(range(num_positions + 1), repeat=num_sequences))
-    found = allocate(survivals, row_seconds, step_s, token_s)
+    found = allocate(acceptance, row_seconds, step_s, token_s)
     assert goodput(tuple(found.lengths.tolist())) == pytest.approx(best)
     assert found.tokens_per_s == pytest.approx(best)
     assert found.plain_tokens_per_s == pytest.approx(num_sequences / row_seconds[0])
 
 
 def test_where_a_draft_may_not_be_there_is_none() -> None:
-    survivals = np.array([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]])
-    assert allocate(survivals, np.ones(7), 0.0, 0.0).lengths.tolist() == [2, 0, 1]
+    acceptance = np.array([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]])
+    assert allocate(acceptance, np.ones(7), 0.0, 0.0).lengths.tolist() == [2, 0, 1]
 
 
 def test_equal_chances_fill_from_the_front() -> None:

@@ -18,7 +18,7 @@ from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.growth.tree_shape import DynamicShape, StaticShape, best_parents, shape_of, trimmed
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
-from engine.verifier import tree_rejection
+from engine.verifier import rejection
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import big_model, check_samples, coupled_run, similar_model
 from tests.engine.fixtures.tabular import (
@@ -67,8 +67,8 @@ def test_samples_of_siblings_follow_the_target() -> None:
 
 
 def test_each_sibling_has_a_coin_of_its_own() -> None:
-    coins = tree_rejection._coins(row_of(new_sequence(SamplingParams())), 3, torch.device("cpu"))
-    assert len(set(coins.tolist())) == 3
+    uniforms = rejection._uniforms(row_of(new_sequence(SamplingParams())), 3, torch.device("cpu"))
+    assert len(set(uniforms.tolist())) == 3
 
 
 def siblings_share_a_draw(patch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_drafts_grow_where_they_stand_and_shrink_to_a_token_where_they_fall() ->
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_lengths_tell_nothing_of_other_texts_where_noise_must_be_unknown(verify: VerifyMode) -> None:
-    """A length that follows what became of a text of the same seed would follow the coin that judges the draft."""
+    """A length that follows what became of a text of the same seed would follow the number that judges the draft."""
     assert set(guess_lengths(is_right=False, verify=verify)) == {3}
 
 

@@ -18,7 +18,7 @@ NO_PROPOSAL = SparseDistribution((), ())
 
 
 def proposals_of(draft: Draft) -> tuple[SparseDistribution, ...]:
-    """The distribution q of each drafted token, one-hot where none came with it.
+    """Return the distribution q of each drafted token, one-hot where none came with it.
 
     A distribution that its token cannot have come from is not believed: one-hot is exact for any token that was chosen
     without knowledge of the verifier's noise.
@@ -30,7 +30,7 @@ def proposals_of(draft: Draft) -> tuple[SparseDistribution, ...]:
 
 
 def target_probs_of(target_probs: Tensor, row_ids: Seq[int], token_ids: Seq[int]) -> Tensor:
-    """P of one token in each chosen row of `target_probs [R, V]`: `[n] float64`; 0 outside the vocabulary."""
+    """Return p of one token in each chosen row of `target_probs [R, V]`: `[n] float64`; 0 outside the vocabulary."""
     rows = torch.tensor(row_ids, dtype=torch.int64, device=target_probs.device)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=target_probs.device)
     is_known = (ids >= 0) & (ids < target_probs.shape[1])
@@ -38,33 +38,33 @@ def target_probs_of(target_probs: Tensor, row_ids: Seq[int], token_ids: Seq[int]
 
 
 def draft_probs_of(distributions: Seq[SparseDistribution], token_ids: Seq[int]) -> Tensor:
-    """Q of one token in each distribution: `[n] float64`."""
+    """Return q of one token in each distribution: `[n] float64`."""
     pairs = zip(distributions, token_ids, strict=True)
     return torch.tensor([probability_of(q, token_id) for q, token_id in pairs], dtype=torch.float64)
 
 
-def is_accepted(coins: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Accept iff u q(x) < p(x), all `[n] float64`, u in [0, 1). Strict: a coin of zero must not accept p(x) = 0."""
-    return coins * draft_probs < target_probs
+def is_accepted(uniforms: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """True where u q(x) < p(x), all `[n] float64`, u in [0, 1). Strict: u = 0 must not accept p(x) = 0."""
+    return uniforms * draft_probs < target_probs
 
 
 def count_accepted(stands: Seq[bool]) -> int:
-    """The drafts before the first that falls; coins after it were tossed for a prefix that never came to be."""
+    """Count the drafts before the first that falls; numbers after it are for a prefix that is not committed."""
     return next((index for index, is_standing in enumerate(stands) if not is_standing), len(stands))
 
 
 def final_row(first_row: int, num_accepted: int) -> int:
-    """The row of the recovered or bonus token: the one right after the accepted drafts, never simply the last."""
+    """Return the row of the recovered or bonus token: the one after the accepted drafts, never simply the last."""
     return first_row + num_accepted
 
 
 def final_proposal(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
-    """The q of the draft that fell. A bonus competes with no draft: its q is zero everywhere, its residual is p."""
+    """Return q of the draft that fell; zero everywhere for a bonus, so that its residual is p."""
     return proposals[num_accepted] if num_accepted < len(proposals) else NO_PROPOSAL
 
 
 def dense_probs(distributions: Seq[SparseDistribution], like: Tensor) -> Tensor:
-    """The q as probabilities `[n, V]`, dtype and V of `like [*, V]`; mass outside the vocabulary is left out."""
+    """Return probabilities `[n, V]`, dtype and V of `like [*, V]`, without the mass outside the vocabulary."""
     entries = [
         (index, token_id, weight / WEIGHT_SUM)
         for index, distribution in enumerate(distributions)
@@ -79,7 +79,7 @@ def dense_probs(distributions: Seq[SparseDistribution], like: Tensor) -> Tensor:
 
 
 def recovered_probs(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """norm(max(0, p - q)), `[n, V]`; p itself where rounding leaves nothing, as it can only where p and q agree."""
+    """Return norm(max(0, p - q)), `[n, V]`; p itself where rounding leaves nothing, so where p and q agree."""
     excess = (target_probs - draft_probs).clamp_(min=0)
     mass = excess.sum(dim=1, keepdim=True)
     return torch.where(mass > 0, excess / mass, target_probs)

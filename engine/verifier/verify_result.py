@@ -1,0 +1,26 @@
+"""The result of verifying one sequence's draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
+
+    `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.
+    Where `is_exact` is False a reasoning step was judged (`engine.approximate`), which says nothing of how drafts fare.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    path: tuple[int, ...] = ()
+    is_exact: bool = True
+
+    def row_of(self, index: int) -> int:
+        """Return the row that gave token `index`, counted from the task's first."""
+        return self.path[index - 1] + 1 if self.path and index > 0 else index

@@ -1,0 +1,79 @@
+"""One sequence's verification: its draft, and the rows of the target's logits that judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.draft import Draft
+from engine.sampling.grammar import TokenMask
+from engine.sampling.logits_row import LogitsRow
+from engine.sequence.sequence import Sequence
+from protos.messages import VerifyMode
+
+IMPOSSIBLE_ID = -1  # equals no sampled token and has probability 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTask:
+    """One sequence's rows of the step's logits, from `first_row`: after the committed tokens, then after each draft.
+
+    The rows may end before the first draft outside the vocabulary, which no model can compute, or before the first that
+    the sequence's grammar forbids. A draft that was drawn from a distribution must stay in the task nevertheless:
+    rejection and block verification treat it as rejected, not as never made.
+
+    The verifier fills in `rows` (`prepare`). `rows[0]` is judged after the committed tokens, `rows[i + 1]` after draft
+    i and those before it in the chain, or above it in the tree.
+    """
+
+    sequence: Sequence
+    draft: Draft
+    first_row: int
+    rows: tuple[LogitsRow, ...] = ()
+
+    @property
+    def mode(self) -> VerifyMode:
+        """The rule that verifies the task; a greedy sequence is always verified by matching."""
+        return VerifyMode.COUPLED if self.sequence.is_matched else self.sequence.verify
+
+    @property
+    def is_tree(self) -> bool:
+        return bool(self.draft.parents)
+
+    @property
+    def draft_ids(self) -> tuple[int, ...]:
+        """The drafts of a prepared task; `IMPOSSIBLE_ID` in place of a last one that no row follows."""
+        ids = self.draft.token_ids
+        return ids if len(ids) < len(self.rows) else (*ids[:-1], IMPOSSIBLE_ID)
+
+
+def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
+    """Return the task with its rows, its draft cut where it cannot stand in a vocabulary of `num_tokens`.
+
+    The draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
+    token cannot be accepted, so no row follows it: there is one row more than valid drafts.
+    """
+    ids = task.draft.token_ids
+    matcher = task.sequence.matcher
+    num_valid = next((i for i, token_id in enumerate(ids) if not 0 <= token_id < num_tokens), len(ids))
+    masks: Seq[TokenMask | None] = [None] * (num_valid + 1)
+    if matcher is not None and task.is_tree:
+        masks = [matcher.mask_after(task.draft.path(node)) for node in range(-1, num_valid)]
+    elif matcher is not None:
+        num_valid = matcher.num_allowed(ids[:num_valid])
+        masks = matcher.masks(ids[:num_valid])
+    rows = tuple(_row(task, index - 1, mask) for index, mask in enumerate(masks))
+    return VerifyTask(task.sequence, task.draft.head(num_valid + 1), task.first_row, rows)
+
+
+def _row(task: VerifyTask, node: int, mask: TokenMask | None) -> LogitsRow:
+    """Return the row that is judged after the committed tokens and the drafts that lead to `node`."""
+    sequence = task.sequence
+    return LogitsRow(
+        sampling=sequence.sampling,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        sample_index=sequence.request.sample_index,
+        draft_ids=task.draft.path(node),
+        mask=mask,
+    )
