@@ -17,6 +17,7 @@ from actors.pair.pair import Pair
 from actors.prefill.prefill import Prefill
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
+from cluster.devices import pin_devices
 from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
@@ -25,7 +26,6 @@ from cluster.placement import (
     NodeResources,
     PairPlacement,
     PlacementRequest,
-    pin_devices,
     plan_pair,
 )
 from cluster.replica_settings import pair_settings, prefill_settings

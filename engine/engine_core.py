@@ -170,9 +170,7 @@ class EngineCore:
         if transport is not None:
             source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
         scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
-        speculation = (
-            config.speculation if proposer is not None else replace(config.speculation, num_tokens=0, max_num_tokens=0)
-        )
+        speculation = config.speculation if proposer is not None else config.speculation.without_drafts()
         verifier = Verifier(Sampler())
         token_file = tokenizer_file(config.model.path)
         grammars = GrammarCompiler(token_file, runner.vocab_size, runner.eos_token_ids)

@@ -1,4 +1,4 @@
-"""Draws how long a reader of a stream waits: the share of waits that are longer than so much, by deployment."""
+"""The plot of a stream's gaps: the fraction of gaps longer than each length, by deployment."""
 
 from __future__ import annotations
 

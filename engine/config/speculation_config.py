@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.config.step_config import StepConfig
@@ -111,6 +111,10 @@ class SpeculationConfig:
                     f"speculation.{name} is {num_tokens}; it must be between 0 and speculation.max_num_tokens, "
                     f"{self.max_num_tokens}: lower it or raise the limit"
                 )
+
+    def without_drafts(self) -> SpeculationConfig:
+        """Return this configuration for an engine without a proposer: K is 0 everywhere."""
+        return replace(self, num_tokens=0, max_num_tokens=0, num_guess_tokens=None)
 
     @property
     def method(self) -> SpeculationMethod:

@@ -1,9 +1,10 @@
-"""Who gets which cores and devices, on machines we only remember."""
+"""The cores and devices of each process, on recorded machines."""
 
 import pytest
 
 from actors.settings import PairDevices
-from cluster.placement import NodeResources, PairPlacement, PlacementRequest, choose_devices, plan_pair
+from cluster.devices import choose_devices
+from cluster.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
 from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
@@ -143,7 +144,7 @@ def test_more_ranks_than_any_nvlink_group_has_are_refused():
         plan([NodeResources(64, 4)], recorded("bridged_pairs"), num_ranks=4)
 
 
-def test_prefill_replicas_are_divided_as_the_targets_are():
+def test_prefill_replicas_are_sharded_as_the_targets_are():
     node = NodeResources(64, 8)
     placement = plan([node], recorded("nvswitch_8"), num_ranks=2, num_prefills=2)
     assert (placement.num_gpus, placement.num_prefill_gpus) == (3, 2)
