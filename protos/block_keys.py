@@ -1,7 +1,6 @@
-"""The chained name of each full KV block: equal keys mean equal tokens, equal prefix, equal salt and equal model.
+"""The chained key of each full KV block: equal keys mean equal tokens, equal prefix, equal salt and equal model.
 
-The ingress and the engine both call `block_keys`, so a router's prediction and a worker's cache speak of the same
-blocks.
+The ingress and the engine both call `block_keys`, so a router's prediction and a worker's cache agree on the blocks.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ PROBE_SALT = "outrider"
 
 
 def root_key(model_version: str, salt: str = "") -> BlockKey:
-    """Key before the first block: different salts, and different versions of a model, never share a block."""
+    """Return the key before the first block: different salts or versions of a model never share a block."""
     return blake2b(f"{model_version}\0{salt}".encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def child_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-    """Key of the full block `token_ids` whose prefix is named by `parent`."""
+    """Return the key of the full block `token_ids` after the prefix with key `parent`."""
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:
-    """Keys of all full blocks of `token_ids`, first to last; a partial last block has none."""
+    """Return the keys of all full blocks of `token_ids`, first to last; a partial last block has none."""
     keys = []
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -38,15 +37,15 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
 
 
 def probe_token_ids(block_size: int) -> tuple[int, ...]:
-    """Two blocks of a fixed text: whoever names the second alike, under `PROBE_SALT`, names all blocks alike."""
+    """Return two blocks of a fixed text: equal keys of the second, under `PROBE_SALT`, prove that processes agree."""
     return tuple(range(7, 7 + 2 * block_size))
 
 
 def join_keys(keys: Iterable[BlockKey]) -> bytes:
-    """Keys one after the other: what processes send, one object instead of thousands."""
+    """Join keys for sending: one object instead of thousands."""
     return b"".join(keys)
 
 
 def split_keys(joined: bytes) -> tuple[BlockKey, ...]:
-    """The inverse of `join_keys`."""
+    """Split keys that `join_keys` has joined."""
     return tuple(joined[start : start + _DIGEST_BYTES] for start in range(0, len(joined), _DIGEST_BYTES))

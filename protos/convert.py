@@ -1,4 +1,4 @@
-"""Between the gRPC messages and the project's own plain data."""
+"""Conversions between the gRPC messages and the project's own plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.messages import SpeculationStats, StepStats, TokenLogprobs
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
-    """The fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
+    """Return the fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
 
     So one schema validates both frontends. `prompt_token_ids` becomes `prompt`.
 
@@ -42,7 +42,7 @@ def _plain(name: str, value: object) -> object:
 
 
 def logprobs_message(token_id: int, logprobs: TokenLogprobs | None) -> pb2.TokenLogprobs:
-    """One position's log-probabilities as its message; None where nothing predicts the token."""
+    """Convert one position's log-probabilities; None, of a token without a prediction, gives its id alone."""
     if logprobs is None:
         return pb2.TokenLogprobs(token_id=token_id)
     return pb2.TokenLogprobs(
@@ -53,7 +53,7 @@ def logprobs_message(token_id: int, logprobs: TokenLogprobs | None) -> pb2.Token
 
 
 def speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
-    """The sums of speculation as their message; a count that never occurred is left out of the histogram."""
+    """Convert the sums of speculation; a count that never occurred is left out of the histogram."""
     histogram = {accepted: passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
     return pb2.SpeculativeDecoding(
         mean_acceptance_length=stats.mean_acceptance_length,
@@ -66,7 +66,7 @@ def speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
 
 
 def steps_message(stats: StepStats) -> pb2.ApproximateSpeculation:
-    """The mark of an output that is not exact."""
+    """Return the mark of an output that is not exact."""
     return pb2.ApproximateSpeculation(
         exact=False,
         steps_from_draft=stats.num_accepted,

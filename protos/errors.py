@@ -1,4 +1,4 @@
-"""Every error a user can meet, with the HTTP status and the gRPC code it becomes.
+"""Every error a user can meet, with its HTTP status and its gRPC code.
 
 A message names the value that was wrong, the limit it broke, and the remedy. The frontends map any `ServingError` to
 the wire by its class attributes alone; nothing else in the project knows a status code.
@@ -16,7 +16,7 @@ class ServingError(Exception):
         error_type: `type` of OpenAI's error object.
         code: `code` of OpenAI's error object, where a client may want to tell this error from others of its type.
         param: request field at fault, if one is.
-        retry_after_s: seconds after which a retry may succeed; where it is not given, what is usual for the class.
+        retry_after_s: seconds after which a retry may succeed; the class's usual ones where not given.
     """
 
     http_status = 500

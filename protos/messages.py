@@ -1,4 +1,4 @@
-"""What a request is and what comes back: the plain data that every process of Outrider passes on.
+"""Requests and their results: the plain data that every process of Outrider passes on.
 
 Frozen dataclasses of built-in types only, so that any codec can carry them and any package may read them. Validation of
 user input happens once, at the frontends (`router`); here values are already sound. Token ids are the target's.
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
-MAX_STEP_SCORE = 9.0  # what the target gives the best reasoning step; the worst has 0
+MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst has 0
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are OpenAI's.
+    """The reason for which a sequence ended; the values are OpenAI's.
 
     `tool_calls` is given by the ingress, which reads the text. Two more never reach a client as such: `abort` is a
     sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the frontends report a
@@ -29,14 +29,14 @@ class FinishReason(StrEnum):
 
 
 class SpeculationMode(StrEnum):
-    """What speculation may change: nothing, or reasoning steps that the target finds good enough."""
+    """The exactness of speculation: nothing changes, or reasoning steps that the target finds good enough."""
 
     EXACT = "exact"
     APPROXIMATE = "approximate"
 
 
 class VerifyMode(StrEnum):
-    """How drafts are verified; every mode leaves the target's distribution as it is (see `engine.verifier`)."""
+    """The verification of drafts; every mode leaves the target's distribution as it is (see `engine.verifier`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -44,20 +44,20 @@ class VerifyMode(StrEnum):
 
 
 class SpeculationMethod(StrEnum):
-    """Who guesses what comes next; a deployment offers some of them (`ModelCard.speculation_methods`)."""
+    """The source of drafts; a deployment offers some of them (`ModelCard.speculation_methods`)."""
 
     MODEL = "model"  # the deployment's draft model
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
     EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, and then on its own
     MTP = "mtp"  # the target's own multi-token-prediction layer
-    SUFFIX = "suffix"  # what followed the same words before, in this request or in finished ones of its cache_salt
-    NGRAM = "ngram"  # what followed the last few tokens of this request when they occurred last
+    SUFFIX = "suffix"  # the continuation of equal tokens before, in this request or in finished ones of its cache_salt
+    NGRAM = "ngram"  # the continuation of the last few tokens where they occurred last in this request
     HYBRID = "hybrid"  # pass by pass, the suffix or the model or head, whichever is expected to yield more
     NONE = "none"  # plain decoding
 
     @property
     def can_branch(self) -> bool:
-        """Whether its drafts may be trees: it has a distribution for every position, not one text."""
+        """True if its drafts may be trees: it has a distribution for every position, not one text."""
         return self in (
             SpeculationMethod.MODEL,
             SpeculationMethod.MEDUSA,
@@ -67,7 +67,7 @@ class SpeculationMethod(StrEnum):
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written: a JSON schema, a regular expression, a JSON list of texts, or Lark or GBNF rules."""
+    """The notation of a grammar: a JSON schema, a regular expression, a JSON list of texts, or Lark or GBNF rules."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -77,7 +77,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole output must match; `param` is the request field that says so, for errors."""
+    """A grammar that the whole output must match; `param` is the request field that sets it, for errors."""
 
     kind: GrammarKind
     source: str
@@ -120,7 +120,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What `SamplingParams` take where a request does not say: OpenAI's defaults, or those of the checkpoint."""
+    """The values of `SamplingParams` that a request leaves open: OpenAI's defaults, or those of the checkpoint."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -131,7 +131,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """One request's wishes about speculation; None leaves the deployment's setting.
+    """One request's settings of speculation; None leaves the deployment's.
 
     `is_approximate` gives up exactness, for this request alone: reasoning steps of the draft that the target scores at
     `threshold` or more are committed as they are (`engine.approximate`).
@@ -151,7 +151,7 @@ class GenerateRequest:
 
     `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed,
     count as generated, and are not sent again. Where `is_seeded` the client has chosen the seed and expects the same
-    text for it: nothing that the text hangs on follows a clock then.
+    text for it: nothing that changes the text follows a clock then.
     """
 
     request_id: str
@@ -163,8 +163,8 @@ class GenerateRequest:
     timeout_s: float | None = None  # from arrival at the pair
     cache_salt: str = ""
     output_token_ids: tuple[int, ...] = ()
-    prediction_token_ids: tuple[int, ...] = ()  # what the client expects the output to be; a draft, and nothing else
-    session_id: str = ""  # requests of one conversation share it; among equal pairs the router stays with the last one
+    prediction_token_ids: tuple[int, ...] = ()  # the output that the client expects; a draft, and nothing else
+    session_id: str = ""  # shared by requests of one conversation; among equal pairs the router stays with the last one
     is_seeded: bool = False
 
 
@@ -179,7 +179,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What speculation did for one sequence so far; the sums behind every acceptance figure.
+    """The sums of speculation for one sequence so far, behind every acceptance figure.
 
     `accepted_histogram[i]` is the number of verification passes that accepted exactly i drafts.
     """
@@ -199,7 +199,7 @@ class SpeculationStats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Share of the drafted tokens that were accepted; 0 without a draft."""
+        """Fraction of the drafted tokens that were accepted; 0 without a draft."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
@@ -213,7 +213,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What became of the reasoning steps that the draft wrote for one sequence so far."""
+    """Counts of the reasoning steps that the draft wrote for one sequence so far."""
 
     num_judged: int = 0
     num_accepted: int = 0
@@ -244,16 +244,16 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What an ingress must know of the model behind a pair; the same for every replica of one deployment."""
+    """The properties of the model behind a pair that an ingress needs; equal for every replica of one deployment."""
 
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
     eos_token_ids: tuple[int, ...]
-    model_version: str  # names the weights; part of every block key
+    model_version: str  # identifies the weights; part of every block key
     block_size: int  # tokens per KV block
-    probe_key: bytes = b""  # the engine's name of the last block of `protos.block_keys.probe_token_ids`
-    max_draft_tokens: int = 0  # the most a request may ask for in `SpeculationParams.num_tokens`
-    speculation_methods: tuple[SpeculationMethod, ...] = ()  # what a request may ask for, the default first
-    verify: VerifyMode = VerifyMode.COUPLED  # of a request that does not say
-    has_approximate_steps: bool = False  # a request may ask for `SpeculationParams.is_approximate`
+    probe_key: bytes = b""  # the engine's key of the last block of `protos.block_keys.probe_token_ids`
+    max_draft_tokens: int = 0  # the limit of `SpeculationParams.num_tokens`
+    speculation_methods: tuple[SpeculationMethod, ...] = ()  # a request may choose among them; the default is first
+    verify: VerifyMode = VerifyMode.COUPLED  # of a request that sets none
+    has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
     sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -1,4 +1,4 @@
-"""The bytes that one token adds to the text, for the two ways in which almost every causal language model spells them.
+"""The bytes that one token adds to the text, for the two encodings of almost every causal language model.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen, ...) writes each byte as one printable character. SentencePiece (Llama 2,
 Mistral, Gemma, ...) writes a space as U+2581 and a byte that has no token of its own as `<0xXX>`. In both, the text
@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def find_token_bytes(core: TokenizerCore) -> TokenBytes | None:
-    """The function from a token's name to its bytes, told from the tokenizer's decoder; None for an unusual decoder."""
+    """Return the function from a token's string to its bytes, by the tokenizer's decoder; None for an unusual one."""
     kinds = {}
     for decoder in _decoders(core):
         kinds[decoder["type"]] = decoder
@@ -31,19 +31,19 @@ def find_token_bytes(core: TokenizerCore) -> TokenBytes | None:
     return None
 
 
-def byte_level_bytes(name: str) -> bytes:
-    """Bytes of a byte-level token; a name with a character that stands for no byte (an added token) is plain text."""
+def byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a byte-level token; one with a character that stands for no byte (an added token) is text."""
     try:
-        return bytes([_BYTE_OF_CHARACTER[character] for character in name])
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
-        return name.encode()
+        return token.encode()
 
 
-def sentencepiece_bytes(name: str) -> bytes:
-    """Bytes of a SentencePiece token: a byte token's byte, or the text with its space marks turned into spaces."""
-    if match := _BYTE_TOKEN.fullmatch(name):
+def sentencepiece_bytes(token: str) -> bytes:
+    """Return the bytes of a SentencePiece token: a byte token's byte, or the text with spaces for its space marks."""
+    if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
-    return name.replace(_SPACE_MARK, " ").encode()
+    return token.replace(_SPACE_MARK, " ").encode()
 
 
 def _decoders(core: TokenizerCore) -> Iterator[dict[str, object]]:
@@ -57,7 +57,7 @@ def _decoders(core: TokenizerCore) -> Iterator[dict[str, object]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map: a printable Latin-1 byte is its own character, the others follow from U+0100 in order."""
+    """Return GPT-2's map: a printable Latin-1 byte is its own character, the others follow from U+0100 in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(0x100) if chr(byte) not in alphabet]

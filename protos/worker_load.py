@@ -1,4 +1,4 @@
-"""How busy a worker is, in work and not in requests: what it pushes to the router whenever that has changed."""
+"""A worker's load, in work and not in requests; it is pushed to the router whenever it changes."""
 
 from __future__ import annotations
 

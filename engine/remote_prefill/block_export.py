@@ -1,4 +1,4 @@
-"""Copies blocks out of the pool the moment they are computed: what a prefill replica does beside computing."""
+"""The export of a prefill replica's blocks: copies out of the pool, made as soon as the blocks are computed."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class BlockExporter:
         self._watched: dict[str, _Progress] = {}
 
     def watch(self, request_id: str, first_block: int) -> None:
-        """Export the blocks of this sequence from `first_block` on; say so before the engine knows it."""
+        """Export the blocks of this sequence from `first_block` on; call it before the engine gets the sequence."""
         self._watched[request_id] = _Progress(first_block)
 
     def forget(self, request_id: str) -> None:
-        """Nobody wants its blocks any more."""
+        """Export no more blocks of this sequence."""
         self._watched.pop(request_id, None)
 
     def collect(self, batch: Batch) -> None:
-        """Export what this batch has completed."""
+        """Export the blocks that this batch has completed."""
         for scheduled in batch.scheduled:
             if progress := self._watched.get(scheduled.sequence.request_id):
                 self._export(scheduled, progress)

@@ -1,4 +1,4 @@
-"""What the light processes of a deployment must not load."""
+"""Modules that the light processes of a deployment must not load."""
 
 import subprocess
 import sys

@@ -15,13 +15,13 @@ SAMPLING = SamplingParams(
 )
 
 
-def test_a_grammar_reaches_the_target() -> None:
+def test_a_grammar_reaches_the_target_unchanged() -> None:
     codec: FrameCodec[ShellToTarget] = FrameCodec(ShellToTarget)
     sent = Add(GenerateRequest("a", (1, 2), SAMPLING))
     assert codec.feed(codec.encode(sent)) == [sent]
 
 
-def test_a_grammar_reaches_the_draft() -> None:
+def test_a_grammar_reaches_the_draft_unchanged() -> None:
     codec: FrameCodec[Round] = FrameCodec(Round)
     sent = Round(opens=(Open("a", (1, 2), 2, SAMPLING, 0, VerifyMode.COUPLED, 0, False),))
     assert codec.feed(codec.encode(sent)) == [sent]

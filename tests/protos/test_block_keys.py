@@ -11,7 +11,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 ROOT = root_key("model")
 
 
-def test_keys_are_what_they_were_when_first_released() -> None:
+def test_keys_are_those_of_the_first_release() -> None:
     root = root_key("model", "tenant")
     assert root.hex() == "eaff68a967bce82b6ce53dfad9e99967"
     assert [key.hex() for key in block_keys([1, 2, 3, 4, 5], 2, root)] == [

@@ -7,7 +7,7 @@ from protos import outrider_pb2 as pb2
 from protos.messages import SpeculationStats, TokenLogprobs
 
 
-def test_only_what_is_set_becomes_a_field() -> None:
+def test_only_set_fields_are_converted() -> None:
     assert convert.request_fields(pb2.GenerateRequest(model="m")) == {"model": "m"}
     request = pb2.GenerateRequest(model="m", prompt="", temperature=0, n=1, echo=False)
     assert convert.request_fields(request) == {"model": "m", "prompt": "", "temperature": 0.0, "n": 1, "echo": False}
@@ -41,7 +41,7 @@ def test_logprobs_keep_their_order() -> None:
     assert [(top.token_id, top.logprob) for top in message.top] == [(3, -0.5), (4, -1.0)]
 
 
-def test_speculation_is_summed_up() -> None:
+def test_speculation_stats_become_their_message() -> None:
     message = convert.speculation_message(SpeculationStats(8, 5, (1, 0, 1, 1)))
     assert message.mean_acceptance_length == 1 + 5 / 3
     assert message.draft_acceptance_rate == 5 / 8

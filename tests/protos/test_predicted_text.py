@@ -1,4 +1,4 @@
-"""Where a text stands in its prediction, as it repeats it, strays from it and comes back."""
+"""The position of a text in its prediction, as it repeats it, diverges from it and comes back."""
 
 import pytest
 
@@ -13,16 +13,16 @@ def following(*token_ids: int) -> PredictedText:
     return text
 
 
-def test_before_the_first_token_the_prediction_is_all_that_comes_next() -> None:
+def test_an_empty_text_expects_the_whole_prediction() -> None:
     assert following().next(3) == (10, 11, 12)
 
 
-def test_a_text_that_repeats_it_stands_in_it() -> None:
+def test_a_text_that_repeats_the_prediction_matches_it_whole() -> None:
     text = following(10, 11, 12)
     assert (text.next(2), text.num_matched) == ((13, 14), 3)
 
 
-def test_a_text_that_strays_has_nothing_to_expect_until_two_tokens_fit_again() -> None:
+def test_a_diverged_text_expects_nothing_until_two_tokens_match_again() -> None:
     text = following(10, 11, 99)
     assert (text.next(4), text.num_matched) == ((), 2)
     text.read((13,))
@@ -34,24 +34,26 @@ def test_a_text_that_strays_has_nothing_to_expect_until_two_tokens_fit_again() -
 @pytest.mark.parametrize(
     ("edit", "expected"), [((10, 11, 15, 16), (17, 10)), ((10, 11, 12, 13, 50, 51, 52, 13, 14), (15, 16))]
 )
-def test_deletions_and_insertions_are_found_again(edit: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_a_text_with_deletions_or_insertions_finds_the_prediction_again(
+    edit: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     assert following(*edit).next(2) == expected
 
 
-def test_of_two_places_the_one_behind_is_taken() -> None:
+def test_the_position_behind_the_divergence_wins_among_equal_ones() -> None:
     assert following(10, 11, 12, 13, 99, 10, 11).next(2) == (18, 19)
 
 
-def test_the_longer_match_decides_before_the_order() -> None:
+def test_a_longer_match_wins_over_the_order() -> None:
     assert following(10, 11, 12, 13, 14, 15, 16, 17, 10, 11, 99, 14, 15, 16).next(1) == (17,)
 
 
-def test_a_text_beyond_the_end_expects_nothing() -> None:
+def test_a_text_beyond_the_predictions_end_expects_nothing() -> None:
     text = following(*PREDICTION, 5)
     assert (text.next(3), text.num_matched) == ((), len(PREDICTION))
 
 
-def test_no_more_is_matched_than_there_is() -> None:
+def test_matched_tokens_never_exceed_the_prediction() -> None:
     assert following(*PREDICTION, 10, 11, 12, 13).num_matched == len(PREDICTION)
 
 
@@ -61,7 +63,7 @@ def test_an_empty_prediction_expects_nothing() -> None:
     assert (text.next(3), text.num_matched) == ((), 0)
 
 
-def test_it_does_not_matter_how_the_tokens_come() -> None:
+def test_the_result_does_not_depend_on_the_tokens_batches() -> None:
     token_ids = (10, 11, 99, 13, 14, 15, 98, 97, 10, 11, 18)
     one, other = following(*token_ids), PredictedText(PREDICTION)
     for token_id in token_ids:

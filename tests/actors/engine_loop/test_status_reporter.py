@@ -25,7 +25,7 @@ class Target:
         self.reporter.report(stats, is_idle=is_idle)
 
 
-def test_what_has_not_changed_is_not_repeated():
+def test_an_unchanged_status_is_not_repeated():
     target = Target()
     for _ in range(3):
         target.turn(1)
@@ -45,7 +45,7 @@ def test_short_steps_share_a_frame_and_lose_no_event():
     assert len(stored) == 20 * 16
 
 
-def test_the_last_news_before_idleness_goes_out_at_once():
+def test_the_last_change_before_idleness_is_sent_at_once():
     target = Target()
     target.turn(1)
     target.turn(0, is_idle=True)

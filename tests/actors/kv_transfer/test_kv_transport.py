@@ -30,7 +30,7 @@ from engine.remote_prefill.kv_transfer import (
 
 LOAD = RemoteLoad("replica", 0, 100.0)
 BLOCKS = np.arange(12, dtype=np.uint8).reshape(2, 6)
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class ScriptedPrefill:
@@ -77,7 +77,7 @@ class SlowCarrier:
 
     def receive(self, sent: DirectBlocks, timeout_s: float) -> Tensor:
         self.num_readers += 1
-        assert self.may_read.wait(PATIENCE_S)
+        assert self.may_read.wait(TIMEOUT_S)
         self.num_readers -= 1
         return torch.from_numpy(BLOCKS)
 
@@ -85,12 +85,12 @@ class SlowCarrier:
 def opened(prefill: ScriptedPrefill, carrier: SlowCarrier | None = None) -> PrefillTransport:
     transport = PrefillTransport(cast(Any, prefill), cast(NixlCarrier | None, carrier))
     transport.open(KVLayout("v", "float32", 16, ()), on_news=lambda: None)
-    transport.start(FetchOrder(7, "a", (1,) * 32, 0, "", PATIENCE_S))
+    transport.start(FetchOrder(7, "a", (1,) * 32, 0, "", TIMEOUT_S))
     return transport
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
@@ -112,7 +112,7 @@ def test_a_stream_becomes_news_and_is_ended() -> None:
     until(lambda: prefill.num_ended == 1)
 
 
-def test_a_stream_that_breaks_is_a_loss() -> None:
+def test_a_broken_stream_ends_the_fetch_as_lost() -> None:
     end = news_of(opened(ScriptedPrefill(FetchAccepted(7, LOAD), RuntimeError("the node is gone"))))[-1]
     assert end == FetchEnd(7, FetchFailure.LOST, "RuntimeError: the node is gone")
 

@@ -1,4 +1,4 @@
-"""Who is let in, and what the others are told."""
+"""The bound on requests in a pair, and the retry time of refused ones."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from actors.pair.admission import Admission
 from protos.errors import OverloadedError
 
 
-def test_places_are_given_back():
+def test_a_place_is_free_again_after_leave():
     admission = Admission(max_requests=1)
     admission.enter()
     admission.leave(0.5)
     admission.enter()
 
 
-def test_a_full_pair_refuses_and_says_when_to_come_back():
+def test_a_full_pair_refuses_with_a_retry_time():
     admission = Admission(max_requests=2)
     admission.enter()
     admission.enter()
@@ -22,10 +22,10 @@ def test_a_full_pair_refuses_and_says_when_to_come_back():
     assert caught.value.retry_after_s == 1.0
     assert admission.num_refused == 1
     admission.leave(0.5)
-    admission.enter()  # who was refused has taken no place
+    admission.enter()  # a refused request has taken no place
 
 
-def test_slow_requests_mean_a_longer_wait():
+def test_the_retry_time_grows_with_the_duration_of_requests():
     admission = Admission(max_requests=1)
     for _ in range(100):
         admission.enter()

@@ -123,7 +123,7 @@ async def test_load_carries_its_age_and_not_its_clock():
         )
 
 
-async def test_an_index_that_was_restarted_asks_for_everything_and_gets_it():
+async def test_a_restarted_index_gets_a_snapshot():
     async with running() as (index, target):
         target.store(*KEYS[:3])
         await until(lambda: index.held == set(KEYS[:3]))
@@ -132,7 +132,7 @@ async def test_an_index_that_was_restarted_asks_for_everything_and_gets_it():
         assert target.num_snapshots == 2
 
 
-async def test_what_happens_while_the_index_is_down_is_caught_up():
+async def test_changes_while_the_index_is_down_reach_it_afterwards():
     async with running() as (index, target):
         await until(lambda: len(index.reports) > 2)
         index.is_down = True
@@ -157,7 +157,7 @@ async def test_a_dead_targets_blocks_vanish_at_once_and_it_is_not_serving():
         assert index.reports[-1].load.epoch == 2
 
 
-async def test_a_quiet_pair_still_gives_signs_of_life():
+async def test_a_pair_without_news_still_reports():
     async with running() as (index, _target):
         await until(lambda: len(index.reports) > 5)
         assert [report.sequence for report in index.reports] == list(range(len(index.reports)))

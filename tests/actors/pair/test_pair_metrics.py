@@ -41,18 +41,18 @@ def test_every_metric_of_the_contract_comes_out_under_its_name():
         assert f'{name}{{replica="0"}} {value}' in lines
 
 
-def test_acceptance_is_told_by_position():
+def test_acceptance_is_counted_by_position():
     lines = merge_metrics("", [text()]).splitlines()
     name = "outrider_spec_decode_num_accepted_tokens_per_pos"
     assert f'{name}{{position="1",replica="0"}} 2.0' in lines
 
 
-def test_speedups_are_told_by_class():
+def test_speedups_are_exported_by_class():
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), speedups={"model-greedy": 1.5})
     metrics = PairMetrics()
     metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
     assert 'outrider_spec_decode_speedup{class="model-greedy"} 1.5' in metrics.text().splitlines()
 
 
-def test_before_the_first_answer_there_is_nothing_to_tell():
+def test_there_are_no_metrics_before_the_first_pong():
     assert PairMetrics().text() == ""

@@ -158,7 +158,7 @@ async def test_the_target_greets_with_its_card(target, client):
     assert await client.wait_connected(TIMEOUT_S) == CARD
 
 
-async def test_streams_are_told_apart_and_complete(target, client):
+async def test_each_stream_gets_its_own_tokens_whole(target, client):
     await client.wait_connected(TIMEOUT_S)
     answers = await asyncio.gather(*(collect(client, request(str(n), max_tokens=n)) for n in range(1, 9)))
     assert answers == [list(range(n)) for n in range(1, 9)]
@@ -204,7 +204,7 @@ async def test_an_id_in_use_is_refused(target, client):
         client.add(request())
 
 
-async def test_a_ping_is_answered_during_a_step_and_tells_its_age(target, client):
+async def test_a_ping_during_a_step_is_answered_with_the_steps_age(target, client):
     await client.wait_connected(TIMEOUT_S)
     target.engine.may_step.clear()
     client.add(request())
@@ -238,7 +238,7 @@ async def test_a_fenced_target_loses_its_streams(target, client):
         await exhaust(stream)
 
 
-async def test_a_shell_that_leaves_takes_its_requests_along(folder, target):
+async def test_requests_of_a_shell_that_leaves_are_aborted(folder, target):
     client = TargetClient(folder / "target.sock", TargetEvents())
     await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.005

@@ -89,7 +89,7 @@ async def replies_of(engine: PrefillEngine, order: FetchOrder = ORDER, use_direc
     return [reply async for reply in engine.read(order, engine._layout, use_direct)]
 
 
-async def test_blocks_come_in_order_each_after_its_announcement(engine: PrefillEngine) -> None:
+async def test_blocks_come_in_order_each_after_its_header(engine: PrefillEngine) -> None:
     accepted, *middle, done = await replies_of(engine)
     assert isinstance(accepted, FetchAccepted)
     assert done == FetchEnd(7)
@@ -99,7 +99,7 @@ async def test_blocks_come_in_order_each_after_its_announcement(engine: PrefillE
     assert not engine._events
 
 
-async def test_what_lies_here_to_be_read_is_the_same_and_is_kept_until_the_reader_leaves(
+async def test_direct_blocks_equal_sent_ones_and_are_kept_until_the_reader_leaves(
     engine: PrefillEngine, carrier: FakeCarrier
 ) -> None:
     by_value = await replies_of(engine)
@@ -112,7 +112,7 @@ async def test_what_lies_here_to_be_read_is_the_same_and_is_kept_until_the_reade
     await until(lambda: not carrier.kept)
 
 
-async def test_a_reader_that_does_not_leave_has_its_time_and_no_more(
+async def test_direct_blocks_are_freed_after_the_orders_time_if_the_reader_stays(
     engine: PrefillEngine, carrier: FakeCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.prefill.prefill_engine, "_GRACE_S", 0.01)
@@ -121,7 +121,7 @@ async def test_a_reader_that_does_not_leave_has_its_time_and_no_more(
     await until(lambda: not carrier.kept)
 
 
-async def test_a_reader_that_leaves_while_blocks_are_made_ready_leaves_nothing(
+async def test_blocks_registered_after_their_reader_left_are_released(
     engine: PrefillEngine, carrier: FakeCarrier
 ) -> None:
     carrier.may_send.clear()

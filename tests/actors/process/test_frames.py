@@ -55,7 +55,7 @@ def test_a_frame_longer_than_the_limit_ends_the_connection():
         codec.feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
 
 
-def test_what_is_not_a_message_ends_the_connection():
+def test_a_frame_that_is_no_message_ends_the_connection():
     codec: FrameCodec = FrameCodec(DraftMessage)
     with pytest.raises(ConnectionLostError, match="does not follow the protocol"):
         codec.feed(b"\x02\0\0\0\x91\x05")
@@ -67,13 +67,13 @@ def test_receive_returns_empty_at_its_deadline(pair):
     assert 0.04 < time.monotonic() - began_s < 10.0
 
 
-def test_receive_tells_that_the_peer_is_gone(pair):
+def test_receive_raises_when_the_peer_is_gone(pair):
     pair[1].close()
     with pytest.raises(ConnectionLostError):
         pair[0].receive(1.0)
 
 
-def test_a_peer_that_does_not_read_costs_the_timeout_and_no_more(pair):
+def test_send_to_a_peer_that_does_not_read_ends_at_its_timeout(pair):
     news = Round(commits=(Commit("a", 0, tuple(range(200_000)), 4),))
     began_s = time.monotonic()
     with pytest.raises(ConnectionLostError, match="did not read"):
@@ -100,7 +100,7 @@ def test_a_restarted_listener_takes_its_path_over(folder: Path):
     assert client.receive(1.0) == [Round(("a",))]
 
 
-def test_nobody_listening_is_no_error():
+def test_connect_returns_none_without_a_listener():
     assert connect(Path("/nonexistent/socket"), Round) is None
 
 

@@ -15,11 +15,11 @@ def _own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_only_the_owner_may_enter():
+def test_the_socket_folder_is_open_to_its_owner_only():
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path):
+def test_folders_of_killed_processes_are_removed(tmp_path: Path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     left, living, other = (

@@ -1,4 +1,4 @@
-"""Where a prompt is read, for loads whose answer is plain."""
+"""The placement of a prompt, for loads with an obvious answer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_a_long_prompt_goes_to_a_free_replica_and_a_short_one_never() -> None:
     assert not is_remote(99, replace(IDLE, num_decoding=50))
 
 
-def test_a_queue_there_keeps_a_prompt_here() -> None:
+def test_a_long_remote_queue_keeps_a_prompt_here() -> None:
     assert is_remote(2000, remote=replace(FREE, num_queued_tokens=1900.0))
     assert not is_remote(2000, remote=replace(FREE, num_queued_tokens=2100.0))
 
 
-def test_sequences_that_would_wait_are_worth_a_queue_there() -> None:
+def test_sequences_that_decode_here_outweigh_a_remote_queue() -> None:
     busy = replace(FREE, num_queued_tokens=5000.0)
     assert not is_remote(2000, remote=busy)
     assert is_remote(2000, replace(IDLE, num_decoding=3), busy)
@@ -48,14 +48,14 @@ def test_a_slow_way_or_a_slow_machine_keeps_prompts_here() -> None:
     assert not is_remote(2000, remote=replace(FREE, tokens_per_s=RATE / 3))
 
 
-def test_rates_that_are_not_measured_yet_are_no_obstacle() -> None:
+def test_prompts_go_to_replicas_before_rates_are_measured() -> None:
     nothing = RemoteOutlook(0.0, 0.0, 0.0, 0.0)
     assert is_remote(2000, replace(IDLE, tokens_per_s=0.0), nothing)
     assert is_remote(2000, IDLE, nothing)
     assert is_remote(2000, replace(IDLE, tokens_per_s=0.0), FREE)
 
 
-def test_the_decision_says_its_numbers() -> None:
+def test_a_placement_prints_its_numbers() -> None:
     choice = place_prefill(2000, 100, replace(IDLE, num_decoding=1), FREE)
     assert (choice.local_s, choice.remote_s) == (pytest.approx(4.0), pytest.approx(0.03))
     assert str(choice) == "remote prefill of 2000 tokens: here 4.000 s, there 0.030 s"

@@ -211,7 +211,7 @@ def test_remote_and_local_prefill_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 12, 2))
-def test_a_replica_may_die_after_any_chunk(
+def test_tokens_are_the_same_whenever_the_replica_dies(
     num_chunks: int, model: ModelConfig, reference: dict[str, list[int]]
 ) -> None:
     pair = build(model, Setup(lost_after(num_chunks)))
@@ -224,7 +224,9 @@ def test_a_replica_may_die_after_any_chunk(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_may_come_and_go_at_any_time(seed: int, model: ModelConfig, reference: dict[str, list[int]]) -> None:
+def test_texts_are_the_same_under_random_arrivals_aborts_and_timeouts(
+    seed: int, model: ModelConfig, reference: dict[str, list[int]]
+) -> None:
     """Random arrivals, aborts and time-outs over a short pool: what is not cut short is whole."""
     source = random.Random(seed)
     setup = Setup(num_blocks=source.choice([24, 40, 100]), fault=source.choice([intact, lost_after(5), silent]))
@@ -252,7 +254,7 @@ def long_request(name: str, length: int = 60, seed: int = 0, **more: object) -> 
     return GenerateRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=4), **more)  # type: ignore[arg-type]
 
 
-def test_all_but_the_tail_comes_from_elsewhere(model: ModelConfig) -> None:
+def test_all_whole_blocks_before_the_last_token_are_fetched(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", 61))
     pair.run()
@@ -260,7 +262,7 @@ def test_all_but_the_tail_comes_from_elsewhere(model: ModelConfig) -> None:
     assert pair.core.rates.prefill_tokens_per_s == 0.0, "nothing that deserves the name was prefilled here"
 
 
-def test_only_what_is_missing_is_asked_for(model: ModelConfig) -> None:
+def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", 60))
     pair.run()
@@ -301,7 +303,7 @@ def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> 
     assert pair.transport.orders[1].first_block > 0, "what had come is in the prefix cache"
 
 
-def test_tenants_do_not_follow_each_other(model: ModelConfig) -> None:
+def test_sequences_of_different_salts_do_not_follow_each_other(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", cache_salt="one"))
     pair.core.add(long_request("b", cache_salt="two"))
@@ -309,7 +311,7 @@ def test_tenants_do_not_follow_each_other(model: ModelConfig) -> None:
     assert [order.cache_salt for order in pair.transport.orders] == ["one", "two"]
 
 
-def test_a_sequence_that_waits_is_in_nobodys_way(model: ModelConfig) -> None:
+def test_other_sequences_run_while_one_is_fetching(model: ModelConfig) -> None:
     pair = build(model, Setup(fault=silent))
     pair.core.add(long_request("waits"))
     pair.core.add(long_request("runs", 5))
@@ -319,7 +321,7 @@ def test_a_sequence_that_waits_is_in_nobodys_way(model: ModelConfig) -> None:
     assert pair.core.stats().remote.num_fetching == 1
 
 
-def test_an_engine_with_nothing_but_waiting_says_so(model: ModelConfig) -> None:
+def test_an_engine_whose_sequences_all_wait_is_starved(model: ModelConfig) -> None:
     pair = build(model, Setup(fault=silent))
     pair.core.add(long_request("a"))
     pair.step()
@@ -330,7 +332,7 @@ def test_an_engine_with_nothing_but_waiting_says_so(model: ModelConfig) -> None:
     assert not pair.core.is_starved
 
 
-def test_nothing_is_asked_for_without_room(model: ModelConfig) -> None:
+def test_a_sequence_without_room_orders_nothing(model: ModelConfig) -> None:
     pair = build(model, Setup(num_blocks=20, fault=silent))
     pair.core.add(long_request("a", 50))
     pair.core.add(long_request("b", 50, seed=1))
@@ -338,7 +340,7 @@ def test_nothing_is_asked_for_without_room(model: ModelConfig) -> None:
     assert [order.request_id for order in pair.transport.orders] == ["a"]
 
 
-def test_a_failure_closes_the_way_for_a_while_and_success_opens_it(model: ModelConfig) -> None:
+def test_after_a_failure_prompts_are_read_here_for_a_while(model: ModelConfig) -> None:
     faults = iter([lost_after(0), intact])
     current = next(faults)
     pair = build(model, Setup(fault=lambda news: current(news)))
@@ -366,7 +368,7 @@ def test_a_mismatch_is_logged_once(model: ModelConfig, caplog: pytest.LogCapture
     assert "dtype is torch.float32 here and torch.bfloat16 there" in record.getMessage()
 
 
-def test_prompts_that_are_scored_are_read_here(model: ModelConfig) -> None:
+def test_prompts_with_logprobs_are_read_here(model: ModelConfig) -> None:
     pair = build(model, Setup())
     request = long_request("a")
     pair.core.add(replace(request, sampling=replace(request.sampling, num_prompt_logprobs=0)))

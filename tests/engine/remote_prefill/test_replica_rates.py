@@ -1,4 +1,4 @@
-"""What the answers of prefill replicas teach, on a clock that stands still."""
+"""Rates learned from the messages of prefill replicas, on a clock that is set by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
     return KVChunk(ChunkHeader(0, 0, load), torch.zeros(1, 1, dtype=torch.uint8), transfer_s)
 
 
-def test_orders_nobody_has_acknowledged_count_as_queue() -> None:
+def test_orders_that_no_replica_has_accepted_count_as_queue() -> None:
     meter = ReplicaRates(Clock())
     meter.ordered(1, 4000)
     meter.ordered(2, 1000)
@@ -59,7 +59,7 @@ def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
     assert meter.outlook().tokens_per_s == 0.0
 
 
-def test_pauses_grow_with_failures_in_a_row_and_not_with_those_of_one_moment() -> None:
+def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> None:
     clock = Clock()
     meter = ReplicaRates(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
@@ -75,7 +75,7 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_those_of_one_moment() -
     assert meter.is_open
 
 
-def test_a_way_that_was_slow_once_is_tried_again() -> None:
+def test_the_measured_cost_of_a_call_fades() -> None:
     clock = Clock()
     meter = ReplicaRates(clock)
     load = RemoteLoad("a", 0, 500.0)
