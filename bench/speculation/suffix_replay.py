@@ -1,6 +1,6 @@
 """The reach of suffixes into recorded agent sessions: `python -m bench.speculation.suffix_replay agent_text.jsonl.gz`.
 
-No model: each recorded answer is walked as a verifier would walk it, guess by guess, over whole sessions, with what
+No model: each recorded answer is walked as a verifier would walk it, match by match, over whole sessions, with what
 finished calls have left in the tenant's index. `bench.speculation` has the time; `--every` walks its sample of calls.
 """
 
@@ -65,8 +65,8 @@ def _walk(sequence: Sequence, answer: Seq[int], num_drafts: int, proposer: Suffi
     place = 0
     while place < len(answer):
         room = min(num_drafts, len(answer) - place - 1) if place > 0 else 0  # what reads the prompt drafts nothing
-        guess = proposer.guess(sequence, room)
-        drafts = () if guess is None else guess.token_ids
+        match = proposer.match(sequence, room)
+        drafts = () if match is None else match.token_ids
         num_accepted = 0
         while num_accepted < len(drafts) and drafts[num_accepted] == answer[place + num_accepted]:
             num_accepted += 1

@@ -1,4 +1,4 @@
-"""Compaction of a tree: the accepted path moves to the KV indices that a chain would have had."""
+"""Compaction of a tree: the accepted path moves to the slots where a chain would have had it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVMove:
-    """KV of one sequence that moves, all at once: it is read at `from_indices` before any of it is written."""
+    """KV of one sequence to be moved, all at once: the sources are read before any target is written.
+
+    Attributes:
+        block_table: of the sequence.
+        from_indices: sources, counted from the sequence's first slot.
+        to_indices: targets, one for each source.
+    """
 
     block_table: Seq[int]
     from_indices: Seq[int]
@@ -20,12 +26,12 @@ class KVMove:
 
 
 def compaction(block_table: Seq[int], tree_start: int, path: Seq[int]) -> KVMove | None:
-    """What brings the nodes of `path`, whose tree lies from `tree_start` on, to its beginning; None if they are there.
+    """Return the move that makes a chain at `tree_start` of the nodes of `path`; None if they are one already.
 
-    Nodes that are where they belong stay.
+    The tree's nodes lie from KV index `tree_start` on. Nodes that are where they belong stay.
     """
     misplaced = [(node, depth) for depth, node in enumerate(path) if node != depth]
     if not misplaced:
         return None
-    from_indices = [tree_start + node for node, _ in misplaced]
-    return KVMove(tuple(block_table), from_indices, [tree_start + depth for _, depth in misplaced])
+    sources = [tree_start + node for node, _ in misplaced]
+    return KVMove(tuple(block_table), sources, [tree_start + depth for _, depth in misplaced])

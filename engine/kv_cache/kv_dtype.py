@@ -1,10 +1,10 @@
-"""What the KV pool keeps of each head of each token: its D numbers as the model computes them, or a byte for each.
+"""Storage of each head of each token in the KV pool: its D numbers as the model computes them, or a byte for each.
 
     auto   [ D x dtype of the model ]
     int8   [ D x int8 | unit ]           `engine.kv_cache.int8_heads`; the attention on processors reads it
     fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no unit; our Triton kernel reads it
 
-What is stored depends on the token alone, never on who is computed beside it, so that speculation is exact with respect
+What is stored depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
 to the pool. `engine.attention.backend.check_kv_kind` says which attention reads which.
 """
 
@@ -54,7 +54,7 @@ class KVDtype(StrEnum):
         return heads
 
     def loaded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `stored` gave, as heads [..., D] of `dtype`."""
+        """Return what `stored` gave, as heads [..., D] of `dtype`."""
         if self is KVDtype.INT8:
             return from_int8_heads(stored, dtype)
         return self.kernel_view(stored).to(dtype) if self is KVDtype.FP8 else stored

@@ -1,6 +1,6 @@
 """The physical KV pool: for every layer one tensor of keys and one of values, cut into N blocks of P tokens.
 
-It does not know who owns a block: `engine.kv_cache.block_manager` decides that, `engine.attention.torch_attention`
+It does not know the owner of a block: `engine.kv_cache.block_manager` decides that, `engine.attention.torch_attention`
 reads and writes.
 
     slot:    0    1  ...  P-1 |  P  ...
@@ -85,14 +85,15 @@ class KVCache:
                 by_slot.index_copy_(0, slots, new)
 
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of the keys and the values of some slots, in their order, each [S, H, D]."""
+        """Return a copy of the keys and the values of some slots, in their order, each [S, H, D]."""
         by_slots = self._slots[layer]
         keys, values = (self.kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
         return keys, values
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
-        """The keys and the values of some blocks, each [n, P, H, D]: in place where they are a run of a pool that keeps
-        them as they are, a copy elsewhere.
+        """Return the keys and the values of some blocks, each [n, P, H, D].
+
+        They are views where the blocks are a run of a pool that keeps them as they are, a copy elsewhere.
         """
         stored = (
             pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]

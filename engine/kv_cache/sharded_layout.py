@@ -20,9 +20,7 @@ from engine.kv_cache.pool import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ShardedKVLayout:
-    """How blocks of a model with these layers (all heads of them) are divided among `num_ranks`, each with
-    `rank_shapes`.
-    """
+    """Blocks of a model with the layers `shapes` (all heads of them), sharded over `num_ranks` with `rank_shapes`."""
 
     shapes: Seq[LayerShape]
     rank_shapes: Seq[LayerShape]
@@ -32,7 +30,7 @@ class ShardedKVLayout:
     kind: KVDtype
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
-        """Whole blocks `[n, bytes]` uint8 of every rank's."""
+        """Return whole blocks `[n, bytes]` uint8 of every rank's."""
         by_rank = [self._pools(part, self.rank_shapes) for part in parts]
         columns: list[Tensor] = []
         for is_whole, *pools in zip(self._are_whole, *by_rank, strict=True):
@@ -40,7 +38,7 @@ class ShardedKVLayout:
         return torch.cat([column.flatten(1) for column in columns], dim=1)
 
     def of_rank(self, blocks: Tensor, index: int) -> Tensor:
-        """What rank `index` has of whole blocks `[n, bytes]` uint8."""
+        """Return what rank `index` has of whole blocks `[n, bytes]` uint8."""
         columns: list[Tensor] = []
         for is_whole, pool in zip(self._are_whole, self._pools(blocks, self.shapes), strict=True):
             columns.append(pool if is_whole else pool.chunk(self.num_ranks, dim=2)[index])
@@ -48,7 +46,7 @@ class ShardedKVLayout:
 
     @property
     def _are_whole(self) -> list[bool]:
-        """Whether every rank has all heads of a pool, for each pool in the order of export."""
+        """True where every rank has all heads of a pool, for each pool in the order of export."""
         pairs = zip(self.shapes, self.rank_shapes, strict=True)
         return [shape == rank_shape for shape, rank_shape in pairs for _ in ("keys", "values")]
 

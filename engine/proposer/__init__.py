@@ -1,4 +1,4 @@
-"""Proposers guess what comes next; no guess, however wrong, late or absent, changes the output's distribution."""
+"""Proposers draft what may come next; no draft, however wrong, late or absent, changes the output's distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two runs of tokens agree."""
+"""The common prefix of two runs of tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 
 def num_equal(left: Seq[int], right: Seq[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

@@ -1,4 +1,4 @@
-"""Which rows of a verified pass stand, and what follows each of them: all that a head learns from a pass."""
+"""The rows of a verified pass that stand, and the token behind each: all that a head learns from a pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.verifier.verify_result import VerifyResult
 class PassedRows:
     """One sequence's rows that stand, at positions [start, start + len(rows)).
 
-    `rows` are their places among the T rows of the pass: not in order where a tree was accepted. `next_ids` has the
+    `rows` are their indices among the T rows of the pass: not in order where a tree was accepted. `next_ids` has the
     token behind each; where the pass has sampled (`is_newest`), the last of them is the newest that will be committed.
     """
 

@@ -1,4 +1,4 @@
-"""What a proposer is asked: drafts behind the committed tokens of a sequence."""
+"""The question to a proposer: drafts behind the committed tokens of a sequence."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RequestTokens(TokenBlocks):
         self.num_draft_tokens = num_draft_tokens
         self.num_guess_tokens = num_guess_tokens
         self.draft_allowance = num_draft_tokens  # K of its next pass, never more
-        self.num_guessed = 0  # drafts of its next pass that are made already, where it may have more of them than K
+        self.num_matched = 0  # drafts of its next pass that are made already, where it may have more of them than K
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
@@ -78,10 +78,10 @@ class RequestTokens(TokenBlocks):
     @property
     def num_wanted_drafts(self) -> int:
         """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
-        return max(0, min(max(self.draft_allowance, self.num_guessed), self.num_remaining_tokens - 1))
+        return max(0, min(max(self.draft_allowance, self.num_matched), self.num_remaining_tokens - 1))
 
     @property
-    def num_wanted_guesses(self) -> int:
+    def num_wanted_matches(self) -> int:
         """K of the next pass if its drafts cost nothing to make."""
         limit = self.draft_allowance if self.num_guess_tokens is None else self.num_guess_tokens
         return max(0, min(limit, self.num_remaining_tokens - 1))

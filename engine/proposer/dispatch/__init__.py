@@ -1,1 +1,1 @@
-"""Which proposer drafts for which sequence."""
+"""The choice of a proposer for each sequence and pass."""

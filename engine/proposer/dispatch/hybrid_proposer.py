@@ -1,4 +1,4 @@
-"""A free guess or a costly draft, pass by pass: whichever is expected to yield more accepted tokens."""
+"""A free text match or a costly draft, pass by pass: the one that is expected to yield more accepted tokens."""
 
 from __future__ import annotations
 
@@ -16,71 +16,75 @@ from engine.sequence.request_tokens import RequestTokens
 
 _MAX_LENGTH = 64  # positions of a draft whose acceptance is told apart
 _LONGEST_MATCH_BITS = 5  # matches of 16 tokens and more are of one kind
-_RETRY_PERIOD = 32  # a kind of guess that is expected to yield less is tried once in so many times
+_RETRY_PERIOD = 32  # a kind of match that is expected to yield less is tried once in so many times
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Who drafts a sequence's next pass, and what; `kind` names those whose acceptance is judged together."""
+    """The drafts of a sequence's next pass; turns of one `kind` are judged together by their acceptance."""
 
     kind: str
     base_len: int
     token_ids: tuple[int, ...] = ()
-    is_guess: bool = False
+    is_match: bool = False
 
 
 class HybridProposer:
-    """Proposes what `guesser` says where that is expected to yield at least as much as what `other` would draft.
+    """Proposes what `matcher` finds where that is expected to yield at least as much as what `other` would draft.
 
-    The choice is made when tokens are committed, and where it falls on the guess `other` is not asked: it does no work,
-    and catches up when it is asked again. Guesses are judged by the length of the context that supports them, `other`
+    The choice is made when tokens are committed, and where it falls on the match `other` is not asked: it does no work,
+    and catches up when it is asked again. Matches are judged by the length of the context that supports them, `other`
     by how its drafts for such requests have fared. So the choice depends on committed tokens and counts alone, never on
-    a draft that `other` has drawn, and every verifier stays exact. Sequences that the guesser is not for pass through.
+    a draft that `other` has drawn, and every verifier stays exact. Sequences that the matcher is not for pass through.
     """
 
-    def __init__(self, guesser: TextMatcher, other: Proposer) -> None:
-        self._guesser = guesser
+    def __init__(self, matcher: TextMatcher, other: Proposer) -> None:
+        self._matcher = matcher
         self._other = other
         self._acceptance = AcceptanceTable(_MAX_LENGTH)
-        self._turns: dict[str, _Turn | None] = {}  # of the sequences that the guesser is for
+        self._turns: dict[str, _Turn | None] = {}  # of the sequences that the matcher is for
         self._num_passed_over: dict[str, int] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        if self._guesser.is_for(sequence):
-            self._guesser.open(sequence)
+        """Tell both of the sequence."""
+        if self._matcher.is_for(sequence):
+            self._matcher.open(sequence)
             self._turns[sequence.request_id] = None
         self._other.open(sequence)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Return the matches that were chosen at the commit, and what `other` drafts for all else."""
         turns = [self._current_turn(query.sequence) for query in queries]
-        asked = [query for query, turn in zip(queries, turns, strict=True) if turn is None or not turn.is_guess]
+        asked = [query for query, turn in zip(queries, turns, strict=True) if turn is None or not turn.is_match]
         answers = iter(self._other.propose(asked) if asked else ())
         drafts = []
         for query, turn in zip(queries, turns, strict=True):
             if turn is None:
                 drafts.append(next(answers))
                 continue
-            draft = Draft(turn.token_ids[: query.max_draft_tokens]) if turn.is_guess else next(answers)
+            draft = Draft(turn.token_ids[: query.max_draft_tokens]) if turn.is_match else next(answers)
             # How a tree fared does not show in what was committed.
             turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        followed = [sequence for sequence in sequences if sequence.request_id in self._turns]
-        for sequence in followed:
+        """Learn how the last drafts fared, and choose for the next pass."""
+        matchable = [sequence for sequence in sequences if sequence.request_id in self._turns]
+        for sequence in matchable:
             self._learn(sequence)
-        self._guesser.commit(followed)
-        for sequence in followed:
+        self._matcher.commit(matchable)
+        for sequence in matchable:
             self._turns[sequence.request_id] = self._next_turn(sequence)
-        asked = [each for each in sequences if (turn := self._turns.get(each.request_id)) is None or not turn.is_guess]
+        asked = [each for each in sequences if (turn := self._turns.get(each.request_id)) is None or not turn.is_match]
         if asked:
             self._other.commit(asked)
 
     def close(self, request_id: str) -> None:
+        """Have both forget the sequence."""
         if request_id in self._turns:
             del self._turns[request_id]
-            self._guesser.close(request_id)
+            self._matcher.close(request_id)
         self._other.close(request_id)
 
     def _current_turn(self, sequence: RequestTokens) -> _Turn | None:
@@ -89,23 +93,23 @@ class HybridProposer:
         return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
 
     def _next_turn(self, sequence: RequestTokens) -> _Turn:
-        """Decide it, and see to it that the pass has room for the guess if it is one."""
-        sequence.num_guessed = 0
+        """Choose it, and make room in the pass for the match if it is one."""
+        sequence.num_matched = 0
         turn = self._better_turn(sequence)
-        if turn.is_guess and sequence.num_guess_tokens is not None:
-            sequence.num_guessed = len(turn.token_ids)
+        if turn.is_match and sequence.num_guess_tokens is not None:
+            sequence.num_matched = len(turn.token_ids)
         return turn
 
     def _better_turn(self, sequence: RequestTokens) -> _Turn:
         base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
-        guess = self._guesser.guess(sequence, min(sequence.num_wanted_guesses, _MAX_LENGTH))
-        if guess is None:
+        match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
+        if match is None:
             return _Turn(other_kind, base_len)
-        kind = f"match of {min(guess.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"
-        expected = self._expected_tokens(kind, len(guess.token_ids))
+        kind = f"match of {min(match.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"
+        expected = self._expected_tokens(kind, len(match.token_ids))
         if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
             return _Turn(other_kind, base_len)
-        return _Turn(kind, base_len, guess.token_ids, is_guess=True)
+        return _Turn(kind, base_len, match.token_ids, is_match=True)
 
     def _expected_tokens(self, kind: str, num_drafts: int) -> float:
         return float(self._acceptance.of([kind], [kind])[0, :num_drafts].sum())
@@ -115,7 +119,7 @@ class HybridProposer:
         return self._num_passed_over[kind] % _RETRY_PERIOD == 0
 
     def _learn(self, sequence: RequestTokens) -> None:
-        """How the last turn's draft fared; one that was made and never verified is not counted."""
+        """Count how the last turn's draft fared; one that was made and never verified is not counted."""
         turn = self._turns[sequence.request_id]
         if turn is None or not turn.token_ids or turn.base_len >= len(sequence.token_ids):
             return

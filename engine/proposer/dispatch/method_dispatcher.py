@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
@@ -16,12 +16,12 @@ Ranking = tuple[Proposer, ...]
 
 
 @dataclass(slots=True)
-class _Followed:
-    """An open sequence, and which of its proposers know it: those of rank below `num_met`."""
+class _OpenSequence:
+    """An open sequence, and the proposers of its method, of which those of rank below `num_opened` know it."""
 
     sequence: RequestTokens
     ranking: Ranking
-    num_met: int = field(default=0)
+    num_opened: int = 0
 
 
 class MethodDispatcher:
@@ -35,15 +35,17 @@ class MethodDispatcher:
 
     def __init__(self, methods: Mapping[SpeculationMethod, Ranking]) -> None:
         self._methods = methods
-        self._followed: dict[str, _Followed] = {}
+        self._sequences: dict[str, _OpenSequence] = {}
 
     def open(self, sequence: RequestTokens) -> None:
+        """Tell the first proposer of the sequence's method."""
         ranking = self._methods.get(sequence.method, ())
         if ranking:
-            followed = self._followed[sequence.request_id] = _Followed(sequence, ranking)
-            _meet(followed, 0)
+            opened = self._sequences[sequence.request_id] = _OpenSequence(sequence, ranking)
+            _ensure_open(opened, 0)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Ask rank by rank for what has no draft yet."""
         drafts = [NO_DRAFT] * len(queries)
         rank = 0
         while asked := self._proposers(queries, drafts, rank):
@@ -55,35 +57,37 @@ class MethodDispatcher:
         return drafts
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Tell the first proposer of each sequence's method."""
         told: dict[Proposer, list[RequestTokens]] = {}
         for sequence in sequences:
-            followed = self._followed.get(sequence.request_id)
-            if followed is not None:
-                told.setdefault(followed.ranking[0], []).append(sequence)
+            opened = self._sequences.get(sequence.request_id)
+            if opened is not None:
+                told.setdefault(opened.ranking[0], []).append(sequence)
         for proposer, members in told.items():
             proposer.commit(members)
 
     def close(self, request_id: str) -> None:
-        followed = self._followed.pop(request_id, None)
-        if followed is not None:
-            for proposer in followed.ranking[: followed.num_met]:
+        """Tell all proposers that know the sequence."""
+        opened = self._sequences.pop(request_id, None)
+        if opened is not None:
+            for proposer in opened.ranking[: opened.num_opened]:
                 proposer.close(request_id)
 
     def _proposers(self, queries: Seq[DraftQuery], drafts: Seq[Draft], rank: int) -> dict[Proposer, list[int]]:
-        """Who is to be asked for which queries, now that all of lower rank have answered."""
+        """Return the proposers to be asked, and for which queries, now that all of lower rank have answered."""
         asked: dict[Proposer, list[int]] = {}
         for index, (query, draft) in enumerate(zip(queries, drafts, strict=True)):
-            followed = self._followed.get(query.sequence.request_id)
-            if followed is not None and not draft.token_ids and rank < len(followed.ranking):
-                _meet(followed, rank)
-                asked.setdefault(followed.ranking[rank], []).append(index)
+            opened = self._sequences.get(query.sequence.request_id)
+            if opened is not None and not draft.token_ids and rank < len(opened.ranking):
+                _ensure_open(opened, rank)
+                asked.setdefault(opened.ranking[rank], []).append(index)
         return asked
 
 
-def _meet(followed: _Followed, rank: int) -> None:
-    """See to it that the proposer of this rank knows the sequence as it is now; the first is told by `commit`."""
-    if rank >= followed.num_met:
-        followed.ranking[rank].open(followed.sequence)
-        followed.num_met = rank + 1
+def _ensure_open(opened: _OpenSequence, rank: int) -> None:
+    """Tell the proposer of this rank of the sequence as it is now; the first is told by `commit`."""
+    if rank >= opened.num_opened:
+        opened.ranking[rank].open(opened.sequence)
+        opened.num_opened = rank + 1
     elif rank > 0:
-        followed.ranking[rank].commit((followed.sequence,))
+        opened.ranking[rank].commit((opened.sequence,))

@@ -8,7 +8,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.method_dispatcher import MethodDispatcher, Ranking
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.proposer.text_match.prediction import PredictionGuesser
+from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
 from protos.messages import SpeculationMethod
 
@@ -32,4 +32,4 @@ def proposer_of(
         rankings[model_method] = (model, ngram)
         rankings[SpeculationMethod.HYBRID] = (HybridProposer(suffix, model), ngram)
     offered = {method: ranking for method, ranking in rankings.items() if method in methods}
-    return HybridProposer(PredictionGuesser(), MethodDispatcher(offered)) if offered else None
+    return HybridProposer(PredictionMatcher(), MethodDispatcher(offered)) if offered else None

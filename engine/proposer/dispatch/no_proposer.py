@@ -13,13 +13,13 @@ class NoProposer:
     """Proposes nothing, so that every pass is plain decoding."""
 
     def open(self, sequence: RequestTokens) -> None:
-        pass
+        """Do nothing."""
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         return [NO_DRAFT] * len(queries)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        pass
+        """Do nothing."""
 
     def close(self, request_id: str) -> None:
-        pass
+        """Do nothing."""

@@ -11,7 +11,7 @@ from engine.proposer.growth.chain import Chain
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """What a branch still needs of a block of its sequence before it writes behind it."""
+    """The block of a sequence that a branch needs a copy of, before it writes behind what it shares."""
 
     source_id: int
     block_id: int

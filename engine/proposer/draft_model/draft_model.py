@@ -22,7 +22,7 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is to be computed of a sequence: its missing tokens, and `draft_ids` behind them."""
+    """Tokens of a sequence to be computed: its missing tokens, and `draft_ids` behind them."""
 
     sequence: DraftSequence
     draft_ids: Seq[int] = ()

@@ -13,7 +13,7 @@ from engine.span import Span
 
 
 class DraftSequence:
-    """What a draft model has computed of a sequence.
+    """A sequence as a draft model reads it, and what it has computed of it.
 
     Attributes:
         target_sequence: the sequence in the target's tokens, by which drafts are chosen.

@@ -1,4 +1,4 @@
-"""How many of its guesses at the next token a draft follows up at each position of a pass that is being verified.
+"""The likeliest outcomes of a pass that is being verified, for a draft to prepare for.
 
 A pass of K drafts ends at one of K + 1 positions: after its first 0, 1, .. K drafts comes a token that is no draft.
 Reaching position k takes k drafts that stand, so it grows rarer geometrically (arXiv:2603.03251), and of the tokens the

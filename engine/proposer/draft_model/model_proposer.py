@@ -116,7 +116,7 @@ class ModelProposer:
 
     @property
     def counts(self) -> TranslationCounts:
-        """What was lost on the way to the target's vocabulary."""
+        """Tokens that were lost on the way to the target's vocabulary."""
         return self._model.translation.counts
 
     @property

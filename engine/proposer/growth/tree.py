@@ -1,10 +1,10 @@
-"""A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
+r"""A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
 
-c a t                committed
-/   \\
+            c a t                committed
+            /   \
            x     y               level 1, from the logits behind what is committed
-/ \\    |
-u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
+          / \    |
+         u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Node:
 
 
 class Shape(Protocol):
-    """Which nodes a tree has."""
+    """The nodes that a tree has."""
 
     def num_wanted(self, node: Node | None) -> int:
         """Children that are wanted of a node, of the root for None; the merit they get is `merit_of`."""
@@ -120,8 +120,8 @@ class Tree:
 
     def span(self) -> Span:
         """The pass that computes the level, and a row of logits for each of its nodes."""
-        places = {node: place for place, node in enumerate(self._computed)}
-        parents = [places.get(self._nodes[node].parent, ROOT) for node in self._computed]
+        indices = {node: index for index, node in enumerate(self._computed)}
+        parents = [indices.get(self._nodes[node].parent, ROOT) for node in self._computed]
         start = self.num_slots - len(self.level)
         token_ids = [self._nodes[node].child.token_id for node in self.level]
         return Span(token_ids, start, self.blocks.block_table, len(token_ids), parents)
@@ -129,12 +129,12 @@ class Tree:
     def draft(self) -> Draft:
         """The tree's best nodes, best first."""
         chosen = self._chosen()
-        places = {node: place for place, node in enumerate(chosen)}
+        indices = {node: index for index, node in enumerate(chosen)}
         children = [self._nodes[node].child for node in chosen]
         return Draft(
             tuple(child.token_id for child in children),
             tuple(child.distribution for child in children if child.distribution is not None),
-            tuple(places.get(self._nodes[node].parent, ROOT) for node in chosen),
+            tuple(indices.get(self._nodes[node].parent, ROOT) for node in chosen),
         )
 
     def _chosen(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which nodes a tree has: those that are likeliest to stand, or the same ones in every pass.
+"""The nodes that a tree has: those that are likeliest to stand, or the same ones in every pass.
 
 Drafts drawn for rejection must have a shape that is the same in every pass: to keep or drop nodes by what was drawn
 would bias the output.
@@ -78,11 +78,11 @@ def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] =
 
 def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...]:
     """A shape without nodes deeper than `max_depth`, and no more than the first `num_nodes` of the others."""
-    places = {-1: -1}
+    indices = {-1: -1}
     for node, depth in enumerate(depths(parents)):
-        if depth <= max_depth and len(places) <= num_nodes:
-            places[node] = len(places) - 1
-    return tuple(places[parents[node]] for node in places if node >= 0)
+        if depth <= max_depth and len(indices) <= num_nodes:
+            indices[node] = len(indices) - 1
+    return tuple(indices[parents[node]] for node in indices if node >= 0)
 
 
 def shape_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> Shape:

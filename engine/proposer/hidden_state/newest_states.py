@@ -1,4 +1,4 @@
-"""What heads draft from: per open sequence, the state behind its newest token but one."""
+"""The states that heads draft from: per open sequence, the state behind its newest token but one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from engine.span import Span
 class RecurrentProposer(StateProposer):
     """Grows a draft by a step of the head for each token, or for each level of a tree.
 
-    Every row that the target computes is learned, whoever drafts for its sequence, so that whatever block a sequence
+    Every row that the target computes is learned, whichever proposer drafts for its sequence, so that whatever block a sequence
     adopts has the head's KV too. Where a cached prefix ends, the pair of its last position may be that of another
     continuation: the right feature, and the token that followed there.
     """
@@ -79,7 +79,7 @@ def _parent_rows(trees: Seq[Tree], levels: Seq[Seq[int]]) -> list[int]:
     rows: list[int] = []
     first = 0
     for tree, level in zip(trees, levels, strict=True):
-        places = {node: first + place for place, node in enumerate(level)}
-        rows += [places[parent] for parent in tree.level_parents]
+        rows_of = {node: first + index for index, node in enumerate(level)}
+        rows += [rows_of[parent] for parent in tree.level_parents]
         first += len(level)
     return rows

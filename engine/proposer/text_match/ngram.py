@@ -26,19 +26,23 @@ class NgramProposer:
         self._tables: dict[str, _ContinuationTable] = {}
 
     def open(self, sequence: RequestTokens) -> None:
+        """Index the prompt."""
         table = self._tables[sequence.request_id] = _ContinuationTable(self._sizes)
         table.extend(sequence.token_ids)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Copy what followed before."""
         return [self._draft(query.sequence, query.max_draft_tokens) for query in queries]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Index the new tokens."""
         for sequence in sequences:
             table = self._tables.get(sequence.request_id)
             if table is not None:
                 table.extend(sequence.token_ids)
 
     def close(self, request_id: str) -> None:
+        """Forget the sequence."""
         self._tables.pop(request_id, None)
 
     def _draft(self, sequence: RequestTokens, num_tokens: int) -> Draft:
@@ -48,7 +52,7 @@ class NgramProposer:
 
 
 class _ContinuationTable:
-    """Where each n-gram of one sequence was last followed by something."""
+    """The place behind the last occurrence of each n-gram of one sequence."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
@@ -64,7 +68,7 @@ class _ContinuationTable:
         self._num_indexed = len(token_ids)
 
     def find(self, token_ids: Seq[int]) -> int | None:
-        """Index of what followed the longest suffix when it occurred last; the suffix itself has no follower yet."""
+        """Return the index behind the last earlier occurrence of the longest known suffix."""
         for size in reversed(self._sizes):
             start = self._continuations.get(tuple(token_ids[-size:]))
             if start is not None:

@@ -3,58 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from engine.proposer.text_match.text_matcher import Guess
+from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.request_tokens import RequestTokens
 from protos.predicted_text import PredictedText
 
 
-@dataclass(slots=True)
-class _Followed:
-    text: PredictedText
-    num_read: int
-    num_in_step: int = 0  # tokens since the text last strayed from the prediction
+class _Prediction:
+    """One request's prediction, and how far its output has been compared with it."""
+
+    def __init__(self, sequence: RequestTokens) -> None:
+        self.text = PredictedText(sequence.request.prediction_token_ids)
+        self.num_read = sequence.num_prompt_tokens
+        self.num_in_step = 0  # tokens since the output last strayed from the prediction
+
+    def read(self, token_ids: Seq[int]) -> None:
+        self.num_read += len(token_ids)
+        for token_id in token_ids:
+            before = self.text.position
+            self.text.read((token_id,))
+            is_in_step = before is not None and self.text.position == before + 1
+            self.num_in_step = self.num_in_step + 1 if is_in_step else 0
 
 
-class PredictionGuesser:
-    """Guesses what the request's prediction says next, as long as the text follows it; a `TextMatcher`.
+class PredictionMatcher:
+    """A `TextMatcher` for what the request's prediction says next, as long as the output agrees with it.
 
     The prediction must not know the noise that will verify it: with verification other than `coupled`, a text that was
     sampled with the same seed would bias the output (the ingress refuses a prediction beside a seed there).
     """
 
     def __init__(self) -> None:
-        self._followed: dict[str, _Followed] = {}
+        self._predictions: dict[str, _Prediction] = {}
 
     def is_for(self, sequence: RequestTokens) -> bool:
+        """True if the request came with a prediction."""
         return bool(sequence.request.prediction_token_ids)
 
     def open(self, sequence: RequestTokens) -> None:
-        followed = _Followed(PredictedText(sequence.request.prediction_token_ids), sequence.num_prompt_tokens)
-        self._followed[sequence.request_id] = followed
+        """Begin with the whole prediction ahead."""
+        self._predictions[sequence.request_id] = _Prediction(sequence)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Compare the new tokens with the prediction."""
         for sequence in sequences:
-            followed = self._followed.get(sequence.request_id)
-            if followed is not None:
-                _read(followed, sequence.token_ids[followed.num_read :])
+            prediction = self._predictions.get(sequence.request_id)
+            if prediction is not None:
+                prediction.read(sequence.token_ids[prediction.num_read :])
 
     def close(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+        """Forget the sequence."""
+        self._predictions.pop(request_id, None)
 
-    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
-        followed = self._followed.get(sequence.request_id)
-        token_ids = followed.text.next(max_tokens) if followed is not None else ()
-        if followed is None or not token_ids:
+    def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
+        """Return what the prediction says next; None where the output has left it."""
+        prediction = self._predictions.get(sequence.request_id)
+        token_ids = prediction.text.next(max_tokens) if prediction is not None else ()
+        if prediction is None or not token_ids:
             return None
-        return Guess(token_ids, followed.num_in_step)
-
-
-def _read(followed: _Followed, token_ids: Seq[int]) -> None:
-    followed.num_read += len(token_ids)
-    for token_id in token_ids:
-        before = followed.text.position
-        followed.text.read((token_id,))
-        is_in_step = before is not None and followed.text.position == before + 1
-        followed.num_in_step = followed.num_in_step + 1 if is_in_step else 0
+        return TextMatch(token_ids, prediction.num_in_step)

@@ -1,4 +1,4 @@
-"""What finished requests have generated, for others of the same tenant to draw on, within a fixed memory."""
+"""Texts that finished requests have generated, for others of the same tenant to draw on, within a fixed memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SharedTexts:
         self._evict()
 
     def of(self, tenant_id: str) -> SuffixIndex | None:
-        """The tenant's texts, if there are any."""
+        """Return the tenant's texts, if there are any."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             return None
@@ -58,7 +58,7 @@ class SharedTexts:
         return tenant.index
 
     def know(self, tenant_id: str, noise_id: NoiseId) -> bool:
-        """Whether a text is held that was sampled with this very noise."""
+        """True if a text is held that was sampled with this very noise."""
         tenant = self._tenants.get(tenant_id)
         return tenant is not None and noise_id in tenant.noise_ends
 

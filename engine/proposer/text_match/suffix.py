@@ -1,4 +1,4 @@
-"""Suffix decoding (arXiv:2411.04975): what followed the end of the text before, here or in finished requests.
+"""Suffix decoding (arXiv:2411.04975): what indexed the end of the text before, here or in finished requests.
 
 No model and no GPU. Agents that quote files, repeat tool calls or walk the same loop again are drafted for in long
 runs, other text hardly at all: how far a draft goes depends on how far drafts like it have stood. The draft is a
@@ -14,7 +14,7 @@ from engine.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex
-from engine.proposer.text_match.text_matcher import Guess
+from engine.proposer.text_match.text_matcher import TextMatch
 from engine.proposer.text_match.vote import VotedToken, continuation
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
@@ -24,13 +24,13 @@ _UNTAUGHT = MatchAcceptance()  # what was learned from a text of the same seed w
 
 
 @dataclass(slots=True)
-class _Followed:
-    """An open sequence, the index of its prompt and output, and what was guessed at a length of it."""
+class _IndexedSequence:
+    """An open sequence, the index of its prompt and output, and the last match, made at a length of it."""
 
     sequence: RequestTokens
     index: SuffixIndex
-    guessed: Seq[VotedToken] = ()
-    guessed_at: int = 0
+    matched: Seq[VotedToken] = ()
+    matched_at: int = 0
 
 
 class SuffixProposer:
@@ -50,34 +50,32 @@ class SuffixProposer:
         self._min_chance = min_chance
         self._chances = MatchAcceptance()
         self._shared = SharedTexts(max_shared_tokens)
-        self._followed: dict[str, _Followed] = {}
-
-    @property
-    def num_shared_tokens(self) -> int:
-        """Tokens of finished requests that are held, never more than `max_shared_tokens`."""
-        return self._shared.num_tokens
+        self._sequences: dict[str, _IndexedSequence] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        followed = self._followed[sequence.request_id] = _Followed(sequence, SuffixIndex())
-        followed.index.extend(sequence.token_ids)
+        """Index the prompt."""
+        indexed = self._sequences[sequence.request_id] = _IndexedSequence(sequence, SuffixIndex())
+        indexed.index.extend(sequence.token_ids)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        guesses = [self.guess(query.sequence, query.max_draft_tokens) for query in queries]
-        return [NO_DRAFT if guess is None else Draft(guess.token_ids) for guess in guesses]
+        """Return the matches as drafts."""
+        matches = [self.match(query.sequence, query.max_draft_tokens) for query in queries]
+        return [NO_DRAFT if match is None else Draft(match.token_ids) for match in matches]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Learn from the last matches and index the new tokens."""
         for sequence in sequences:
-            followed = self._followed.get(sequence.request_id)
-            if followed is not None:
-                self._learn(followed)
-                followed.index.extend(sequence.token_ids[followed.index.end :])
+            indexed = self._sequences.get(sequence.request_id)
+            if indexed is not None:
+                self._learn(indexed)
+                indexed.index.extend(sequence.token_ids[indexed.index.end :])
 
     def close(self, request_id: str) -> None:
         """The output, and of the prompt what a match at its beginning needs, becomes the tenant's."""
-        followed = self._followed.pop(request_id, None)
-        if followed is None:
+        indexed = self._sequences.pop(request_id, None)
+        if indexed is None:
             return
-        sequence = followed.sequence
+        sequence = indexed.sequence
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             text = sequence.token_ids[max(0, sequence.num_prompt_tokens - MAX_MATCH) :]
             self._shared.add(sequence.request.cache_salt, _noise_of(sequence), text)
@@ -86,35 +84,35 @@ class SuffixProposer:
         """Any text may repeat."""
         return True
 
-    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
-        """What the occurrences of the text's end agree on, in its own text and in its tenant's, if there are any."""
-        followed = self._followed.get(sequence.request_id)
-        if followed is None or max_tokens == 0:
+    def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
+        """Return what the occurrences of the text's end agree on, in its own text and in its tenant's."""
+        indexed = self._sequences.get(sequence.request_id)
+        if indexed is None or max_tokens == 0:
             return None
         suffix = sequence.token_ids[-MAX_MATCH:]
-        occurrences = followed.index.occurrences(suffix)
+        occurrences = indexed.index.occurrences(suffix)
         if (shared := self._texts_for(sequence)) is not None:
             occurrences += shared.occurrences(suffix)
         chances = self._chances if sequence.is_matched else _UNTAUGHT
-        guessed: list[VotedToken] = []
+        matched: list[VotedToken] = []
         chance = 1.0
         for token in continuation(occurrences):
             chance *= chances.of(token.match_len, token.share)
-            if guessed and (chance < self._min_chance or len(guessed) == max_tokens):
+            if matched and (chance < self._min_chance or len(matched) == max_tokens):
                 break
-            guessed.append(token)
-        followed.guessed, followed.guessed_at = guessed, len(sequence.token_ids)
-        return Guess(tuple(token.token_id for token in guessed), guessed[0].match_len) if guessed else None
+            matched.append(token)
+        indexed.matched, indexed.matched_at = matched, len(sequence.token_ids)
+        return TextMatch(tuple(token.token_id for token in matched), matched[0].match_len) if matched else None
 
-    def _learn(self, followed: _Followed) -> None:
-        """What became of the last guess, drafted or not, up to its first wrong token."""
-        committed = followed.sequence.token_ids[followed.guessed_at :]
-        for token, token_id in zip(followed.guessed, committed, strict=False):
+    def _learn(self, indexed: _IndexedSequence) -> None:
+        """Learn what became of the last match, drafted or not, up to its first wrong token."""
+        committed = indexed.sequence.token_ids[indexed.matched_at :]
+        for token, token_id in zip(indexed.matched, committed, strict=False):
             stood = token.token_id == token_id
             self._chances.observe(token.match_len, token.share, stood=stood)
             if not stood:
                 break
-        followed.guessed = ()
+        indexed.matched = ()
 
     def _texts_for(self, sequence: RequestTokens) -> SuffixIndex | None:
         """The tenant's texts, unless they know the noise that will verify the draft.

@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before, and what followed: a suffix tree that finds its nodes when asked.
+"""Earlier occurrences of the last tokens of a text, and what followed: a suffix tree that finds its nodes on demand.
 
 The occurrences of a suffix are the leaves under its node, and those that go on with a token are its children's.
 Chains of equal n-grams, as in DEFLATE (RFC 1951), give the occurrences, so a new token costs a few table entries
@@ -34,8 +34,9 @@ class Occurrence:
     rank: int
 
     def follower(self, drafted_ids: Seq[int]) -> int:
-        """The token behind the place and as many more as are drafted, or SEPARATOR; past the end of all that is known
-        the text goes on with what is drafted, as a period does.
+        """Return the token behind the place and as many more as are drafted, or SEPARATOR.
+
+        Past the end of all that is known the text goes on with what is drafted, as a period does.
         """
         return self.index.token_at(self.position + len(drafted_ids), drafted_ids)
 
@@ -90,13 +91,14 @@ class SuffixIndex:
             self._append(token_id)
 
     def end_text(self) -> None:
-        """What comes next is another text: nothing matches or continues across."""
+        """Begin another text: nothing matches or continues across."""
         self._text_start = self.end + 1
         self._append(SEPARATOR)
 
     def occurrences(self, suffix: Seq[int]) -> list[Occurrence]:
-        """The latest places where an end of `suffix` occurred before, of which MAX_MATCH tokens count; every n-gram
-        size gives some, the longest first.
+        """Return the latest places where an end of `suffix` occurred before, of which MAX_MATCH tokens count.
+
+        Every n-gram size gives some, the longest first.
         """
         suffix = suffix[-MAX_MATCH:]
         found: dict[int, Occurrence] = {}
@@ -107,7 +109,7 @@ class SuffixIndex:
         return list(found.values())
 
     def token_at(self, position: int, continuation: Seq[int]) -> int:
-        """The token at a position; `continuation` is what follows the end."""
+        """Return the token at a position; `continuation` is what follows the end."""
         if position >= self.end:
             return continuation[position - self.end]
         return self._tokens[position % self._capacity]
@@ -153,7 +155,7 @@ class SuffixIndex:
             place = chains.previous[place % self._capacity]
 
     def _match_len(self, suffix: Seq[int], position: int) -> int:
-        """How many tokens before `position` are the last ones of the suffix."""
+        """Return how many tokens before `position` are the last ones of the suffix."""
         length = 0
         while length < len(suffix) and position - length > self.start:
             if self._tokens[(position - length - 1) % self._capacity] != suffix[-1 - length]:

@@ -1,4 +1,4 @@
-"""Guesses that cost nothing: what a text itself, or a text beside it, says may come next."""
+"""Drafts that cost nothing: continuations that a text itself, or a text beside it, has for its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.sequence.request_tokens import RequestTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class TextMatch:
     """A continuation, and how many tokens of the context support it."""
 
     token_ids: tuple[int, ...]
@@ -18,13 +18,13 @@ class Guess:
 
 
 class TextMatcher(Protocol):
-    """Knows at once, for every open sequence, what it would draft and how far the context supports it.
+    """Tells at once, for every open sequence, what it would draft and how far the context supports it.
 
-    A guess is a function of committed tokens and of other texts, so every verifier treats it as certain.
+    A match is a function of committed tokens and of other texts, so every verifier treats it as certain.
     """
 
     def is_for(self, sequence: RequestTokens) -> bool:
-        """Whether there can be guesses for this sequence at all."""
+        """True if there can be matches for this sequence at all."""
 
     def open(self, sequence: RequestTokens) -> None:
         """The sequence was added; its prompt may be read."""
@@ -35,5 +35,5 @@ class TextMatcher(Protocol):
     def close(self, request_id: str) -> None:
         """The sequence ended; unknown ids are ignored."""
 
-    def guess(self, sequence: RequestTokens, max_tokens: int) -> Guess | None:
-        """The next tokens, at most `max_tokens`, or None."""
+    def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
+        """Return the next tokens, at most `max_tokens`, or None."""

@@ -1,4 +1,4 @@
-"""What most likely follows a text, by the vote of the places where its end occurred before.
+"""The likeliest continuation of a text, by the vote of the places where its end occurred before.
 
 A place that shares more context outweighs one that shares less, and of equal ones the later: what a text said last it
 says again. Those that a drafted token contradicts have no say in the next one.
@@ -29,7 +29,7 @@ class VotedToken:
 
 
 def continuation(occurrences: Seq[Occurrence]) -> Iterator[VotedToken]:
-    """The tokens that win the vote, one after the other, until no place goes on."""
+    """Yield the tokens that win the vote, one after the other, until no place goes on."""
     voters = [(_CONTEXT_WEIGHT**each.match_len * _AGE_WEIGHT**each.rank, each) for each in occurrences]
     drafted_ids: list[int] = []
     while voters:

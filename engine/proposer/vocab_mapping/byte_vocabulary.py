@@ -58,7 +58,7 @@ class ByteVocabulary:
             raise ConfigError(f"{file}: {error}") from None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to the text; nothing for control tokens and unknown ids."""
+        """Return what the token adds to the text; nothing for control tokens and unknown ids."""
         return self._bytes.get(token_id, b"")
 
     def spell(self, token_ids: Seq[int]) -> bytes:
@@ -102,7 +102,7 @@ class ByteVocabulary:
             return [self.id_of[each] for each in map(_byte, data) if each in self.id_of]
 
     def ends(self, token_ids: Seq[int]) -> list[int]:
-        """Where each token ends in the text of all of them, in bytes."""
+        """Return the end of each token in the text of all of them, in bytes."""
         return list(accumulate(len(self.bytes_of(token_id)) for token_id in token_ids))
 
     def _encode(self, text: str) -> list[int]:

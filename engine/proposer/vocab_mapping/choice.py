@@ -1,9 +1,10 @@
-"""How a deployment's draft is translated: as it is told, or by what its tokenizer has in common with the target's."""
+"""The translation of a deployment's draft: as configured, or by the tokens that both tokenizers have."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig
 
@@ -25,15 +26,42 @@ _LEAST_COVERAGE = 0.6  # from here on drafts of shared tokens bring at least as 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, never `auto`; `pair` is None where two models of one tokenizer need no comparison."""
+    """The chosen vocabulary, never `auto`; `pair` is None where two models of one tokenizer need no comparison."""
 
     vocabulary: DraftVocabulary
     target_tokens: ModelTokens
     pair: VocabularyPair | None = None
 
     def require_pair(self) -> VocabularyPair:
+        """Return the pair of a choice that translates."""
         assert self.pair is not None, "only the same vocabulary goes without"
         return self.pair
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizedModel:
+    """A model's tokens, and its tokenizer.json if it has one."""
+
+    path: str
+    tokens: ModelTokens
+    file: Path | None
+
+    @classmethod
+    def at(cls, path: str) -> _TokenizedModel:
+        return cls(path, _model_tokens(path), tokenizer_file(path))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the ids that its logits have."""
+        return names_of(read_tokenizer(self.require_file()), self.tokens.vocab_size)
+
+    @property
+    def vocabulary(self) -> ByteVocabulary:
+        return ByteVocabulary.from_file(self.require_file(), self.tokens.vocab_size)
+
+    def require_file(self) -> Path:
+        assert self.file is not None, "models without a tokenizer are not compared"
+        return self.file
 
 
 def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary) -> Choice:
@@ -44,33 +72,32 @@ def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary
     Raises:
         ConfigError: the tokenizers are not what `wanted` says, or cannot be compared.
     """
-    target_tokens, draft_tokens = _model_tokens(target_path), _model_tokens(draft_path)
-    files = [tokenizer_file(path) for path in (target_path, draft_path)]
+    target, draft = _TokenizedModel.at(target_path), _TokenizedModel.at(draft_path)
     is_to_translate = wanted in (DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT)
-    texts = [file.read_bytes() for file in files if file is not None]
-    if len(texts) < 2 and is_to_translate:
-        path = target_path if files[0] is None else draft_path
+    if is_to_translate:
+        _require_tokenizers(target, draft, wanted)
+    elif _is_one_vocabulary(target, draft):
+        return Choice(DraftVocabulary.SAME, target.tokens)
+    pair = VocabularyPair(target.vocabulary, draft.vocabulary, target.tokens, draft.tokens)
+    return Choice(_choose(pair, wanted), target.tokens, pair)
+
+
+def _require_tokenizers(target: _TokenizedModel, draft: _TokenizedModel, wanted: DraftVocabulary) -> None:
+    path = next((model.path for model in (target, draft) if model.file is None), None)
+    if path is not None:
         raise ConfigError(f"draft.vocabulary is {str(wanted)!r}, but {path!r} has no tokenizer.json to translate by")
-    if len(texts) < 2 or (texts[0] == texts[1] and not is_to_translate):
-        return Choice(DraftVocabulary.SAME, target_tokens)
-    target_file, draft_file = (file for file in files if file is not None)
-    is_same = are_sizes_of_one(draft_tokens.vocab_size, target_tokens.vocab_size) and are_names_of_one(
-        names_of(read_tokenizer(draft_file), draft_tokens.vocab_size),
-        names_of(read_tokenizer(target_file), target_tokens.vocab_size),
-    )
-    if is_same and not is_to_translate:
-        return Choice(DraftVocabulary.SAME, target_tokens)
-    pair = VocabularyPair(
-        ByteVocabulary.from_file(target_file, target_tokens.vocab_size),
-        ByteVocabulary.from_file(draft_file, draft_tokens.vocab_size),
-        target_tokens,
-        draft_tokens,
-    )
-    return Choice(_choose(pair, wanted), target_tokens, pair)
+
+
+def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
+    """True if ids mean the same in both, as far as their files tell."""
+    if target.file is None or draft.file is None or target.file.read_bytes() == draft.file.read_bytes():
+        return True
+    is_one_size = are_sizes_of_one(draft.tokens.vocab_size, target.tokens.vocab_size)
+    return is_one_size and are_names_of_one(draft.names, target.names)
 
 
 def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
-    """Of two vocabularies that are not one, or shall not be taken for one."""
+    """Choose for two vocabularies that are not one, or shall not be taken for one."""
     num_shared, coverage = len(pair.shared_ids()), pair.coverage()
     if wanted is DraftVocabulary.SAME:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What gets lost between two vocabularies."""
+"""Counts of the tokens that get lost between two vocabularies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class TranslationCounts:
     """Tokens that a draft wanted to say, and those of them that came to nothing.
 
-    The target has no token for them, or their text has no place behind what is committed.
+    The target has no token for them, or their text cannot follow what is committed.
     """
 
     num_tokens: int = 0

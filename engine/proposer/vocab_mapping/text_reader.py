@@ -73,7 +73,7 @@ class TextReader:
         self.token_ids[self._num_settled :] = self._draft.encode(self._tail) if self._tail else []
 
     def _settle(self) -> None:
-        """Where the tail has grown long, keep its last words and let go of the rest."""
+        """Keep only the last words of a tail that has grown long."""
         data = self._tail.encode()
         if len(data) <= _MAX_TAIL_BYTES:
             return

@@ -1,4 +1,4 @@
-"""How a draft model that computes in its own token ids drafts in the target's, token by token.
+"""Translation token by token, for a draft model that computes in its own ids and drafts in the target's.
 
 Everything that chooses a draft (penalties, masks, noise, distributions) works on logits over the target's vocabulary;
 only what the draft model is fed is written in its own ids.
@@ -27,7 +27,7 @@ class Translation(Protocol):
 
     @property
     def counts(self) -> TranslationCounts:
-        """What was lost so far; nothing where the vocabularies are one."""
+        """Tokens lost so far; none where the vocabularies are one."""
 
     def align(self, logits: Tensor) -> Tensor:
         """[R, V of the draft] -> [R, V of the target]; -inf for tokens that the draft cannot say."""
@@ -36,7 +36,7 @@ class Translation(Protocol):
         """The draft's ids of drafted tokens, `[B] int64`."""
 
     def read(self, token_ids: Seq[int]) -> list[int]:
-        """What the draft reads for tokens of the target: those that it drafted are one each, others any number."""
+        """Return what the draft reads for tokens of the target: those that it drafted are one each, others any number."""
 
 
 class SameVocabulary:

@@ -1,4 +1,4 @@
-"""The target's vocabulary beside the draft's: whether they are one, and otherwise which tokens they share."""
+"""The target's vocabulary beside the draft's: tests for being one, and otherwise the tokens that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ZIPF_SHIFT = 100  # the first tokens of a BPE, single bytes for the most part, 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """What a model says of its own tokens: the columns of its logits, and the ids that begin and end a text."""
+    """A model's own tokens: the columns of its logits, and the ids that begin and end a text."""
 
     vocab_size: int
     bos_token_ids: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class VocabularyPair:
     draft_tokens: ModelTokens
 
     def shared_ids(self) -> dict[int, int]:
-        """The target's id of each draft id that spells the same bytes, or plays the same role; one to one."""
+        """Return the target's id of each draft id that spells the same bytes, or plays the same role; one to one."""
         ids = {
             draft_id: self.target.id_of[data]
             for data, draft_id in self.draft.id_of.items()
@@ -43,8 +43,10 @@ class VocabularyPair:
         return {theirs: ours for theirs, ours in ids.items() if theirs < sizes[0] and ours < sizes[1]}
 
     def special_ids(self) -> Mapping[int, tuple[int, ...]]:
-        """What the draft reads for each control token of the target: the one of that name, or that begins or ends a
-        text as it does; for others, which a chat template writes, their names as text.
+        """Return what the draft reads for each control token of the target.
+
+        It is the token of that name, or that begins or ends a text as it does; for others, which a chat template
+        writes, their names as text.
         """
         by_name = {self.draft.names[token_id]: token_id for token_id in self.draft.special_ids}
         read: dict[int, tuple[int, ...]] = {}
@@ -60,7 +62,7 @@ class VocabularyPair:
         return read
 
     def coverage(self) -> float:
-        """The share of the target's text, roughly, that is written in shared tokens, 0 to 1.
+        """Return the share of the target's text, roughly, that is written in shared tokens, 0 to 1.
 
         Tokens of a byte pair encoding are numbered in the order in which they were merged, the frequent ones first; so
         frequencies are taken to fall as Zipf's law says, with the rank that the id is.
@@ -72,12 +74,12 @@ class VocabularyPair:
 
 
 def are_names_of_one(draft_names: Mapping[int, str], target_names: Mapping[int, str]) -> bool:
-    """Whether next to all ids mean the same in both: sizes of a family differ by a few control tokens at most."""
+    """True if next to all ids mean the same in both: sizes of a family differ by a few control tokens at most."""
     num_different = sum(draft_names.get(token_id) != name for token_id, name in target_names.items())
     num_different += len(draft_names.keys() - target_names.keys())
     return num_different <= _MAX_PADDING_SHARE * len(target_names)
 
 
 def are_sizes_of_one(draft_size: int, target_size: int) -> bool:
-    """Whether two models with so many logits may have one tokenizer."""
+    """True if two models with so many logits may have one tokenizer."""
     return abs(draft_size - target_size) <= _MAX_PADDING_SHARE * target_size

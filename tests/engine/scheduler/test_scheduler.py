@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.builders import sequence_of
 from engine.config import SchedulerConfig
 from engine.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
@@ -86,7 +87,7 @@ class Bench:
             output_token_ids=tuple(output),
             cache_salt=salt,
         )
-        sequence = Sequence(request, num_draft_tokens=num_drafts, verify=VerifyMode.COUPLED, arrival_s=self.now_s)
+        sequence = sequence_of(request, num_drafts, arrival_s=self.now_s)
         self.scheduler.add(sequence)
         return sequence
 
@@ -360,7 +361,7 @@ def test_a_deadline_does_not_outlive_its_request() -> None:
     bench = Bench()
     first = bench.add([1, 2], timeout_s=5.0, max_tokens=2)
     bench.run()
-    again = Sequence(first.request, num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=4.0)
+    again = sequence_of(first.request, 0, arrival_s=4.0)
     bench.scheduler.add(again)
     bench.now_s = 6.0
     bench.run()

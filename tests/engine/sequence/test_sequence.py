@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.builders import sequence_of
 from engine.scheduler.ending import cut_output, finished_before_start
 from engine.sequence.sequence import Sequence
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats, VerifyMode
 
 
-def make_sequence(
+def new_sequence(
     output: tuple[int, ...] = (),
     *,
     max_tokens: int = 8,
@@ -19,22 +20,22 @@ def make_sequence(
 ) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, min_tokens=min_tokens)
     request = GenerateRequest("r", (1, 2, 3), sampling, output_token_ids=output)
-    return Sequence(request, num_draft_tokens=num_drafts, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    return sequence_of(request, num_drafts)
 
 
 def test_committed_tokens_of_a_lost_replica_count_as_generated() -> None:
-    sequence = make_sequence((7, 8))
+    sequence = new_sequence((7, 8))
     assert sequence.token_ids == [1, 2, 3, 7, 8]
     assert (sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_remaining_tokens) == (3, 2, 6)
 
 
 @pytest.mark.parametrize(("num_output", "num_drafts"), [(0, 4), (3, 4), (5, 2), (7, 0), (8, 0)])
 def test_drafts_leave_room_for_the_token_that_follows_them(num_output: int, num_drafts: int) -> None:
-    assert make_sequence((9,) * num_output).num_wanted_drafts == num_drafts
+    assert new_sequence((9,) * num_output).num_wanted_drafts == num_drafts
 
 
 def test_passes_are_counted_by_how_many_drafts_they_accepted() -> None:
-    sequence = make_sequence()
+    sequence = new_sequence()
     for num_proposed, num_accepted in [(4, 4), (4, 0), (2, 1), (0, 0)]:
         sequence.record_pass(num_proposed, num_accepted)
     stats = sequence.speculation_stats()
@@ -56,13 +57,13 @@ def test_passes_are_counted_by_how_many_drafts_they_accepted() -> None:
 def test_output_is_cut_at_the_first_stop_token_or_the_length(
     token_ids: tuple[int, ...], kept: tuple[int, ...], reason: FinishReason | None
 ) -> None:
-    cut = cut_output(make_sequence(max_tokens=4, stop=(9,)), token_ids)
+    cut = cut_output(new_sequence(max_tokens=4, stop=(9,)), token_ids)
     assert (cut.token_ids, cut.finish_reason) == (kept, reason)
     assert cut.stop_token_id == (9 if reason is FinishReason.STOP else None)
 
 
 def test_stop_tokens_do_not_stop_below_min_tokens() -> None:
-    sequence = make_sequence((4,), stop=(9,), min_tokens=3)
+    sequence = new_sequence((4,), stop=(9,), min_tokens=3)
     assert cut_output(sequence, (9, 9, 9, 9)).token_ids == (9, 9, 9)
 
 
@@ -70,9 +71,9 @@ def test_stop_tokens_do_not_stop_below_min_tokens() -> None:
     ("output", "reason"), [((), None), ((4,), None), ((4, 9), FinishReason.STOP), ((4, 4, 4), FinishReason.LENGTH)]
 )
 def test_a_sequence_can_arrive_finished(output: tuple[int, ...], reason: FinishReason | None) -> None:
-    end = finished_before_start(make_sequence(output, max_tokens=3, stop=(9,)))
+    end = finished_before_start(new_sequence(output, max_tokens=3, stop=(9,)))
     assert (end and end.finish_reason) == reason
 
 
 def test_a_prompt_that_ends_with_a_stop_token_is_not_finished() -> None:
-    assert finished_before_start(make_sequence(stop=(3,))) is None
+    assert finished_before_start(new_sequence(stop=(3,))) is None

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.builders import make_scheduled
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
@@ -51,7 +52,7 @@ def draft_by_ngram(model: TabularModel, sequences: Seq[Sequence], num_drafts: in
     for sequence in sequences:
         proposer = NgramProposer(min_size=1)
         proposer.open(sequence)
-        drafts += proposer.propose([ScheduledSequence(sequence, 0, len(sequence.token_ids), num_drafts)])
+        drafts += proposer.propose([make_scheduled(sequence, num_drafts)])
     return drafts
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.builders import make_sequence
 from engine.config import CacheConfig, EngineConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
 from engine.draft import NO_DRAFT
 from engine.engine_core import EngineCore
@@ -32,9 +33,7 @@ def test_tokens_are_drawn_without_reading_anything_back() -> None:
     ]
     tasks = []
     for row, sampling in enumerate(samplings):
-        sequence = Sequence(
-            GenerateRequest(str(row), (1, 2), sampling), num_draft_tokens=0, verify=VerifyMode.COUPLED, arrival_s=0.0
-        )
+        sequence = make_sequence(str(row), (1, 2), sampling, num_drafts=0)
         tasks.append(VerifyTask(sequence, NO_DRAFT, row))
     drawn = Verifier(Sampler()).draw(torch.empty(len(samplings), 16, device="meta"), tasks)
     assert (drawn.shape, drawn.dtype, drawn.device.type) == ((len(samplings),), torch.int64, "meta")

@@ -6,12 +6,13 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from tests.builders import make_scheduled, sequence_of
 from engine.draft import Draft
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.methods import proposer_of
-from engine.proposer.text_match.prediction import PredictionGuesser
+from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
-from engine.proposer.text_match.text_matcher import Guess
+from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
@@ -23,11 +24,7 @@ PROMPT = (1, 2, 3)
 
 def new_sequence(name: str = "a", prediction: tuple[int, ...] = ()) -> Sequence:
     request = GenerateRequest(name, PROMPT, SamplingParams(max_tokens=1000), prediction_token_ids=prediction)
-    return Sequence(request, num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0)
-
-
-def scheduled_of(sequence: Sequence, num_drafts: int = 4) -> ScheduledSequence:
-    return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts)
+    return sequence_of(request)
 
 
 def grow(proposer: HybridProposer, sequence: Sequence, *token_ids: int) -> None:
@@ -41,76 +38,76 @@ def model(token_id: int = 9) -> ScriptedProposer:
 
 def test_a_prediction_is_the_draft_while_the_text_follows_it_and_the_model_rests() -> None:
     other = model()
-    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer, sequence = HybridProposer(PredictionMatcher(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5)
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((6, 7, 8, 5))]
-    assert proposer.propose([scheduled_of(sequence, 2)]) == [Draft((6, 7))]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((6, 7, 8, 5))]
+    assert proposer.propose([make_scheduled(sequence, 2)]) == [Draft((6, 7))]
     assert other.committed == []
 
 
 def test_where_the_text_strays_the_model_is_asked_until_it_is_found_again() -> None:
     other = model()
-    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
+    proposer, sequence = HybridProposer(PredictionMatcher(), other), new_sequence(prediction=(5, 6, 7, 8, 5, 9))
     proposer.open(sequence)
     grow(proposer, sequence, 5, 99)
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((9, 9, 9, 9))]
     assert other.committed == ["a"]
     grow(proposer, sequence, 7, 8)
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((5, 9))]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((5, 9))]
     assert other.committed == ["a"]
 
 
 def test_a_request_without_a_prediction_passes_through() -> None:
     other = model()
-    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence()
+    proposer, sequence = HybridProposer(PredictionMatcher(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 5)
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((9, 9, 9, 9))]
     proposer.close("a")
     assert (other.opened, other.committed, other.closed) == (["a"], ["a"], ["a"])
 
 
-class FixedGuesser(PredictionGuesser):
-    """Always guesses the same, with the same support."""
+class FixedMatcher(PredictionMatcher):
+    """Always finds the same, with the same support."""
 
-    def __init__(self, guess: Guess) -> None:
+    def __init__(self, match: TextMatch) -> None:
         super().__init__()
-        self._guess = guess
+        self._match = match
 
     def is_for(self, sequence: Sequence) -> bool:
         return True
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> Guess | None:
-        return self._guess
+    def match(self, sequence: Sequence, max_tokens: int) -> TextMatch | None:
+        return self._match
 
 
-def chosen(guess: Guess, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
-    """Whether the guess was the draft, pass by pass, where `true_ids` follow and the model says 9."""
-    proposer, sequence = HybridProposer(FixedGuesser(guess), model()), new_sequence()
+def chosen(match: TextMatch, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
+    """Whether the match was the draft, pass by pass, where `true_ids` follow and the model says 9."""
+    proposer, sequence = HybridProposer(FixedMatcher(match), model()), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 0)
-    were_guesses = []
+    were_matches = []
     for _ in range(num_passes):
-        (draft,) = proposer.propose([scheduled_of(sequence)])
-        were_guesses.append(draft.token_ids == guess.token_ids)
+        (draft,) = proposer.propose([make_scheduled(sequence)])
+        were_matches.append(draft.token_ids == match.token_ids)
         grow(proposer, sequence, *true_ids)
-    return were_guesses
+    return were_matches
 
 
-def test_guesses_that_fail_lose_to_a_model_that_does_not_and_are_tried_now_and_then() -> None:
-    were_guesses = chosen(Guess((5, 6, 5, 6), 3), true_ids=(9, 9, 9, 9, 9))
-    assert were_guesses[0]
-    assert 1 <= sum(were_guesses[20:]) <= 5
+def test_matches_that_fail_lose_to_a_model_that_does_not_and_are_tried_now_and_then() -> None:
+    were_matches = chosen(TextMatch((5, 6, 5, 6), 3), true_ids=(9, 9, 9, 9, 9))
+    assert were_matches[0]
+    assert 1 <= sum(were_matches[20:]) <= 5
 
 
-def test_a_guess_that_stands_is_preferred_to_a_model_that_does_not() -> None:
-    assert all(chosen(Guess((5, 6, 5, 6), 3), true_ids=(5, 6, 5, 6, 7)))
+def test_a_match_that_stands_is_preferred_to_a_model_that_does_not() -> None:
+    assert all(chosen(TextMatch((5, 6, 5, 6), 3), true_ids=(5, 6, 5, 6, 7)))
 
 
 def test_the_choice_is_the_same_every_time() -> None:
-    guess = Guess((5, 6, 5, 6), 3)
-    assert chosen(guess, (5, 9, 9)) == chosen(guess, (5, 9, 9))
+    match = TextMatch((5, 6, 5, 6), 3)
+    assert chosen(match, (5, 9, 9)) == chosen(match, (5, 9, 9))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -140,7 +137,7 @@ def test_a_right_prediction_saves_passes_without_a_model() -> None:
     speculation = SpeculationParams(method=SpeculationMethod.NGRAM)
     core.add(GenerateRequest("a", PROMPT, sampling, speculation, prediction_token_ids=text))
     run(core)
-    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, for guesses have a length of their own"
+    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, for matches have a length of their own"
 
 
 def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
@@ -148,29 +145,29 @@ def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
     proposer, sequence = HybridProposer(SuffixProposer(), other), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 4, 5, 6, 7)
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((99,) * 4)]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((99,) * 4)]
     grow(proposer, sequence, 8, 4, 5, 6)
-    assert proposer.propose([scheduled_of(sequence)])[0].token_ids[:2] == (7, 8)
+    assert proposer.propose([make_scheduled(sequence)])[0].token_ids[:2] == (7, 8)
 
 
-def test_a_guess_may_be_longer_than_what_the_model_is_asked_for() -> None:
+def test_a_match_may_be_longer_than_what_the_model_is_asked_for() -> None:
     other, prediction = model(), tuple(range(20, 40))
-    proposer, sequence = HybridProposer(PredictionGuesser(), other), new_sequence(prediction=prediction)
+    proposer, sequence = HybridProposer(PredictionMatcher(), other), new_sequence(prediction=prediction)
     sequence.num_guess_tokens = 10
     proposer.open(sequence)
     assert sequence.num_wanted_drafts == 4
     grow(proposer, sequence, *prediction[:3])
     assert sequence.num_wanted_drafts == 10
-    assert proposer.propose([scheduled_of(sequence, 10)]) == [Draft(prediction[3:13])]
+    assert proposer.propose([make_scheduled(sequence, 10)]) == [Draft(prediction[3:13])]
     grow(proposer, sequence, 99)
     assert sequence.num_wanted_drafts == 4
-    assert proposer.propose([scheduled_of(sequence)]) == [Draft((9, 9, 9, 9))]
+    assert proposer.propose([make_scheduled(sequence)]) == [Draft((9, 9, 9, 9))]
 
 
 @pytest.mark.parametrize("has_own_length", [True, False])
-def test_a_guess_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
+def test_a_match_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
     prediction = tuple(range(20, 40))
-    proposer, sequence = HybridProposer(PredictionGuesser(), model()), new_sequence(prediction=prediction)
+    proposer, sequence = HybridProposer(PredictionMatcher(), model()), new_sequence(prediction=prediction)
     sequence.num_guess_tokens = 10 if has_own_length else None
     sequence.max_output_tokens = 9
     proposer.open(sequence)

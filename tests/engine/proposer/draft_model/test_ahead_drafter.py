@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import make_scheduled, sequence_of
 from engine.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
@@ -18,7 +19,7 @@ from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence, scheduled
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence
 
 K = 3
 MODES = list(VerifyMode)
@@ -61,7 +62,7 @@ def num_held(drafter: Drafter) -> int:
 
 
 def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
-    (draft,) = drafter.proposer.propose([scheduled(sequence, num_drafts)])
+    (draft,) = drafter.proposer.propose([make_scheduled(sequence, num_drafts)])
     return PendingPass(sequence, draft.token_ids, num_drafts)
 
 
@@ -73,10 +74,10 @@ class Afterwards:
 
     def agrees(self, sequence: Sequence, prepared: PreparedDraft, num_drafts: int = K) -> bool:
         """The same tokens, drawn from the same distributions but for the last bits of a rounding."""
-        copy = Sequence(sequence.request, num_draft_tokens=num_drafts, verify=sequence.verify, arrival_s=0.0)
+        copy = sequence_of(sequence.request, num_drafts, sequence.verify)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
         self.drafter.proposer.open(copy)
-        (draft,) = self.drafter.proposer.propose([scheduled(copy, num_drafts)])
+        (draft,) = self.drafter.proposer.propose([make_scheduled(copy, num_drafts)])
         self.drafter.proposer.close(copy.request_id)
         return draft.token_ids == prepared.draft.token_ids and all(
             _are_close(*distributions)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.speculation.ahead_proposer import AheadProposer
+from tests.builders import sequence_of
 from engine.config import (
     CacheConfig,
     DraftVocabulary,
@@ -157,12 +158,12 @@ def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, voca
     """Rounds of every verdict; each draft is that of a model which meets the sequence for the first time."""
     proposer, fresh = new_proposer(folders, vocabulary), new_proposer(folders, vocabulary)
     dice = random.Random(3)
-    sequence = Sequence(requests()[1], num_draft_tokens=5, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    sequence = sequence_of(requests()[1], 5)
     proposer.open(sequence)
     num_accepted = 0
     for round_index in range(25):
         (draft,) = proposer.propose([scheduled(sequence, 5)])
-        other = Sequence(sequence.request, num_draft_tokens=5, verify=VerifyMode.COUPLED, arrival_s=0.0)
+        other = sequence_of(sequence.request, 5)
         other.token_ids = list(sequence.token_ids)
         fresh.open(other)
         assert fresh.propose([scheduled(other, 5)]) == [draft], round_index

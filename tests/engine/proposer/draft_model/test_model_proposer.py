@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import sequence_of
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.draft import NO_DRAFT, WEIGHT_SUM
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -106,7 +107,7 @@ def test_equal_prompts_share_the_drafts_blocks(folder: Path, oracle: Oracle) -> 
     first = new_sequence(drafter, "a", 20)
     drafter.draft([first])
     request = GenerateRequest("twin", tuple(first.token_ids), SAMPLED)
-    twin = Sequence(request, num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0)
+    twin = sequence_of(request)
     drafter.proposer.open(twin)
     assert drafter.draft([twin]) == [oracle.draft(twin)]
     assert drafter.blocks.num_hit_tokens == 16

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.builders import make_scheduled, make_sequence
 from engine.draft import NO_DRAFT
 from engine.proposer.text_match.ngram import NgramProposer, copy_from
 from engine.sequence.batch import ScheduledSequence
@@ -14,19 +15,14 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, VerifyMode
 
 
-def sequence_of(*token_ids: int, request_id: str = "a") -> Sequence:
-    request = GenerateRequest(request_id, token_ids)
-    return Sequence(request, num_draft_tokens=8, verify=VerifyMode.COUPLED, arrival_s=0.0)
-
-
 def propose(proposer: NgramProposer, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-    (draft,) = proposer.propose([ScheduledSequence(sequence, 0, len(sequence.token_ids), num_tokens)])
+    (draft,) = proposer.propose([make_scheduled(sequence, num_tokens)])
     assert draft.distributions == ()
     return draft.token_ids
 
 
 def opened(*token_ids: int, min_size: int = 2, max_size: int = 4) -> tuple[NgramProposer, Sequence]:
-    proposer, sequence = NgramProposer(min_size, max_size), sequence_of(*token_ids)
+    proposer, sequence = NgramProposer(min_size, max_size), make_sequence(prompt=token_ids)
     proposer.open(sequence)
     return proposer, sequence
 
@@ -55,7 +51,7 @@ def test_a_copy_past_the_end_goes_on_with_itself() -> None:
 def test_nothing_known_means_no_draft() -> None:
     proposer, sequence = opened(1, 2, 3, 4)
     assert propose(proposer, sequence, 4) == ()
-    assert propose(proposer, sequence_of(1, 2, 1, 2, request_id="stranger"), 4) == ()
+    assert propose(proposer, make_sequence("stranger", (1, 2, 1, 2)), 4) == ()
 
 
 def test_no_draft_is_wanted_no_draft_is_made() -> None:

@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 
+from tests.builders import make_scheduled, sequence_of
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
@@ -30,11 +31,11 @@ def new_sequence(
     temperature: float = 1.0,
 ) -> Sequence:
     request = GenerateRequest(name, prompt_ids, SamplingParams(seed, temperature), cache_salt=tenant)
-    return Sequence(request, num_draft_tokens=8, verify=verify, arrival_s=0.0)
+    return sequence_of(request, 8, verify)
 
 
 def drafts(proposer: SuffixProposer, sequence: Sequence, num_tokens: int = 8) -> tuple[int, ...]:
-    (draft,) = proposer.propose([ScheduledSequence(sequence, 0, len(sequence.token_ids), num_tokens)])
+    (draft,) = proposer.propose([make_scheduled(sequence, num_tokens)])
     assert draft.distributions == ()
     return draft.token_ids
 
@@ -174,7 +175,7 @@ def test_an_index_that_grows_and_forgets_finds_what_a_search_of_all_it_holds_fin
 def test_a_commit_indexes_only_the_new_tokens() -> None:
     proposer, sequence = SuffixProposer(), new_sequence(1, 2, 3)
     proposer.open(sequence)
-    index = proposer._followed["a"].index
+    index = proposer._sequences["a"].index
     for token_id in (1, 2, 3, 1):
         sequence.token_ids.append(token_id)
         proposer.commit([sequence])
@@ -201,24 +202,24 @@ def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
     assert chances.of(3, 1.0) > 0.8, "what is long past counts no more"
 
 
-def guess_lengths(is_right: bool, verify: VerifyMode = VerifyMode.COUPLED) -> list[int]:
-    """The lengths of one guess after another, each of one known token, where they are always right or always wrong."""
+def match_lengths(is_right: bool, verify: VerifyMode = VerifyMode.COUPLED) -> list[int]:
+    """The lengths of one match after another, each of one known token, where they are always right or always wrong."""
     proposer, sequence = SuffixProposer(min_chance=0.09), new_sequence(*range(1, 1000), verify=verify)
     proposer.open(sequence)
     lengths = []
     for start in range(0, 900, 20):
         sequence.token_ids += (2000 + start, start + 1)
         proposer.commit([sequence])
-        guess = proposer.guess(sequence, 16)
-        assert guess is not None
-        lengths.append(len(guess.token_ids))
-        sequence.token_ids += guess.token_ids if is_right else (3000 + start,)
+        match = proposer.match(sequence, 16)
+        assert match is not None
+        lengths.append(len(match.token_ids))
+        sequence.token_ids += match.token_ids if is_right else (3000 + start,)
         proposer.commit([sequence])
     return lengths
 
 
 def test_drafts_grow_where_they_stand_and_shrink_to_a_token_where_they_fall() -> None:
-    right, wrong = guess_lengths(is_right=True), guess_lengths(is_right=False)
+    right, wrong = match_lengths(is_right=True), match_lengths(is_right=False)
     assert right[0] == wrong[0] == 3
     assert right[-1] == 16
     assert wrong[-1] == 1
@@ -227,7 +228,7 @@ def test_drafts_grow_where_they_stand_and_shrink_to_a_token_where_they_fall() ->
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_lengths_tell_nothing_of_other_texts_where_noise_must_be_unknown(verify: VerifyMode) -> None:
     """A length that follows what became of a text of the same seed would follow the number that judges the draft."""
-    assert set(guess_lengths(is_right=False, verify=verify)) == {3}
+    assert set(match_lengths(is_right=False, verify=verify)) == {3}
 
 
 # ---- finished texts -----------------------------------------------------------------------------------------------
@@ -258,10 +259,10 @@ def test_a_text_does_not_go_on_in_the_next_one() -> None:
 def test_prompts_are_not_shared_beyond_their_end() -> None:
     proposer = SuffixProposer()
     finish(proposer, new_sequence(*range(100), name="first"), 200)
-    assert proposer.num_shared_tokens == 16 + 1 + 1
+    assert proposer._shared.num_tokens == 16 + 1 + 1
     assert drafts(proposer, opened(proposer, new_sequence(10, 11, 12))) == ()
     finish(proposer, new_sequence(1, 2, 3, name="aborted"))
-    assert proposer.num_shared_tokens == 16 + 1 + 1
+    assert proposer._shared.num_tokens == 16 + 1 + 1
 
 
 def test_no_tenant_sees_another_ones_text() -> None:
@@ -346,5 +347,5 @@ def test_values_out_of_range_are_refused_by_name(values: dict, word: str) -> Non
 
 
 def test_an_unknown_sequence_gets_no_draft() -> None:
-    scheduled = ScheduledSequence(new_sequence(1, 2, 1, 2), 0, 4, 4)
+    scheduled = make_scheduled(new_sequence(1, 2, 1, 2))
     assert SuffixProposer().propose([scheduled]) == [NO_DRAFT] == [Draft()]

@@ -1,0 +1,39 @@
+"""Sequences and scheduled sequences for tests of any package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.sampling.grammar import GrammarMatcher
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
+
+SAMPLING = SamplingParams(seed=5, max_tokens=1000)
+
+
+def make_sequence(
+    request_id: str = "a", prompt: tuple[int, ...] = (1, 2, 3), sampling: SamplingParams = SAMPLING, **options: Any
+) -> Sequence:
+    """A sequence of a new request; `options` are those of `sequence_of`."""
+    return sequence_of(GenerateRequest(request_id, prompt, sampling), **options)
+
+
+def sequence_of(
+    request: GenerateRequest,
+    num_drafts: int = 4,
+    verify: VerifyMode = VerifyMode.COUPLED,
+    *,
+    arrival_s: float = 0.0,
+    method: SpeculationMethod = SpeculationMethod.NONE,
+    matcher: GrammarMatcher | None = None,
+) -> Sequence:
+    """A sequence of the request, of which nothing is computed."""
+    return Sequence(
+        request, num_draft_tokens=num_drafts, verify=verify, arrival_s=arrival_s, method=method, matcher=matcher
+    )
+
+
+def make_scheduled(sequence: Sequence, num_drafts: int = 4, num_nodes: int = 0) -> ScheduledSequence:
+    """A sequence that decodes: its last token is computed, with room for drafts."""
+    return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, num_drafts, num_nodes)
