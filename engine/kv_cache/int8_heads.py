@@ -2,7 +2,7 @@
 
     head   [ D x int8 | bfloat16 unit, 2 bytes ]        66 bytes for D = 64, which are 128 in bfloat16
 
-What is stored depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
+Storage depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
 to the quantised cache. Units travel with their numbers: blocks are copied, moved and sent as bytes.
 """
 

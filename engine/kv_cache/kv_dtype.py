@@ -4,7 +4,7 @@
     int8   [ D x int8 | unit ]           `engine.kv_cache.int8_heads`; the attention on processors reads it
     fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no unit; our Triton kernel reads it
 
-What is stored depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
+Storage depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
 to the pool. `engine.attention.backend.check_kv_kind` says which attention reads which.
 """
 

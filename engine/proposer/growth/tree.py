@@ -1,5 +1,7 @@
 r"""A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
 
+Behind committed tokens:
+
             c a t                committed
             /   \
            x     y               level 1, from the logits behind what is committed

@@ -11,7 +11,7 @@ from engine.proposer.hidden_state.recurrent import RecurrentProposer
 
 
 def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer | None:
-    """Return a proposer that drafts with the head of `runner`, in trees where there is a `tree`; None for a runner without a head."""
+    """Return a proposer by the head of `runner`, of trees where there is a `tree`; None for a runner without a head."""
     if runner.head is None:
         return None
     if isinstance(runner.head, MedusaHeads):

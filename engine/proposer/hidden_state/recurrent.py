@@ -26,7 +26,7 @@ from engine.span import Span
 class RecurrentProposer(StateProposer):
     """Grows a draft by a step of the head for each token, or for each level of a tree.
 
-    Every row that the target computes is learned, whichever proposer drafts for its sequence, so that whatever block a sequence
+    Every row that the target computes is learned, whatever drafts for its sequence, so that whatever block a sequence
     adopts has the head's KV too. Where a cached prefix ends, the pair of its last position may be that of another
     continuation: the right feature, and the token that followed there.
     """

@@ -1,4 +1,4 @@
-"""The common part of all head proposers: keep each sequence's newest hidden state, and grow a chain or a tree from it."""
+"""The base of head proposers: they keep each sequence's newest hidden state, and grow a chain or a tree from it."""
 
 from __future__ import annotations
 

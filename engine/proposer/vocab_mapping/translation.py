@@ -36,7 +36,7 @@ class Translation(Protocol):
         """The draft's ids of drafted tokens, `[B] int64`."""
 
     def read(self, token_ids: Seq[int]) -> list[int]:
-        """Return what the draft reads for tokens of the target: those that it drafted are one each, others any number."""
+        """Return the draft's tokens for the target's: one for each that was drafted, any number for others."""
 
 
 class SameVocabulary:
