@@ -11,6 +11,7 @@ from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offer, Offers
 from actors.process.frames import FrameConnection, FrameListener
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence.sequence import Sequence
+from tests.builders import make_scheduled, make_sequence
 
 
 class ScriptedDraft:
@@ -37,6 +38,11 @@ class ScriptedDraft:
         if self.connection is not None:
             self.connection.close()
         self.listener.close()
+
+
+@pytest.fixture
+def sequence() -> Sequence:
+    return make_sequence()
 
 
 @pytest.fixture
@@ -98,8 +104,8 @@ def test_a_commit_carries_only_what_is_new_and_asks_for_drafts(channel, draft, s
     assert (commit.base_len, commit.token_ids, commit.num_drafts) == (4, (8, 9), 4)
 
 
-def test_all_sequences_of_a_step_share_one_frame(channel, draft, new_sequence):
-    sequences = [new_sequence(name) for name in "abcd"]
+def test_all_sequences_of_a_step_share_one_frame(channel, draft):
+    sequences = [make_sequence(name) for name in "abcd"]
     for sequence in sequences:
         channel.open(sequence)
     channel.flush()
@@ -110,57 +116,57 @@ def test_all_sequences_of_a_step_share_one_frame(channel, draft, new_sequence):
     assert len(opening.opens) == len(committing.commits) == 4
 
 
-def test_a_fresh_offer_is_proposed_and_cut_to_what_was_asked(channel, draft, sequence, new_scheduled):
+def test_a_fresh_offer_is_proposed_and_cut_to_what_was_asked(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.offer(Offer("a", 4, Draft((11, 12, 13, 14))))
-    assert channel.propose([new_scheduled(sequence, 2)]) == [Draft((11, 12))]
+    assert channel.propose([make_scheduled(sequence, 2)]) == [Draft((11, 12))]
 
 
-def test_the_time_of_an_offer_is_split_between_drafting_and_channel(channel, draft, sequence, new_scheduled):
+def test_the_time_of_an_offer_is_split_between_drafting_and_channel(channel, draft, sequence):
     began_s = time.monotonic()
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     time.sleep(0.02)
     draft.offer(Offer("a", 4, Draft((11,))), drafting_s=0.005)
-    channel.propose([new_scheduled(sequence, 1)])
+    channel.propose([make_scheduled(sequence, 1)])
     assert channel.stats.drafting_s == 0.005
     assert 0.015 <= channel.stats.channel_s <= time.monotonic() - began_s
 
 
-def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence, new_scheduled):
+def test_a_stale_offer_is_dropped_and_counted(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.offer(Offer("a", 3, Draft((11,))), Offer("a", 4, Draft((12,))), Offer("unknown", 4, Draft((13,))))
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((12,))]
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((12,))]
     assert channel.stats.num_stale_offers == 2
 
 
-def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence, new_scheduled, waits):
+def test_a_silent_draft_costs_one_wait_and_then_nothing(channel, draft, sequence, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
-    assert channel.propose([new_scheduled(sequence)]) == [NO_DRAFT]
+    assert channel.propose([make_scheduled(sequence)]) == [NO_DRAFT]
     assert channel.stats.num_missed_offers == 1
     assert waits
     waits.clear()
     for token_id in range(20):
         grow(channel, sequence, token_id)
-        assert channel.propose([new_scheduled(sequence)]) == [NO_DRAFT]
+        assert channel.propose([make_scheduled(sequence)]) == [NO_DRAFT]
     assert not waits
 
 
-def test_silence_is_counted_while_the_draft_is_asked_and_ends_when_it_is_heard(channel, draft, sequence, new_scheduled):
+def test_silence_is_counted_while_the_draft_is_asked_and_ends_when_it_is_heard(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     silences = []
     for token_id, idle_s in enumerate((0.0, 0.0, 500.0)):
         channel._missed_at_s = None if channel._missed_at_s is None else channel._missed_at_s - idle_s
         grow(channel, sequence, token_id)
-        channel.propose([new_scheduled(sequence)])
+        channel.propose([make_scheduled(sequence)])
         silences.append(channel.stats.silent_s)
     assert silences[0] == 0.0 < silences[1]
     assert silences[2] == silences[1] + 1.0  # a long pause counts as a second
@@ -169,47 +175,47 @@ def test_silence_is_counted_while_the_draft_is_asked_and_ends_when_it_is_heard(c
     assert channel.stats.silent_s == 0.0
 
 
-def test_a_draft_that_stays_away_is_silent_too(channel, draft, sequence, new_scheduled):
+def test_a_draft_that_stays_away_is_silent_too(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     draft.die()
     for token_id in range(3):
         grow(channel, sequence, token_id)
-        channel.propose([new_scheduled(sequence)])
+        channel.propose([make_scheduled(sequence)])
     assert channel.stats.silent_s > 0.0
 
 
-def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence, new_scheduled):
+def test_a_draft_that_is_heard_again_is_waited_for_again(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
-    channel.propose([new_scheduled(sequence)])
+    channel.propose([make_scheduled(sequence)])
     grow(channel, sequence, 8)
     draft.offer(Offer("a", 4, Draft((11,))))  # stale, but a sign of life
     draft.offer(Offer("a", 5, Draft((12,))))
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((12,))]
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((12,))]
 
 
-def test_a_draft_that_has_nothing_is_not_waited_for(channel, draft, sequence, new_scheduled, waits):
+def test_a_draft_that_has_nothing_is_not_waited_for(channel, draft, sequence, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.offer(Offer("a", 4, NO_DRAFT))
-    assert channel.propose([new_scheduled(sequence)]) == [NO_DRAFT]
+    assert channel.propose([make_scheduled(sequence)]) == [NO_DRAFT]
     assert not waits
 
 
-def test_death_is_noticed_at_once(channel, draft, sequence, new_scheduled, waits):
+def test_death_is_noticed_at_once(channel, draft, sequence, waits):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
     draft.die()
-    assert channel.propose([new_scheduled(sequence)]) == [NO_DRAFT]
+    assert channel.propose([make_scheduled(sequence)]) == [NO_DRAFT]
     assert not waits
     assert not channel.stats.is_connected
 
 
-def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, sequence, new_scheduled):
+def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, sequence):
     channel.open(sequence)
     channel.flush()
     draft.die()
@@ -225,7 +231,7 @@ def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, seque
     assert (opening.token_ids, opening.num_prompt_tokens, opening.num_drafts) == ((1, 2, 3, 7, 8, 9), 3, 4)
     assert opening.is_next
     reborn.offer(Offer("a", 6, Draft((20,))))
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((20,))]
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((20,))]
     assert channel.stats.num_connections == 2
     reborn.die()
 
@@ -258,27 +264,27 @@ def test_a_sequence_closed_before_it_was_sent_is_never_mentioned(channel, draft,
     assert draft.rounds() == []
 
 
-def test_a_reused_id_is_closed_and_opened_in_one_round(channel, draft, new_sequence):
-    channel.open(new_sequence("a", (1, 2)))
+def test_a_reused_id_is_closed_and_opened_in_one_round(channel, draft):
+    channel.open(make_sequence("a", (1, 2)))
     channel.flush()
     draft.rounds()
     channel.close("a")
-    channel.open(new_sequence("a", (8, 9)))
+    channel.open(make_sequence("a", (8, 9)))
     channel.flush()
     (news,) = draft.rounds()
     assert news.closes == ("a",)
     assert [opening.token_ids for opening in news.opens] == [(8, 9)]
 
 
-def test_a_plain_sequence_costs_the_channel_nothing(channel, draft, new_sequence, new_scheduled):
-    plain = new_sequence(num_drafts=0)
+def test_a_plain_sequence_costs_the_channel_nothing(channel, draft):
+    plain = make_sequence(num_drafts=0)
     channel.open(plain)
     grow(channel, plain, 7)
-    assert channel.propose([new_scheduled(plain, 0)]) == [NO_DRAFT]
+    assert channel.propose([make_scheduled(plain, 0)]) == [NO_DRAFT]
     assert draft.rounds() == []
 
 
-def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequence, new_scheduled):
+def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     began_s = time.monotonic()
@@ -290,7 +296,7 @@ def test_a_draft_that_stops_reading_is_left_and_met_again(channel, draft, sequen
     assert time.monotonic() - began_s < 30.0
     time.sleep(0.15)
     channel.flush()
-    assert channel.propose([new_scheduled(sequence)]) == [NO_DRAFT]
+    assert channel.propose([make_scheduled(sequence)]) == [NO_DRAFT]
     draft.greet()
     channel.flush()
     (news,) = draft.rounds()
@@ -312,29 +318,29 @@ def offer_ahead(draft: ScriptedDraft, *offers: Offer) -> None:
     draft.connection.send(Offers(offers, is_answer=False), 1.0)
 
 
-def test_an_offer_made_ahead_is_there_without_a_wait(channel, draft, sequence, new_scheduled, waits):
+def test_an_offer_made_ahead_is_there_without_a_wait(channel, draft, sequence, waits):
     channel.open(sequence)
     channel.flush()
     offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("a", 3, Draft((12,)), (8,)))
     grow(channel, sequence, 8)
-    draft.die()  # nobody could answer
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((12,))]
+    draft.die()  # no draft could answer
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((12,))]
     assert not waits
     assert (channel.stats.num_lookups, channel.stats.num_hits, channel.stats.num_missed_offers) == (1, 1, 0)
 
 
-def test_another_outcome_is_waited_for(channel, draft, sequence, new_scheduled):
+def test_another_outcome_is_waited_for(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)))
     grow(channel, sequence, 8)
     draft.offer(Offer("a", 4, Draft((12,))))
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((12,))]
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((12,))]
     assert (channel.stats.num_lookups, channel.stats.num_hits) == (1, 0)
 
 
-def test_only_the_sequences_that_miss_are_waited_for(channel, draft, new_sequence, new_scheduled):
-    hit, miss = new_sequence("a"), new_sequence("b")
+def test_only_the_sequences_that_miss_are_waited_for(channel, draft):
+    hit, miss = make_sequence("a"), make_sequence("b")
     for each in (hit, miss):
         channel.open(each)
     channel.flush()
@@ -344,11 +350,11 @@ def test_only_the_sequences_that_miss_are_waited_for(channel, draft, new_sequenc
         each.token_ids.append(token_id)
     channel.commit([hit, miss])
     draft.offer(Offer("b", 4, Draft((13,))))
-    assert channel.propose([new_scheduled(hit), new_scheduled(miss)]) == [Draft((11,)), Draft((13,))]
+    assert channel.propose([make_scheduled(hit), make_scheduled(miss)]) == [Draft((11,)), Draft((13,))]
     assert (channel.stats.num_lookups, channel.stats.num_hits) == (2, 1)
 
 
-def test_offers_made_ahead_are_no_answer_times(channel, draft, sequence, new_scheduled):
+def test_offers_made_ahead_are_no_answer_times(channel, draft, sequence):
     """A frame that waited for the whole verification says nothing about how long an answer takes."""
     channel.open(sequence)
     channel.flush()
@@ -358,18 +364,18 @@ def test_offers_made_ahead_are_no_answer_times(channel, draft, sequence, new_sch
     assert channel.stats.channel_s == 0.0
 
 
-def test_an_offer_made_ahead_is_a_sign_of_life(channel, draft, sequence, new_scheduled):
+def test_an_offer_made_ahead_is_a_sign_of_life(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     grow(channel, sequence, 7)
-    channel.propose([new_scheduled(sequence)])  # missed: not waited for any more
+    channel.propose([make_scheduled(sequence)])  # missed: not waited for any more
     offer_ahead(draft, Offer("a", 4, Draft((11,)), (5,)))
     grow(channel, sequence, 8)
     draft.offer(Offer("a", 5, Draft((12,))))
-    assert channel.propose([new_scheduled(sequence)]) == [Draft((12,))]
+    assert channel.propose([make_scheduled(sequence)]) == [Draft((12,))]
 
 
-def test_outcomes_that_did_not_come_true_are_not_stale(channel, draft, sequence, new_scheduled):
+def test_outcomes_that_did_not_come_true_are_not_stale(channel, draft, sequence):
     channel.open(sequence)
     channel.flush()
     offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)), Offer("a", 3, Draft((12,)), (8,)))

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.builders import sequence_of
 from engine.config import SchedulerConfig
 from engine.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
@@ -21,7 +20,8 @@ from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
-from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, VerifyMode
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from tests.builders import sequence_of
 from tests.engine.fixtures.fakes import PagedTokens
 
 P = 4

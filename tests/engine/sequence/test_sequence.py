@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import sequence_of
 from engine.scheduler.ending import cut_output, finished_before_start
 from engine.sequence.sequence import Sequence
-from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats, VerifyMode
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats
+from tests.builders import sequence_of
 
 
 def new_sequence(

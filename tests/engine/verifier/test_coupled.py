@@ -9,17 +9,16 @@ from functools import cache
 import pytest
 import torch
 
-from tests.builders import make_scheduled
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.verifier.coupled import match
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
+from tests.builders import make_scheduled
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
     SAMPLINGS,

@@ -23,11 +23,11 @@ from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.proposer.hidden_state.medusa import MedusaProposer
 from engine.proposer.passed_rows import PassedRows
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
 from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
+from tests.builders import make_scheduled
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.fixtures.exactness_checks import (
     check_coupled_equality,
@@ -235,7 +235,7 @@ def draft(
         proposer.open(sequence)
         end = len(sequence.token_ids)
         passed.append(PassedRows(sequence, end - 2, [row], [sequence.token_ids[-1]], is_newest=True))
-        batch.append(ScheduledSequence(sequence, end - 1, 1, num_drafts, tree.num_nodes if tree else 0))
+        batch.append(make_scheduled(sequence, num_drafts, tree.num_nodes if tree else 0))
     proposer.learn(passed)
     return proposer.propose(batch)
 
@@ -294,7 +294,7 @@ def test_a_state_is_used_for_the_tokens_that_it_belongs_to_and_no_others() -> No
     proposer = MedusaProposer(
         cast(Any, SimpleNamespace(features=torch.zeros(1, 2))), cast(Any, TabularHeads(PEAKED.draft, 2)), None
     )
-    scheduled = ScheduledSequence(sequence, 1, 1, 2)
+    scheduled = make_scheduled(sequence, 2)
     assert proposer.propose([scheduled]) == [Draft()]
     proposer.open(sequence)
     assert proposer.propose([scheduled]) == [Draft()]

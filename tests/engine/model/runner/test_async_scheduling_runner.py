@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.builders import make_sequence
 from engine.config import CacheConfig, EngineConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
 from engine.draft import NO_DRAFT
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.sequence.sequence import Sequence
 from engine.span import Span
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
-from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
+from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
+from tests.builders import make_sequence
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

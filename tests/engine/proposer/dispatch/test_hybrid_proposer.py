@@ -6,16 +6,15 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from tests.builders import make_scheduled, sequence_of
 from engine.draft import Draft
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import TextMatch
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
-from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
+from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.fakes import ScriptedProposer
 from tests.engine.test_engine_core import greedy, make_core, outputs, right, run, wrong
 

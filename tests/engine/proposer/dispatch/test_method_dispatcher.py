@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.builders import make_scheduled, make_sequence
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.dispatch.method_dispatcher import MethodDispatcher, Ranking
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
-from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+from protos.messages import SpeculationMethod
+from tests.builders import make_scheduled, make_sequence
 from tests.engine.fixtures.fakes import ScriptedProposer
 
 MODEL, NGRAM, SUFFIX, NONE = (

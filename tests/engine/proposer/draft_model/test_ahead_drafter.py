@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import make_scheduled, sequence_of
 from engine.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
@@ -18,6 +17,7 @@ from engine.proposer.draft_model.branch import Branch
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
+from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence
 

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.speculation.ahead_proposer import AheadProposer
-from tests.builders import sequence_of
 from engine.config import (
     CacheConfig,
     DraftVocabulary,
@@ -30,11 +29,10 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import Purpose, row_keys
-from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from tests.builders import make_scheduled, make_sequence, sequence_of
 from tests.engine.fixtures.checkpoints import Folders
-from tests.engine.fixtures.drafters import scheduled
 from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
 from tests.serve.reference_probs import probs_of_first_tokens
@@ -162,11 +160,11 @@ def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, voca
     proposer.open(sequence)
     num_accepted = 0
     for round_index in range(25):
-        (draft,) = proposer.propose([scheduled(sequence, 5)])
+        (draft,) = proposer.propose([make_scheduled(sequence, 5)])
         other = sequence_of(sequence.request, 5)
         other.token_ids = list(sequence.token_ids)
         fresh.open(other)
-        assert fresh.propose([scheduled(other, 5)]) == [draft], round_index
+        assert fresh.propose([make_scheduled(other, 5)]) == [draft], round_index
         fresh.close(other.request_id)
         num_accepted = dice.randint(0, len(draft.token_ids))
         sequence.token_ids += [*draft.token_ids[:num_accepted], dice.randint(1, 40)]
@@ -190,11 +188,9 @@ def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders
     model = AutoModelForCausalLM.from_pretrained(folders.draft).eval()
     for prompt in ("a draft of the next token", "that it counts at t", "go"):
         ids = pair.target.encode(prompt)
-        sequence = Sequence(
-            GenerateRequest(prompt, tuple(ids)), num_draft_tokens=4, verify=VerifyMode.COUPLED, arrival_s=0.0
-        )
+        sequence = make_sequence(prompt, tuple(ids))
         proposer.open(sequence)
-        (draft,) = proposer.propose([scheduled(sequence, 4)])
+        (draft,) = proposer.propose([make_scheduled(sequence, 4)])
         own_ids = pair.draft.encode(prompt)
         for _ in range(12):
             own_ids.append(int(model(torch.tensor([own_ids])).logits[0, -1].argmax()))

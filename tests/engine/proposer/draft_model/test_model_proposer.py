@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import sequence_of
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.draft import NO_DRAFT, WEIGHT_SUM
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Oracle, new_drafter, new_sequence, scheduled
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Oracle, new_drafter, new_sequence
 
 NUM_POSITIONS = 512
 
@@ -53,7 +52,9 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder: Path, oracle: Or
 def test_each_sequence_gets_as_many_drafts_as_it_may_have(folder: Path, oracle: Oracle) -> None:
     drafter = new_drafter(folder)
     sequences = [new_sequence(drafter, name) for name in "abcd"]
-    drafts = drafter.proposer.propose([scheduled(each, k) for each, k in zip(sequences, (3, 0, 1, 6), strict=True)])
+    drafts = drafter.proposer.propose(
+        [make_scheduled(each, k) for each, k in zip(sequences, (3, 0, 1, 6), strict=True)]
+    )
     expected = [oracle.draft(each, k) for each, k in zip(sequences, (3, 0, 1, 6), strict=True)]
     assert [draft.token_ids for draft in drafts] == expected
 
@@ -145,13 +146,13 @@ def test_closing_frees_the_blocks_and_unknown_sequences_are_ignored(folder: Path
     drafter.proposer.close("a")
     drafter.proposer.close("a")
     assert drafter.blocks.num_free_blocks == 64
-    assert drafter.proposer.propose([scheduled(sequence, 4)]) == [NO_DRAFT]
+    assert drafter.proposer.propose([make_scheduled(sequence, 4)]) == [NO_DRAFT]
 
 
 def test_drafts_for_rejection_come_with_the_distribution_they_were_drawn_from(folder: Path) -> None:
     drafter = new_drafter(folder)
     sequence = new_sequence(drafter, "a", sampling=SAMPLED, verify=VerifyMode.REJECTION)
-    (draft,) = drafter.proposer.propose([scheduled(sequence, 4)])
+    (draft,) = drafter.proposer.propose([make_scheduled(sequence, 4)])
     assert len(draft.token_ids) == len(draft.distributions) == 4
     for token_id, distribution in zip(draft.token_ids, draft.distributions, strict=True):
         assert sum(distribution.weights) == WEIGHT_SUM
@@ -162,7 +163,7 @@ def test_both_ways_of_verification_share_a_round(folder: Path, oracle: Oracle) -
     drafter = new_drafter(folder)
     modes = (VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.REJECTION)
     sequences = [new_sequence(drafter, str(index), sampling=SAMPLED, verify=mode) for index, mode in enumerate(modes)]
-    drafts = drafter.proposer.propose([scheduled(sequence, 4) for sequence in sequences])
+    drafts = drafter.proposer.propose([make_scheduled(sequence, 4) for sequence in sequences])
     assert [len(draft.distributions) for draft in drafts] == [4, 0, 4]
     assert drafts[1].token_ids == oracle.draft(sequences[1])
 

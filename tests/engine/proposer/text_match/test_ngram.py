@@ -6,13 +6,11 @@ import random
 
 import pytest
 
-from tests.builders import make_scheduled, make_sequence
 from engine.draft import NO_DRAFT
 from engine.proposer.text_match.ngram import NgramProposer, copy_from
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
-from protos.messages import GenerateRequest, VerifyMode
+from tests.builders import make_scheduled, make_sequence
 
 
 def propose(proposer: NgramProposer, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:

@@ -9,17 +9,16 @@ from itertools import islice
 
 import pytest
 
-from tests.builders import make_scheduled, sequence_of
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.suffix_index import SuffixIndex
 from engine.proposer.text_match.vote import VotedToken, continuation
-from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from tests.builders import make_scheduled, sequence_of
 
 
 def new_sequence(
