@@ -1,4 +1,4 @@
-"""Sequences, alone and scheduled, for tests of the processes around the engine."""
+"""Folders for the sockets of the processes around the engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
