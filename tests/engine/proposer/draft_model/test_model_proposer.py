@@ -55,7 +55,7 @@ def test_each_sequence_gets_as_many_drafts_as_it_may_have(folder: Path, oracle: 
     drafts = drafter.proposer.propose(
         [make_scheduled(each, k) for each, k in zip(sequences, (3, 0, 1, 6), strict=True)]
     )
-    expected = [oracle.draft(each, k) for each, k in zip(sequences, lengths, strict=True)]
+    expected = [oracle.draft(each, k) for each, k in zip(sequences, (3, 0, 1, 6), strict=True)]
     assert [draft.token_ids for draft in drafts] == expected
 
 
