@@ -45,9 +45,9 @@ class GenerationService:
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
 
-    def check_model(self, model: str) -> None:
-        """Raise `ModelNotFoundError` unless `model` is the one served here."""
-        if model != self.config.model_id:
+    def check_model(self, model: str | None) -> None:
+        """Raise `ModelNotFoundError` if a model is named and is not the one served here."""
+        if model not in (None, self.config.model_id):
             raise ModelNotFoundError(
                 f"The model {model!r} does not exist; this server has {self.config.model_id!r}.", param="model"
             )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -27,8 +27,6 @@ from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH_PERIOD_S = 5.0
@@ -65,26 +63,24 @@ class GrpcApi:
 
     async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
         """Answer in full."""
-        return await self._answer("Generate", context, self._generate(request, context))
-
-    async def _generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
-        generation = await self._start(request, context)
-        choices = await generation.choices()
-        steps = generation.usage.steps
-        return pb2.GenerateResponse(
-            id=generation.id,
-            created=generation.created_s,
-            model=generation.fields.model,
-            choices=[choice_message(choice, generation) for choice in choices],
-            usage=usage_message(generation.usage),
-            x_speculation=None if steps is None else convert.steps_message(steps),
-        )
+        async with self._call("Generate", context):
+            generation = await self._start(request, context)
+            choices = await generation.choices()
+            steps = generation.usage.steps
+            return pb2.GenerateResponse(
+                id=generation.id,
+                created=generation.created_s,
+                model=generation.fields.model,
+                choices=[choice_message(choice, generation) for choice in choices],
+                usage=usage_message(generation.usage),
+                x_speculation=None if steps is None else convert.steps_message(steps),
+            )
 
     async def generate_stream(
         self, request: pb2.GenerateRequest, context: CallContext
     ) -> AsyncGenerator[pb2.GenerateChunk, None]:
         """Yield the answer as it grows; usage comes with the last message."""
-        try:
+        async with self._call("GenerateStream", context):
             generation = await self._start(request, context)
             num_open = generation.num_choices
             async with aclosing(generation.deltas()) as deltas:
@@ -94,50 +90,41 @@ class GrpcApi:
                     if num_open == 0:
                         chunk.usage.CopyFrom(usage_message(generation.usage))
                     yield chunk
-        except Exception as error:  # the edge of the process
-            await self._fail("GenerateStream", context, error)
-        self._service.metrics.count_request("grpc", "GenerateStream", grpc.StatusCode.OK.name)
 
     async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
         """Return the token ids of a text."""
-        return await self._answer("Tokenize", context, self._tokenize(request, context))
-
-    async def _tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
-        self._authenticate(context)
-        if request.model:
-            self._service.check_model(request.model)
-        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokens = await self._service.files.tokenizer.encode_async(request.prompt, add_special_tokens=add_special_tokens)
-        card = await self._service.card()
-        return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
+        async with self._call("Tokenize", context):
+            self._authenticate(context)
+            self._service.check_model(request.model or None)
+            add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            tokens = await self._service.files.tokenizer.encode_async(
+                request.prompt, add_special_tokens=add_special_tokens
+            )
+            card = await self._service.card()
+            return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 
     async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
         """Describe the model that is served."""
-        return await self._answer("GetModel", context, self._get_model(request, context))
-
-    async def _get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
-        self._authenticate(context)
-        if request.model:
-            self._service.check_model(request.model)
-        card = await self._service.card()
-        return pb2.Model(
-            id=self._service.config.model_id,
-            created=self._service.created_s,
-            owned_by="outrider",
-            max_model_len=card.max_model_len,
-            vocab_size=card.vocab_size,
-        )
+        async with self._call("GetModel", context):
+            self._authenticate(context)
+            self._service.check_model(request.model or None)
+            card = await self._service.card()
+            return pb2.Model(
+                id=self._service.config.model_id,
+                created=self._service.created_s,
+                owned_by="outrider",
+                max_model_len=card.max_model_len,
+                vocab_size=card.vocab_size,
+            )
 
     async def check(
         self, request: health_pb2.HealthCheckRequest, context: CallContext
     ) -> health_pb2.HealthCheckResponse:
         """Return the health of the server, or of a service by name."""
-        return await self._answer("Check", context, self._check(request))
-
-    async def _check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE_NAME):
-            raise NotFoundError(f"There is no service {request.service!r} here.")
-        return health_pb2.HealthCheckResponse(status=await self._health())
+        async with self._call("Check", context):
+            if request.service not in ("", SERVICE_NAME):
+                raise NotFoundError(f"There is no service {request.service!r} here.")
+            return health_pb2.HealthCheckResponse(status=await self._health())
 
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: CallContext
@@ -181,13 +168,14 @@ class GrpcApi:
         metadata = dict(context.invocation_metadata() or ())
         self._api_keys.check(metadata.get("authorization"))
 
-    async def _answer(self, operation: str, context: CallContext, work: Awaitable[Answer]) -> Answer:
+    @asynccontextmanager
+    async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
+        """Count the call by its outcome; an error ends it with the error's status."""
         try:
-            answer = await work
+            yield
         except Exception as error:  # the edge of the process
             await self._fail(operation, context, error)
         self._service.metrics.count_request("grpc", operation, grpc.StatusCode.OK.name)
-        return answer
 
     async def _fail(self, operation: str, context: CallContext, error: Exception) -> NoReturn:
         """End the call with the error's status."""

@@ -96,7 +96,7 @@ class OpenAIApi:
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids of a text or of a chat, as generation would see them."""
         body = await read_body(request, TokenizeRequest, self._max_body_bytes)
-        self._check_optional_model(body.model)
+        self._service.check_model(body.model)
         if body.messages is not None:
             tokens = await self._service.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
         else:
@@ -111,15 +111,11 @@ class OpenAIApi:
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids."""
         body = await read_body(request, DetokenizeRequest, self._max_body_bytes)
-        self._check_optional_model(body.model)
+        self._service.check_model(body.model)
         if body.tokens:
             check_token_ids(body.tokens, await self._service.card(), "tokens")
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return JSONResponse({"prompt": text})
-
-    def _check_optional_model(self, model: str | None) -> None:
-        if model is not None:
-            self._service.check_model(model)
 
     async def health(self) -> Response:
         """Answer 200 while a pair answers; a busy pair is healthy."""

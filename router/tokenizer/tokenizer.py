@@ -76,10 +76,6 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def token_id(self, name: str) -> int | None:
-        """Return the id of the token with this name, if the vocabulary has it."""
-        return self._core.token_to_id(name)
-
 
 class TokenIdsOnly(Tokenizer):
     """Stands in for a model without tokenizer files: token ids pass through, there is no text."""
@@ -98,7 +94,4 @@ class TokenIdsOnly(Tokenizer):
         return ""
 
     def token_name(self, token_id: int) -> str | None:
-        return None
-
-    def token_id(self, name: str) -> int | None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -27,7 +27,6 @@ class TokenizerFiles:
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
-    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... by name
 
 
 def load_tokenizer_files(path: str) -> TokenizerFiles:
@@ -44,7 +43,6 @@ def load_tokenizer_files(path: str) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer=_load_tokenizer(folder),
         chat_template=ChatTemplate(template, special_tokens) if template else None,
-        special_tokens=special_tokens,
     )
 
 

@@ -33,8 +33,10 @@ def test_a_tokenizer_neither_truncates_nor_pads(folder: Path) -> None:
 
 
 def test_special_tokens_may_be_written_out(folder: Path) -> None:
-    write_config(folder, bos_token={"content": "<s>", "special": True}, eos_token="</s>", pad_token=None)
-    assert load_tokenizer_files(str(folder)).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    template = "{{ bos_token }}{{ eos_token }} {{ pad_token is defined }}"
+    bos_token = {"content": "<s>", "special": True}
+    write_config(folder, bos_token=bos_token, eos_token="</s>", pad_token=None, chat_template=template)
+    assert load_tokenizer_files(str(folder)).chat_template.render([]) == "<s></s> False"
 
 
 @pytest.mark.parametrize(
