@@ -5,7 +5,7 @@
 All contenders run the padded fixture (`models.fixtures.padded_fixture`: the demo target's logits at the cost of a 0.5 B
 model) in bfloat16 on the same prompts, greedy under the repetition penalty that the demo target advises: without it the
 texts are loops, which any draft foresees. Rounds are interleaved, so that a machine that slows down slows down for
-everyone; the table quotes medians.
+all contenders; the table quotes medians.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/peers.md: tables, what everyone was set to, and under which conditions. The command writes the whole page."""
+"""docs/peers.md: tables, every system's settings, and the conditions. The command writes the whole page."""
 
 from __future__ import annotations
 

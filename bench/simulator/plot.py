@@ -1,4 +1,4 @@
-"""Draws a report as bars. Needs matplotlib (`pip install .[bench]`), which nothing else here does."""
+"""A report as bars. Needs matplotlib (`pip install .[bench]`), as no other module here does."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class _Replay:
 
 
 class _SessionOrder:
-    """Holds back requests whose predecessor in the session is not answered yet."""
+    """The order of a session: a request waits for the answer to its predecessor."""
 
     def __init__(self, trace: Trace) -> None:
         self._next: dict[int, int] = {}

@@ -19,7 +19,7 @@ ROLLOUT_EVERY_BATCHES = 4
 
 
 class DraftLesson:
-    """Draws a batch, asks the target about it and computes how far the draft is off."""
+    """One step of distillation: a batch, the target's logits for it, and the draft's loss."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ LONG_PHASE_START = 0.75
 
 
 class TargetLesson:
-    """Draws a batch and computes its loss."""
+    """One step of training: a batch and its loss."""
 
     def __init__(self, model: LlamaForCausalLM, stream: WindowStream, budget: Budget, seed: int) -> None:
         self._model, self._stream, self._budget = model, stream, budget

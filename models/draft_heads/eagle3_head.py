@@ -44,7 +44,7 @@ def frequent_ids(windows: Tensor, vocab_size: int, num_ids: int) -> Tensor:
 
 
 class Eagle3Lesson:
-    """Draws a batch, asks the target about it and computes how far a round of drafts is off."""
+    """One step of training: a batch, the target's logits for it, and the loss of a round of drafts."""
 
     def __init__(
         self, student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tensor, next_texts: Callable[[], Tensor]

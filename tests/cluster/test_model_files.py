@@ -1,4 +1,4 @@
-"""What is wrong with a model's files is told before a running pair makes room for it."""
+"""Faults of a model's files are reported before a running pair makes room for it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where models are looked for."""
+"""The places where models are looked for."""
 
 from pathlib import Path
 

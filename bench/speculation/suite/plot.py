@@ -1,4 +1,4 @@
-"""Draws the speed-ups of a suite: a panel per workload and temperature, a group of bars per number of streams."""
+"""The speed-ups of a suite as bars: a panel per workload and temperature, a group of bars per number of streams."""
 
 from __future__ import annotations
 

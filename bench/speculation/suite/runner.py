@@ -32,7 +32,7 @@ class Measured:
 
 
 class Run:
-    """Feeds the streams of a workload to an engine, each turn when the one before it has ended."""
+    """A run of a workload's streams on an engine: each turn begins when the one before it has ended."""
 
     def __init__(
         self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, sampling: SamplingParams

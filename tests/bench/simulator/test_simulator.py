@@ -30,7 +30,7 @@ def one_request(arrival_s: float, num_blocks: int, name: str = "p", session_id: 
 
 
 def conversations(num_users: int, num_turns: int, seed: int = 0) -> Trace:
-    """Users who share a first block, and whose prompts grow by four blocks each turn."""
+    """Sessions that share a first block; prompts grow by four blocks each turn."""
     draw = random.Random(seed)
     requests = []
     for user in range(num_users):

@@ -25,7 +25,7 @@ def foreign_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_foreign_draft_is_often_right_and_never_heard(foreign_draft: Path, temperature: float) -> None:
+def test_a_foreign_draft_is_often_right_and_changes_no_token(foreign_draft: Path, temperature: float) -> None:
     prompts = held_out_prompts(DEMO / "target", 2)
     plain = generate(prompts, temperature, NUM_TOKENS)
     for vocabulary in (DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT):

@@ -1,4 +1,4 @@
-"""The suite's pieces: a recorded target says what was recorded, whoever drafts, and counts its passes rightly."""
+"""The suite's pieces: a recorded target gives the recorded answer with any drafter, and counts its passes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_saved_head_says_what_the_trained_one_says(
         assert bool(read[..., 1].isinf().all())  # a token that the head does not know
 
 
-def test_the_lesson_teaches(target: LlamaForCausalLM) -> None:
+def test_an_eagle3_lesson_lowers_the_loss(target: LlamaForCausalLM) -> None:
     torch.manual_seed(2)
     texts = torch.randint(0, 4096, (2, 32))
     learner = new_student(target, len(TARGET_IDS))

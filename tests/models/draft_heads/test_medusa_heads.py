@@ -53,7 +53,7 @@ def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(served.logits(hidden, 3), expected)
 
 
-def test_a_lesson_is_learned() -> None:
+def test_a_medusa_lesson_lowers_the_loss() -> None:
     target, heads = tiny_target(), MedusaHeads(16, num_heads=2, num_blocks=1)
     lesson, ids = MedusaLesson(heads, target), torch.randint(0, 48, (2, 12))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-2)
