@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +31,7 @@ from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import tokenizer_file
+from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.proposer import HeadProposer, Proposer
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
@@ -62,7 +63,7 @@ from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.stats.rates import RateMeter, StepWork
-from engine.stats.step_times import StepTimer, StepTimes
+from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
@@ -83,6 +84,23 @@ class Runner(Protocol):
         """Bring KV to other places before the next `forward`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The source of an engine's drafts and their judge.
+
+    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` speculate in reasoning steps
+    and pass everything else on to `proposer` and `verifier`; None: every request is exact. `overlap` None: no pass
+    begins before the one before is committed; one that does knows neither heads nor steps.
+    """
+
+    proposer: Proposer
+    verifier: Verifier
+    config: SpeculationConfig
+    head: HeadProposer | None = None
+    steps: StepSpeculation | None = None
+    overlap: Overlap | None = None
+
+
 class EngineCore:
     """One model, its sequences and its truth: what `step` returns is committed and never taken back.
 
@@ -98,22 +116,24 @@ class EngineCore:
         runner: Runner,
         scheduler: Scheduler,
         blocks: BlockManager,
-        proposer: Proposer,
-        verifier: Verifier,
-        speculation: SpeculationConfig,
+        speculation: Speculation,
+        *,
         source: PrefillSource | None = None,
         rates: RateMeter | None = None,
         grammars: GrammarCompiler | None = None,
-        steps: StepSpeculation | None = None,
         clock: Callable[[], float] = time.monotonic,
-        head: HeadProposer | None = None,
-        overlap: Overlap | None = None,
     ) -> None:
-        """`grammars` None makes an engine whose tokens have no bytes, for the model has no tokenizer.
+        """Assemble an engine of its parts.
 
-        `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` stand before `proposer`
-        and `verifier`; None, and every request is exact. `overlap` None: no pass begins before the one before is
-        committed; one that does knows neither heads nor steps.
+        Args:
+            runner: the model.
+            scheduler: it plans over `blocks`, and offers prompts to `source`.
+            blocks: the manager of the runner's blocks.
+            speculation: the source and the judge of drafts.
+            source: KV blocks from elsewhere; None: every prompt is read here.
+            rates: the meter that `source` reads; None: one of its own.
+            grammars: None: no token has bytes, for the model has no tokenizer.
+            clock: seconds, from which time-outs of requests run.
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -122,19 +142,19 @@ class EngineCore:
         self.rates = rates or RateMeter()
         self.on_computed: Callable[[Batch], None] = _ignore
         self._source = source or NoPrefillSource()
-        self._steps = steps
-        self._proposer: Proposer | StepSpeculation = steps or proposer
-        self._head = head
-        self._overlap: Overlap = overlap or SyncScheduling(steps or verifier)
-        self._speculation = speculation
+        self._steps = speculation.steps
+        self._proposer: Proposer | StepSpeculation = speculation.steps or speculation.proposer
+        self._verifier = speculation.steps or speculation.verifier
+        self._head = speculation.head
+        self._overlap: Overlap = speculation.overlap or SyncScheduling()
+        self._speculation = config = speculation.config
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
-        self._budget = (
-            DraftBudget(speculation.num_tokens, speculation.max_num_tokens) if is_adaptive(speculation) else None
-        )
+        self._budget = DraftBudget(config.num_tokens, config.max_num_tokens) if is_adaptive(config) else None
         self._drafts = DraftCounters()
         self._total_times = StepTimes()
+        self._timer = StepTimer()
         self._is_broken = False
         self._is_starved = False
 
@@ -158,43 +178,18 @@ class EngineCore:
         """
         model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
         runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
-        head = head_proposer(runner, config.speculation.tree)
-        if head is not None and config.head is not None:
-            assert proposer is None, "one of the two drafts"
-            proposer = proposer_of(config.speculation.methods, head, SpeculationMethod(config.head.kind))
+        use_prefix_caching = config.cache.enable_prefix_caching
         blocks = BlockManager(
-            runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
+            runner.num_blocks, runner.block_size, runner.model_version, event_sink, use_prefix_caching
         )
         rates = RateMeter()
         source = None
         if transport is not None:
             source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
         scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
-        speculation = config.speculation if proposer is not None else config.speculation.without_drafts()
-        verifier = Verifier(Sampler())
-        token_file = tokenizer_file(config.model.path)
-        grammars = GrammarCompiler(token_file, runner.vocab_size, runner.eos_token_ids)
-        proposer = proposer or NoProposer()
-        steps = None
-        if speculation.steps is not None and speculation.can_draft and head is None:
-            steps = step_speculation(
-                speculation.steps, token_file, runner.vocab_size, proposer, step_writer or proposer, verifier
-            )
-        can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
-        return cls(
-            runner,
-            scheduler,
-            blocks,
-            proposer,
-            verifier,
-            speculation,
-            source,
-            rates,
-            grammars,
-            head=head,
-            steps=steps,
-            overlap=AsyncScheduling(runner, scheduler, verifier) if can_overlap else None,
-        )
+        speculation = _speculation(config, runner, scheduler, proposer, step_writer)
+        grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
+        return cls(runner, scheduler, blocks, speculation, source=source, rates=rates, grammars=grammars)
 
     @property
     def has_work(self) -> bool:
@@ -286,47 +281,40 @@ class EngineCore:
             self.abort(request_id)
 
     def _step(self) -> list[TokenChunk]:
-        timer = StepTimer()
-        issued = self._overlap.take() or self._issue(timer)
-        batch, drafts = issued.batch, issued.drafts
+        self._timer = StepTimer()
+        issued = self._overlap.take() or self._issue()
         verified = self._verify(issued)
-        timer.lap("sample_s")
-        self.runner.move(issued.compactions(verified))
-        if self._head is not None and batch.scheduled:
-            self._head.learn(passed_rows(batch, issued.num_drafts, verified))
-            timer.lap("forward_s")
-        self.on_computed(batch)
-        sampled = batch.sampled
-        chunks = self.scheduler.commit(batch, issued.num_drafts, verified)
-        # Nobody has drafted by the plan that was made while this pass was on its way, unless another one follows it.
-        is_planned = issued.is_ahead and not self._overlap.has_pass
-        num_prompt_rows = sum(scheduled.num_tokens for scheduled in batch.scheduled) - len(sampled)
-        self._plan_drafts(sampled, drafts, verified, num_prompt_rows, timer.times(), is_planned)
-        timer.lap("commit_s")
+        self._keep_accepted(issued, verified)
+        sampled = issued.batch.sampled  # read before the commit, after which none is
+        chunks = self._commit(issued, sampled, verified)
         self._tell_proposer(sampled, chunks)
-        timer.lap("draft_s")
-        self.last_times = timer.times()
-        self._total_times += self.last_times
-        self.rates.observe(StepWork.of(batch.scheduled, self.last_times.total_s))
+        self._record(issued.batch)
         return chunks
 
-    def _issue(self, timer: StepTimer) -> InFlightBatch:
-        """Hand the next pass to the device, whatever there is to compute."""
-        has_received = self._source.receive(self.scheduler.prefill_load)
-        timer.lap("receive_s")
-        is_writing = self._steps is not None and self._steps.write()
-        timer.lap("draft_s")
-        batch = self.scheduler.schedule()
-        timer.lap("schedule_s")
+    def _issue(self) -> InFlightBatch:
+        """Schedule, propose, forward: hand the next pass to the device, whatever there is to compute."""
+        has_progress = any([self._receive(), self._write_steps()])
+        batch = self._schedule()
         drafts = self._propose(batch)
-        timer.lap("draft_s")
-        logits = self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.scheduled else None
-        timer.lap("forward_s")
-        self._is_starved = not (has_received or batch.scheduled or is_writing)
+        logits = self._forward(batch, drafts)
+        self._is_starved = not (has_progress or batch.scheduled)
         return InFlightBatch(batch, drafts, logits)
 
+    @timed("receive_s")
+    def _receive(self) -> bool:
+        return self._source.receive(self.scheduler.prefill_load)
+
+    @timed("draft_s")
+    def _write_steps(self) -> bool:
+        return self._steps is not None and self._steps.write()
+
+    @timed("schedule_s")
+    def _schedule(self) -> Batch:
+        return self.scheduler.schedule()
+
+    @timed("draft_s")
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
-        """One draft per sampled sequence; the proposer is asked only for those that have room for one."""
+        """Return one draft per sampled sequence; the proposer is asked only for those that have room for one."""
         wanting = [scheduled for scheduled in batch.sampled if scheduled.max_draft_tokens > 0]
         drafts = iter(self._proposer.propose(wanting) if wanting else ())
         checked = []
@@ -340,42 +328,69 @@ class EngineCore:
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
 
+    @timed("forward_s")
+    def _forward(self, batch: Batch, drafts: Seq[CheckedDraft]) -> Tensor | None:
+        return self.runner.forward(batch.spans([draft.computed for draft in drafts])) if batch.scheduled else None
+
+    @timed("sample_s")
     def _verify(self, issued: InFlightBatch) -> list[VerifyResult]:
+        """Judge the drafts; a next pass that needs nothing but the tokens drawn here is issued before they are read."""
         tasks = issued.tasks()  # before the scores are there: their rows are found by what is still wanted
-        if issued.logits is not None:
-            score_prompts(issued.logits, issued.batch, issued.num_drafts)
-        verified = self._overlap.verify(issued, tasks)
+        if issued.logits is None:
+            return []
+        score_prompts(issued.logits, issued.batch, issued.num_drafts)
+        if not tasks:
+            return []
+        drawn = self._overlap.issue_next(issued, tasks)
+        verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
         for draft, outcome in zip(issued.drafts, verified, strict=True):
             if outcome.is_exact:
                 self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
         return verified
 
+    @timed("forward_s")
+    def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
+        """Bring the KV of accepted drafts to its place, and their hidden states to the head."""
+        self.runner.move(issued.compactions(verified))
+        if self._head is not None and issued.batch.scheduled:
+            self._head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
+
+    @timed("commit_s")
+    def _commit(
+        self, issued: InFlightBatch, sampled: Seq[ScheduledSequence], verified: Seq[VerifyResult]
+    ) -> list[TokenChunk]:
+        self.on_computed(issued.batch)
+        chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
+        if self._budget is not None:
+            self._plan_drafts(self._budget, issued, sampled, verified)
+        return chunks
+
     def _plan_drafts(
         self,
+        budget: DraftBudget,
+        issued: InFlightBatch,
         sampled: Seq[ScheduledSequence],
-        drafts: Seq[CheckedDraft],
         verified: Seq[VerifyResult],
-        num_prompt_rows: int,
-        times: StepTimes,
-        is_planned: bool,
     ) -> None:
-        """Let the budget learn from the pass and set the next one's lengths, before anybody drafts for it."""
-        if self._budget is None:
-            return
+        """Let the budget learn from the pass and set the next one's lengths, before anything is drafted for it."""
         passes = [
             DraftedPass(each.sequence, each.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
-            for each, draft, outcome in zip(sampled, drafts, verified, strict=True)
+            for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True)
             if outcome.is_exact
         ]
+        times = self._timer.times()
         is_comparable = len(passes) == len(sampled)
         time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
-        self._budget.observe(passes, time, num_prompt_rows)
-        if not is_planned:
+        num_prompt_rows = sum(scheduled.num_tokens for scheduled in issued.batch.scheduled) - len(sampled)
+        budget.observe(passes, time, num_prompt_rows)
+        # A plan made while this pass was on its way is unused, unless another pass follows it.
+        if not issued.is_ahead or self._overlap.has_pass:
             sequences = [scheduled.sequence for scheduled in sampled]
-            self._budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
+            budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
 
+    @timed("draft_s")
     def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
-        """Not before the last of the passes that go without drafts is committed."""
+        """Report what was committed, but not before the last of the passes that go without drafts is."""
         grown = [scheduled.sequence for scheduled in sampled if _will_be_drafted(scheduled.sequence)]
         if grown and not self._overlap.has_pass:
             self._proposer.commit(grown)
@@ -383,13 +398,52 @@ class EngineCore:
             if chunk.finish_reason is not None:
                 self._proposer.close(chunk.request_id)
 
+    def _record(self, batch: Batch) -> None:
+        self.last_times = self._timer.times()
+        self._total_times += self.last_times
+        self.rates.observe(StepWork.of(batch.scheduled, self.last_times.total_s))
+
     def _check_alive(self) -> None:
         if self._is_broken:
             raise EngineError("the engine failed in an earlier step and computes nothing more; build a new one")
 
 
+def _speculation(
+    config: EngineConfig,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    proposer: Proposer | None,
+    step_writer: Proposer | None,
+) -> Speculation:
+    """Return what drafts and judges: the head of the configuration, or else `proposer`."""
+    verifier = Verifier(Sampler())
+    head = head_proposer(runner, config.speculation.tree)
+    if head is not None and config.head is not None:
+        assert proposer is None, "one of the two drafts"
+        proposer = proposer_of(config.speculation.methods, head, SpeculationMethod(config.head.kind))
+        steps = None
+    elif proposer is not None:
+        steps = _steps(config, runner.vocab_size, proposer, step_writer or proposer, verifier)
+    else:
+        steps = None
+    can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
+    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
+    if proposer is None:
+        return Speculation(NoProposer(), verifier, config.speculation.without_drafts(), overlap=overlap)
+    return Speculation(proposer, verifier, config.speculation, head, steps, overlap)
+
+
+def _steps(
+    config: EngineConfig, vocab_size: int, proposer: Proposer, writer: Proposer, verifier: Verifier
+) -> StepSpeculation | None:
+    steps = config.speculation.steps
+    if steps is None or not config.speculation.can_draft:
+        return None
+    return step_speculation(steps, tokenizer_file(config.model.path), vocab_size, proposer, writer, verifier)
+
+
 def _ignore(batch: Batch) -> None:
-    """Nobody wants to see the batches."""
+    """Do nothing with a batch."""
 
 
 def _will_be_drafted(sequence: Sequence) -> bool:

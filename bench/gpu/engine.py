@@ -30,7 +30,7 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.runner.model_runner import ModelRunner
@@ -168,7 +168,8 @@ class Bench:
         verifier = Verifier(Sampler())
         overlaps = mode.overlaps and self.runner.can_overlap
         overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
-        return EngineCore(self.runner, scheduler, blocks, proposer, verifier, speculation, source, overlap=overlap)
+        parts = Speculation(proposer, verifier, speculation, overlap=overlap)
+        return EngineCore(self.runner, scheduler, blocks, parts, source=source)
 
 
 class CopiedPrefill(NoPrefillSource):

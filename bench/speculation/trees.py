@@ -21,7 +21,7 @@ from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig, TreeKind
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -90,7 +90,7 @@ def _engine(runner: ModelRunner, method: Method, verify: VerifyMode, dtype: str)
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
     scheduler = Scheduler(SchedulerConfig(), blocks, runner.max_model_len, tree=method.tree)
     speculation = SpeculationConfig(method.depth, verify, tree=method.tree)
-    return EngineCore(runner, scheduler, blocks, proposer, Verifier(Sampler()), speculation)
+    return EngineCore(runner, scheduler, blocks, Speculation(proposer, Verifier(Sampler()), speculation))
 
 
 def _generate(engine: EngineCore, prompts: Seq[Seq[int]], num_tokens: int, temperature: float) -> None:

@@ -44,8 +44,27 @@ class FedRunner(Protocol):
         """Logits `[R, V] float32` of the spans' rows; `input_ids` [T], if given, replace the spans' tokens."""
 
 
+class DrawnTokens:
+    """Tokens on their way to the host, which waits for them alone: not for what is issued after them."""
+
+    def __init__(self, token_ids: Tensor) -> None:
+        self._token_ids = token_ids
+        self._event: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._token_ids.copy_(token_ids, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def results(self) -> list[VerifyResult]:
+        """Wait for the tokens, which follow no drafts."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [VerifyResult((token_id,), 0) for token_id in self._token_ids.tolist()]
+
+
 class Overlap(Protocol):
-    """How the verification of a pass and the next pass follow each other; state of the engine's thread.
+    """Issues passes before the one before is committed; state of the engine's thread.
 
     Attributes:
         num_passes: passes that were issued before the host had seen their tokens.
@@ -55,20 +74,21 @@ class Overlap(Protocol):
 
     @property
     def has_pass(self) -> bool:
-        """Whether a pass is on its way whose outcome has not been asked for."""
+        """True while a pass is on its way whose outcome has not been asked for."""
 
     def take(self) -> InFlightBatch | None:
-        """The pass that is on its way, with those of its sequences that still run; None: schedule one."""
+        """Return the pass that is on its way, with those of its sequences that still run; None: schedule one."""
 
-    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """Verify the tasks of a pass, which is then to be committed; the next pass may be on its way afterwards."""
+    def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
+        """Issue the pass after `issued`, if it needs nothing but the tokens drawn from this one.
 
+        Args:
+            issued: the pass that is to be verified, with logits.
+            tasks: what is to be verified of it, at least one.
 
-class AnyVerifier(Protocol):
-    """A verifier, or what stands before one."""
-
-    def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """As `engine.verifier.verifier.Verifier`."""
+        Returns:
+            The tokens drawn, in the order of `tasks`; None if nothing was issued, and `tasks` are to be verified.
+        """
 
 
 class SyncScheduling:
@@ -77,14 +97,11 @@ class SyncScheduling:
     num_passes = 0
     has_pass = False
 
-    def __init__(self, verifier: AnyVerifier) -> None:
-        self._verifier = verifier
-
     def take(self) -> InFlightBatch | None:
         return None
 
-    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        return self._verifier.verify(issued.logits, tasks) if issued.logits is not None and tasks else []
+    def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
+        return None
 
 
 class AsyncScheduling:
@@ -105,16 +122,15 @@ class AsyncScheduling:
         issued, self._ahead = self._ahead, None
         return None if issued is None else _of_running(issued)
 
-    def verify(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        if issued.logits is None or not tasks:
-            return []
+    def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
         following = self._scheduler.follow(issued.batch) if all(map(_is_plain, tasks)) else None
         if following is None:
-            return self._verifier.verify(issued.logits, tasks)
+            return None
+        assert issued.logits is not None
         token_ids = self._verifier.draw(issued.logits, tasks)
-        read = _Read(token_ids)
+        drawn = DrawnTokens(token_ids)
         self._issue(following, token_ids, tasks)
-        return [VerifyResult((token_id,), 0) for token_id in read.wait()]
+        return drawn
 
     def _issue(self, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         """Compute `batch`, whose sequences are among those of `tasks`, from the tokens drawn for them."""
@@ -128,26 +144,8 @@ class AsyncScheduling:
         self.num_passes += 1
 
 
-class _Read:
-    """Tokens on their way to the host, which waits for them alone: not for what is issued after them."""
-
-    def __init__(self, token_ids: Tensor) -> None:
-        self._token_ids = token_ids
-        self._event: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._token_ids.copy_(token_ids, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._token_ids.tolist()
-
-
 def _is_plain(task: VerifyTask) -> bool:
-    """Whether its token is what the sampler picks, and its logits are of no further use."""
+    """True if its token is what the sampler picks, and its logits are of no further use."""
     sequence = task.sequence
     return sequence.is_matched and not task.draft.token_ids and sequence.sampling.num_logprobs is None
 

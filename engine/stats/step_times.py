@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
 from operator import add, sub
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +52,33 @@ class StepTimer:
         self._last_s = now_s
 
     def times(self) -> StepTimes:
+        """Return the parts measured so far."""
         return StepTimes(**self._parts, num_steps=1)
+
+
+class Timed(Protocol):
+    """An object whose methods are parts of a step."""
+
+    _timer: StepTimer
+
+
+T = TypeVar("T", bound=Timed)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def timed(
+    part: str,
+) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
+    """Make a method the part `part` of its object's step: the time since the last part ended counts for it."""
+
+    def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+        @wraps(method)
+        def run(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            result = method(self, *args, **kwargs)
+            self._timer.lap(part)
+            return result
+
+        return run
+
+    return decorate

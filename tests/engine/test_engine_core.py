@@ -15,7 +15,7 @@ from torch import Tensor
 
 import engine.engine_core
 from engine.config import SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
@@ -56,9 +56,7 @@ def make_core(
         runner or FakeRunner(num_blocks, 4, V),
         Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
         blocks,
-        proposer or NoProposer(),
-        Verifier(Sampler()),
-        SpeculationConfig(num_drafts, adaptive=adaptive),
+        Speculation(proposer or NoProposer(), Verifier(Sampler()), SpeculationConfig(num_drafts, adaptive=adaptive)),
     )
 
 

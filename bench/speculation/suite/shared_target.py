@@ -7,7 +7,7 @@ from collections.abc import Callable
 from bench.speculation.suite.recorded_engine import RecordedEngine
 from bench.speculation.suite.recorded_verifier import RecordedVerifier
 from engine.config import CacheConfig, HeadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
@@ -33,5 +33,5 @@ class SharedTarget:
         verifier = RecordedVerifier(Sampler())
         head = head_proposer(self._runner, speculation.tree)
         proposer = head or make_proposer() or NoProposer()
-        core = EngineCore(self._runner, scheduler, self._blocks, proposer, verifier, speculation, head=head)
+        core = EngineCore(self._runner, scheduler, self._blocks, Speculation(proposer, verifier, speculation, head))
         return RecordedEngine(core, verifier, proposer, speculation)

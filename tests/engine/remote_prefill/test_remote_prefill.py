@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
@@ -125,10 +125,8 @@ def build(model: ModelConfig, setup: Setup) -> Pair:
         runner,
         scheduler,
         blocks,
-        setup.proposer(),
-        Verifier(Sampler()),
-        SpeculationConfig(setup.num_drafts),
-        source,
+        Speculation(setup.proposer(), Verifier(Sampler()), SpeculationConfig(setup.num_drafts)),
+        source=source,
         clock=clock,
     )
     return Pair(core, source, transport, remote, clock)

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from engine.config import SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
 from engine.proposer.adaptive.draft_budget import DraftedPass, PassTime
@@ -25,6 +25,7 @@ from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
 from engine.span import Span
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import (
     FinishReason,
@@ -66,11 +67,13 @@ def make_core(
         runner,
         scheduler,
         blocks,
-        proposer or NoProposer(),
-        verifier,
-        SpeculationConfig(num_drafts),
+        Speculation(
+            proposer or NoProposer(),
+            verifier,
+            SpeculationConfig(num_drafts),
+            overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else None,
+        ),
         clock=clock,
-        overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else None,
     )
 
 
@@ -258,18 +261,18 @@ def test_mistakes_are_seen(mistake: Callable[[pytest.MonkeyPatch], None], monkey
 
 def test_the_next_pass_is_issued_before_the_host_waits_and_it_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    forward, wait = FakeRunner.forward, overlap._Read.wait
+    forward, wait = FakeRunner.forward, overlap.DrawnTokens.results
 
     def noted_forward(self: FakeRunner, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         events.append("issue" if input_ids is None else "issue ahead")
         return forward(self, spans, input_ids)
 
-    def noted_wait(self: overlap._Read) -> list[int]:
+    def noted_wait(self: overlap.DrawnTokens) -> list[VerifyResult]:
         events.append("wait")
         return wait(self)
 
     monkeypatch.setattr(FakeRunner, "forward", noted_forward)
-    monkeypatch.setattr(overlap._Read, "wait", noted_wait)
+    monkeypatch.setattr(overlap.DrawnTokens, "results", noted_wait)
     core = make_core(True)
     core.add(request("a", max_tokens=4))
     while core.has_work:

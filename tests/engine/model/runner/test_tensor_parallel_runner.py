@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, load_runner
@@ -64,7 +64,8 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
     proposer = None
     if draft is not None:
         proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits, tree=tree)
-    core = EngineCore(runner, scheduler, blocks, proposer or NoProposer(), Verifier(Sampler()), speculation)
+    parts = Speculation(proposer or NoProposer(), Verifier(Sampler()), speculation)
+    core = EngineCore(runner, scheduler, blocks, parts)
     for index, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=24)
         core.add(GenerateRequest(str(index), prompt, sampling))
