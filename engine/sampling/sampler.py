@@ -151,7 +151,7 @@ def _noise(rows: Seq[LogitsRow], purpose: Purpose, like: Tensor) -> Tensor:
     keys = row_keys(rows, purpose, like.device)
     if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
         return gumbel(keys, like.shape[1])
-    distinct, index = keys.unique(return_inverse=True)
+    distinct, index = torch.unique(keys, return_inverse=True)
     return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
 
 

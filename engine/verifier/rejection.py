@@ -83,7 +83,7 @@ class _Verdict:
 def verify_tree_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
     target_probs = sampler.probs(scores, [row for task in tasks for row in task.rows])  # [R, V]
-    by_task = target_probs.split([len(task.rows) for task in tasks])
+    by_task = torch.split(target_probs, [len(task.rows) for task in tasks])
     walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
     last_rows = [task.rows[_row_after(walk.path)] for walk, task in zip(walks, tasks, strict=True)]
     final_ids = draw_tokens(torch.stack([walk.final_probs for walk in walks]), last_rows)

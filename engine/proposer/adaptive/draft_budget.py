@@ -126,7 +126,8 @@ class DraftBudget:
         num_rows = len(sequences) + sum(each.num_wanted_drafts for each in sequences if each.has_fixed_length)
         if self._row_cost.max_rows == 0:
             self._is_speculating = True
-            return np.minimum(num_possible, self._first_length)
+            first: Ints = np.minimum(num_possible, self._first_length)
+            return first
         self._num_steps_since_plain += 1
         period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
         room = self._row_cost.max_rows - max(self._prompt_rows) - num_rows
@@ -146,16 +147,16 @@ class DraftBudget:
     def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`."""
         beside = np.unique(self._prompt_rows)[:, None]
-        shares = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
+        weights = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
         whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
         added = np.maximum(whole - self._row_cost.seconds(beside, _OPTIMISM), _LEAST_SHARE * whole)
-        return shares @ added
+        return weights @ added
 
     def _acceptance_of(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
         """Return the chance that each draft stands, `[B, K]`; 0 where a sequence may have no draft."""
         names = [class_of(sequence) for sequence in sequences]
         acceptance = self._acceptance.of([sequence.request_id for sequence in sequences], names)
-        lengths = [n if self._gate(name).is_on else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
+        lengths = [n if self._gate(name).is_open else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
         if min(lengths) < self._max_length:
             acceptance[self._positions >= np.array(lengths)[:, None]] = 0.0
         return acceptance

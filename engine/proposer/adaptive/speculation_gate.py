@@ -61,24 +61,24 @@ class SpeculationGate:
     def __init__(self) -> None:
         self.meter = SpeedupMeter()
         self._trial = SpeedupMeter()
-        self._num_steps_off = 0
+        self._num_steps_closed = 0
         self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
 
     @property
-    def is_on(self) -> bool:
-        return self._num_steps_off == 0
+    def is_open(self) -> bool:
+        return self._num_steps_closed == 0
 
     def observe(self, step: ClassStep) -> None:
         """Take in one step of the class and decide."""
         self.meter.observe(step)
-        if not self.is_on:
-            self._num_steps_off -= 1
+        if not self.is_open:
+            self._num_steps_closed -= 1
             return
         self._trial.observe(step)
         if not self._trial.is_measured:
             return
         if self._trial.speedup < _LOSS:
-            self._num_steps_off = int(self._backoff.next())
+            self._num_steps_closed = int(self._backoff.next())
             self._trial = SpeedupMeter()
         elif self._trial.speedup >= 1.0:
             self._backoff.reset()

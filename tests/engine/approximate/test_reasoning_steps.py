@@ -94,7 +94,9 @@ def texts(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("verify", list(VerifyMode))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_who_does_not_ask_has_what_they_would_have_without(pair: Folders, verify: VerifyMode, temperature: float):
+def test_a_request_that_does_not_ask_gets_the_tokens_it_would_get_without_steps(
+    pair: Folders, verify: VerifyMode, temperature: float
+):
     asked = requests(approximate=(False, False, False), temperature=temperature, seed=5)
     plain = new_engine(pair.target, new_drafter(pair.draft), verify=verify)
     allowed = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE, verify=verify)
@@ -157,7 +159,7 @@ def test_steps_count_in_no_statistics_of_drafts(pair: Folders):
     assert chunks[-1].speculation.num_draft_tokens == 0
 
 
-def test_a_threshold_of_its_own_beats_the_deployments(pair: Folders):
+def test_a_threshold_of_the_request_overrides_the_deployments(pair: Folders):
     (asked,) = requests(approximate=(True,))
     asked = replace(asked, speculation=SpeculationParams(is_approximate=True, threshold=0.0))
     engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY)
@@ -187,7 +189,9 @@ def test_at_most_so_many_steps_are_drafted(pair: Folders):
         (CACHE, SchedulerConfig(max_tokens_per_step=6)),  # no pass has room for a step
     ],
 )
-def test_short_of_room_the_target_goes_on_by_itself(pair: Folders, cache: CacheConfig, limits: SchedulerConfig):
+def test_a_sequence_without_blocks_for_a_step_is_continued_by_the_target(
+    pair: Folders, cache: CacheConfig, limits: SchedulerConfig
+):
     asked = requests(24, approximate=(True, True, True), temperature=1.0, seed=2)
     engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY, cache, limits)
     assert texts(run(engine, asked)) == texts(run(new_engine(pair.target, None), asked_exactly(asked)))
@@ -210,7 +214,7 @@ def test_an_abort_while_the_draft_writes_frees_everything(pair: Folders):
     assert engine.step() == []
 
 
-def test_others_do_not_wait_for_a_step(pair: Folders):
+def test_other_requests_do_not_wait_for_a_reasoning_step(pair: Folders):
     slow, quick = requests(approximate=(True, False))
     engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, max_step_tokens=30))
     engine.add(slow)
@@ -232,7 +236,7 @@ class SilentDrafter:
     def close(self, request_id: str) -> None: ...
 
 
-def test_without_a_draft_the_target_writes_every_step(pair: Folders):
+def test_the_target_writes_every_step_while_the_draft_is_away(pair: Folders):
     asked = requests(approximate=(True, True))
     engine = new_engine(pair.target, SilentDrafter(), ANYWHERE)
     assert texts(run(engine, asked)) == texts(run(new_engine(pair.target, None), asked_exactly(asked)))

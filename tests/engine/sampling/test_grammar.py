@@ -299,7 +299,7 @@ def test_rules_may_be_nested_as_deep_as_there_may_be_rules(kind: GrammarKind, so
     assert whole["x"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def test_what_contradicts_a_grammar_is_refused(folder: Path) -> None:
+def test_parameters_that_contradict_a_grammar_are_refused(folder: Path) -> None:
     engine = build(folder)
     grammar = Grammar(GrammarKind.REGEX, "a+", "guided_regex")
     with pytest.raises(RequestError, match="min_tokens is 3"):
@@ -310,7 +310,7 @@ def test_what_contradicts_a_grammar_is_refused(folder: Path) -> None:
         engine.add(replace(request("x", grammar), output_token_ids=(5,)))
 
 
-def test_a_model_without_tokenizer_says_so() -> None:
+def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
     compiler = GrammarCompiler(None, 16, (END_ID,))
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))

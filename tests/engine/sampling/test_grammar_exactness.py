@@ -41,12 +41,12 @@ def test_one_pass_emits_the_masked_distribution(check: str) -> None:
     CHECKS[check]()
 
 
-def test_coupled_drafts_change_nothing() -> None:
+def test_coupled_drafts_under_a_grammar_change_no_token() -> None:
     plain = samples(VerifyMode.COUPLED, num_drafts=0).run(no_draft)
     assert samples(VerifyMode.COUPLED, num_drafts=3).run(draft_by_malice).tolist() == plain.tolist()
 
 
-def test_a_forced_token_is_drafted_where_nobody_drafts() -> None:
+def test_a_forced_token_is_drafted_without_a_proposer() -> None:
     """After "ca" the text is free, after "b" it is a or ca, and after "bc" only a is left."""
     sequence = tabular.new_sequence(CONSTRAINED)
     sequence.append((1, 2))
@@ -107,7 +107,7 @@ MUTANTS = {
     ("mutant", "check"),
     [pytest.param(each, check, id=f"{each.__name__}-{check}") for each, checks in MUTANTS.items() for check in checks],
 )
-def test_the_mutant_fails(
+def test_every_mutant_of_the_masks_fails_its_check(
     mutant: Callable[[pytest.MonkeyPatch], None], check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)

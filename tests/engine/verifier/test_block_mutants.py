@@ -164,14 +164,14 @@ def draft_knows_the_uniform_that_judges_it(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_real_code_passes(check: str) -> None:
+def test_the_unpatched_block_verifier_passes_every_check(check: str) -> None:
     CHECKS[check]()
 
 
 @pytest.mark.parametrize(
     ("change", "check"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in MUTANTS]
 )
-def test_the_mutant_fails(change: Patch, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mutant_fails_its_checks(change: Patch, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch)
     with pytest.raises(AssertionError):
         CHECKS[check]()

@@ -207,7 +207,7 @@ def test_siblings_that_name_different_distributions_are_not_believed() -> None:
     assert second.q == SparseDistribution((1,), (WEIGHT_SUM,))
 
 
-def test_width_pays_only_because_siblings_are_drawn_without_replacement() -> None:
+def test_a_wider_tree_is_accepted_more_often_only_because_siblings_are_drawn_without_replacement() -> None:
     pair = pair_library(5)[0]
     accepted = []
     for name in ("two roots", "three roots"):
@@ -260,7 +260,7 @@ def the_recovered_token_comes_from_the_target(patch: pytest.MonkeyPatch) -> None
         the_recovered_token_comes_from_the_target,
     ],
 )
-def test_the_mutant_fails_enumeration(
+def test_every_mutant_of_rejection_fails_enumeration(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
@@ -328,7 +328,7 @@ def descends_whatever_the_parent(sampled_ids: Seq[int], draft_ids: Seq[int], par
     return descend(sampled_ids, draft_ids, [-1 if parent < 0 else 0 for parent in parents])
 
 
-def test_the_mutant_fails_equality(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_ignores_parents_fails_equality(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coupled, "descend", descends_whatever_the_parent)
     with pytest.raises(AssertionError):
         check_coupled_equality()

@@ -306,7 +306,7 @@ def coupled_trusts_the_first_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_real_code_passes(check: str) -> None:
+def test_the_unpatched_verifier_passes_every_check(check: str) -> None:
     CHECKS[check]()
 
 
@@ -314,7 +314,7 @@ def test_the_real_code_passes(check: str) -> None:
     ("change", "check"),
     [pytest.param(each, check, id=f"{each.name}-{check}") for each in MUTANTS for check in each.checks],
 )
-def test_the_mutant_fails(change: Mutant, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mutant_fails_its_checks(change: Mutant, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change.patch(monkeypatch)
     with pytest.raises(AssertionError):
         CHECKS[check]()

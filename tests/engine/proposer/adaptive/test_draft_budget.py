@@ -119,7 +119,7 @@ def test_a_request_never_gets_more_than_it_may_have() -> None:
     assert length == 2
 
 
-def test_a_length_that_is_not_to_be_planned_stays_and_keeps_nobody_else_from_drafts() -> None:
+def test_a_fixed_length_stays_and_leaves_drafts_to_the_others() -> None:
     budget, pair = new_budget(), SimulatedPair(lambda index, step: 0.9, ROOFLINE, request_tokens=10**9)
     slots = [new_sequence(0), new_sequence(1, num_drafts=3)]
     slots[1].has_fixed_length = True
@@ -146,12 +146,12 @@ def test_a_class_is_a_method_and_greedy_or_not() -> None:
     assert class_of(new_sequence(0, temperature=0.7)) == "model-sampled"
 
 
-def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pauses() -> None:
+def test_the_gate_closes_for_a_class_that_loses_and_opens_after_ever_longer_pauses() -> None:
     gate, trials = SpeculationGate(), []
     for _ in range(4000):
-        is_on = gate.is_on
-        trials.append(is_on)
-        gate.observe(ClassStep(8, 8, 1.2 if is_on else 1.0, 1.0))
+        is_open = gate.is_open
+        trials.append(is_open)
+        gate.observe(ClassStep(8, 8, 1.2 if is_open else 1.0, 1.0))
     starts = [step for step in range(1, 4000) if trials[step] and not trials[step - 1]]
     pauses = np.diff(starts)
     assert len(starts) >= 4
@@ -159,9 +159,9 @@ def test_a_class_that_loses_is_switched_off_and_tried_again_after_ever_longer_pa
     assert sum(trials) < 100
 
 
-def test_a_class_that_gains_stays_on() -> None:
+def test_the_gate_stays_open_for_a_class_that_gains() -> None:
     gate = SpeculationGate()
     for _ in range(500):
         gate.observe(ClassStep(8, 20, 1.2, 1.0))
-        assert gate.is_on
+        assert gate.is_open
     assert gate.meter.speedup == pytest.approx(20 / 8 / 1.2)

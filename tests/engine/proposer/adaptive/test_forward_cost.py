@@ -38,7 +38,7 @@ def test_a_slower_machine_moves_the_sizes_that_it_is_not_seen_at() -> None:
     assert seconds(cost, 8) == pytest.approx(1.5 * true_s(8), rel=0.1)
 
 
-def test_a_hiccup_moves_little() -> None:
+def test_one_slow_pass_moves_the_curve_little() -> None:
     cost = learned([8, 128], 200, noise=0.0)
     ratio = seconds(cost, 128) / seconds(cost, 8)
     cost.observe(128, 100.0)
@@ -76,7 +76,7 @@ def test_a_size_never_seen_costs_what_the_next_smaller_does_until_it_is_seen() -
     assert cost.max_rows == 512
 
 
-def test_optimism_is_for_what_is_little_known() -> None:
+def test_optimism_lowers_sizes_most_that_were_seldom_seen() -> None:
     cost = learned([4] * 50 + [64], 102)
     often, seldom = (float(cost.seconds(np.array([size]), 1.0)[0]) / seconds(cost, size) for size in (4, 64))
     assert seldom < often < 1.0

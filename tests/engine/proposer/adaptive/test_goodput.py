@@ -32,7 +32,7 @@ def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
     assert found.plain_tokens_per_s == pytest.approx(num_sequences / row_seconds[0])
 
 
-def test_where_a_draft_may_not_be_there_is_none() -> None:
+def test_positions_of_zero_acceptance_get_no_draft() -> None:
     acceptance = np.array([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]])
     assert allocate(acceptance, np.ones(7), 0.0, 0.0).lengths.tolist() == [2, 0, 1]
 
@@ -41,7 +41,7 @@ def test_equal_chances_fill_from_the_front() -> None:
     assert allocate(np.ones((2, 3)), np.array([1.0, 1.0, 1.0, 9.0]), 0.0, 0.0).lengths.tolist() == [1, 1]
 
 
-def test_a_pass_that_nothing_can_improve_is_plain() -> None:
+def test_a_pass_that_no_draft_improves_has_none() -> None:
     found = allocate(np.full((2, 3), 0.1), np.arange(2.0, 9.0), 0.0, 0.0)
     assert found.lengths.tolist() == [0, 0]
     assert found.tokens_per_s == found.plain_tokens_per_s == 1.0
