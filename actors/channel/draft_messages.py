@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.draft import Draft
+from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from protos.messages import SamplingParams, VerifyMode
 
@@ -41,18 +41,6 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     base_len: int
     token_ids: tuple[int, ...]
     num_drafts: int
-
-
-class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts that continue the first `base_len` committed tokens and `after`; of use once exactly these are committed.
-
-    Offers made ahead of a verdict have one such outcome each in `after`; one that answers a commit has nothing there.
-    """
-
-    request_id: str
-    base_len: int
-    draft: Draft
-    after: tuple[int, ...] = ()
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):

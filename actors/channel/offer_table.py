@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from actors.channel.draft_messages import Offer
 from engine.draft import Draft
+from engine.proposer.draft_model.offer import Offer
 
 _MAX_OFFERS = 1024  # far more than any fan-out; a draft that lies must not fill the memory
 

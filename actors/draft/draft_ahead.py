@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from actors.channel.draft_messages import Offer
 from actors.channel.offer_table import OfferTable
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
+from engine.proposer.draft_model.offer import Offer
 from engine.sequence.request_tokens import RequestTokens
 
 
@@ -52,13 +52,9 @@ class DraftAhead:
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
         """Prepare for all expected passes and send what is done; ends at once when `is_stopped`."""
 
-        def emit(prepared: tuple[PreparedDraft, ...]) -> None:
-            if offers := self._keep(prepared):
-                send(offers)
+        def emit(offers: tuple[Offer, ...]) -> None:
+            if kept := tuple(offer for offer in offers if self._tables[offer.request_id].add(offer)):
+                send(kept)
 
         if self._drafter.run(tuple(self._due.values()), emit, is_stopped):
             self._due.clear()
-
-    def _keep(self, prepared: tuple[PreparedDraft, ...]) -> tuple[Offer, ...]:
-        offers = tuple(Offer(each.request_id, each.base_len, each.draft, each.after) for each in prepared)
-        return tuple(offer for offer in offers if self._tables[offer.request_id].add(offer))

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offer, Offers, Open, Round
+from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.draft.draft_ahead import DraftAhead
 from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
 from engine.config import TreeConfig
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
+from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.draft_query import UnscheduledQuery
 from engine.sequence.request_tokens import RequestTokens

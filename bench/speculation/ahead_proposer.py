@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import PendingPass, PreparedDraft
+from engine.proposer.draft_model.ahead_drafter import PendingPass
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.draft_model.offer import Offer
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
@@ -62,7 +63,7 @@ class AheadProposer:
             for query, draft in zip(queries, drafts, strict=True)
         ]
 
-        def keep(wave: tuple[PreparedDraft, ...]) -> None:
+        def keep(wave: tuple[Offer, ...]) -> None:
             for each in wave:
                 self._prepared[each.request_id][(*texts[each.request_id], *each.after)] = each.draft
 

@@ -24,11 +24,11 @@ from operator import attrgetter
 
 import torch
 
-from engine.draft import Draft
 from engine.proposer.draft_model.branch import Branch
 from engine.proposer.draft_model.draft_model import DraftModel, Read, Reading
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.fan_out import fan_out
+from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
 from engine.sequence.request_tokens import RequestTokens
@@ -45,16 +45,6 @@ class PendingPass:
     sequence: RequestTokens
     draft_ids: tuple[int, ...]
     num_drafts: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDraft:
-    """A draft for the pass that follows once `after` is committed behind the first `base_len` tokens."""
-
-    request_id: str
-    base_len: int
-    after: tuple[int, ...]
-    draft: Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class AheadDrafter:
     def run(
         self,
         pending: Seq[PendingPass],
-        emit: Callable[[tuple[PreparedDraft, ...]], None],
+        emit: Callable[[tuple[Offer, ...]], None],
         is_stopped: Callable[[], bool],
     ) -> bool:
         """Hand `emit` what is prepared, likeliest outcomes first; False if `is_stopped` ended it early.
@@ -152,7 +142,7 @@ class AheadDrafter:
         return min(reserved.pending.num_drafts, num_remaining - 1, num_positions)
 
     def _prepare_all(
-        self, branches: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
+        self, branches: Seq[Branch], emit: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
         num_rows = self._num_rows
         for first in range(0, len(branches), num_rows):
@@ -163,14 +153,14 @@ class AheadDrafter:
         return True
 
     def _prepare(
-        self, wave: Seq[Branch], emit: Callable[[tuple[PreparedDraft, ...]], None], is_stopped: Callable[[], bool]
+        self, wave: Seq[Branch], emit: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
         """Grow a draft behind each branch for which there are blocks."""
         with self._model.sequences.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
             chains = self._chains(wave, block_ids)
             if not self._model.grow(chains, is_stopped):
                 return False
-        emit(tuple(_prepared(branch, chain) for branch, chain in zip(wave, chains, strict=False)))
+        emit(tuple(_offer(branch, chain) for branch, chain in zip(wave, chains, strict=False)))
         return True
 
     def _chains(self, wave: Seq[Branch], block_ids: Seq[int]) -> list[Chain]:
@@ -200,6 +190,6 @@ def _first_in_turn(waiting: Seq[_ReservedPass]) -> Seq[_ReservedPass]:
     return [each for each in waiting if each.sequence.num_missing_tokens <= _MAX_UNREAD] or waiting
 
 
-def _prepared(branch: Branch, chain: Chain) -> PreparedDraft:
+def _offer(branch: Branch, chain: Chain) -> Offer:
     target = branch.sequence.target_sequence
-    return PreparedDraft(target.request_id, len(target.token_ids), branch.after, chain.draft())
+    return Offer(target.request_id, len(target.token_ids), chain.draft(), branch.after)

@@ -1,8 +1,8 @@
 """An offer is found by the very tokens it continues, and by nothing else."""
 
-from actors.channel.draft_messages import Offer
 from actors.channel.offer_table import _MAX_OFFERS, OfferTable
 from engine.draft import Draft
+from engine.proposer.draft_model.offer import Offer
 
 
 def offer(base_len: int, after: tuple[int, ...], *draft_ids: int) -> Offer:

@@ -11,7 +11,8 @@ from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, DraftMessage
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
 from engine.draft import Draft
-from engine.proposer.draft_model.ahead_drafter import PendingPass, PreparedDraft
+from engine.proposer.draft_model.ahead_drafter import PendingPass
+from engine.proposer.draft_model.offer import Offer
 from protos.messages import SamplingParams, VerifyMode
 
 PATIENCE_S = 20.0  # of these tests, on a busy machine
@@ -178,11 +179,11 @@ class CountingAheadDrafter:
         return True
 
 
-def _prepared(pending: PendingPass) -> PreparedDraft:
+def _prepared(pending: PendingPass) -> Offer:
     last = (*pending.sequence.token_ids, *pending.draft_ids)[-1]
     after = (*pending.draft_ids, last + 1)
     draft = Draft(tuple(last + 2 + index for index in range(pending.num_drafts)))
-    return PreparedDraft(pending.sequence.request_id, len(pending.sequence.token_ids), after, draft)
+    return Offer(pending.sequence.request_id, len(pending.sequence.token_ids), draft, after)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.draft_messages import Commit, DraftMessage, Hello, Offer, Offers, Round
+from actors.channel.draft_messages import Commit, DraftMessage, Hello, Offers, Round
 from actors.process.frames import (
     MAX_FRAME_BYTES,
     ConnectionLostError,
@@ -18,6 +18,7 @@ from actors.process.frames import (
 )
 from actors.shell_messages import Refused
 from engine.draft import Draft, SparseDistribution
+from engine.proposer.draft_model.offer import Offer
 from protos.errors import OverloadedError
 
 MESSAGES = [

@@ -12,8 +12,9 @@ import pytest
 
 from engine.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass, PreparedDraft
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 from engine.proposer.draft_model.branch import Branch
+from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
@@ -48,8 +49,8 @@ def draft_ahead(
     fan_out: int = 3,
     is_stopped: Callable[[], bool] = never,
     ahead_drafter: AheadDrafter | None = None,
-) -> list[PreparedDraft]:
-    waves: list[tuple[PreparedDraft, ...]] = []
+) -> list[Offer]:
+    waves: list[tuple[Offer, ...]] = []
     (ahead_drafter or drafter.proposer.ahead_drafter(fan_out)).run(pending, waves.append, is_stopped)
     drafter.check()
     assert drafter.blocks.num_free_blocks == drafter.blocks.num_blocks - num_held(drafter)
@@ -72,7 +73,7 @@ class Afterwards:
 
     drafter: Drafter
 
-    def agrees(self, sequence: Sequence, prepared: PreparedDraft, num_drafts: int = K) -> bool:
+    def agrees(self, sequence: Sequence, prepared: Offer, num_drafts: int = K) -> bool:
         """The same tokens, drawn from the same distributions but for the last bits of a rounding."""
         copy = sequence_of(sequence.request, num_drafts, sequence.verify)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
