@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
 from bench.gpu.table import KernelLine, Missing, Results
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
 from engine.attention.triton_tiling import Heads
 from engine.kv_cache.pool import KVCache, LayerShape

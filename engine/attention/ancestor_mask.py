@@ -9,7 +9,7 @@ from engine.span import Span
 _NUM_BITS = 64
 
 
-def lineage(span: Span, window: int | None) -> list[int]:
+def ancestor_masks(span: Span, window: int | None) -> list[int]:
     """One int64 per row of `span`: bit j says that the row sees node j of the span's tree; 0 for a row before the tree.
 
     A node sees itself and those of its ancestors that are among the last `window` positions; None is all.

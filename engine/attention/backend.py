@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 
+from engine.attention.base import PlanAttention
 from engine.attention.batch_invariant import BatchInvariantAttention
-from engine.attention.native import NativeAttention, native_or_exact, native_or_torch
-from engine.attention.torch_attention import AttentionPass, TorchAttention
+from engine.attention.native import NativeAttention, native_or_batch_invariant, native_or_torch
+from engine.attention.torch_attention import TorchAttention
 from engine.config import AttentionKind
-from engine.indexing import Index
 from engine.kv_cache.kv_dtype import KVDtype
-from engine.kv_cache.pool import KVCache
 from engine.native.library import native_library
-from engine.span import Span
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 0)  # matrix units for bfloat16, and copies to shared memory that do not wait
 _MIN_FLOAT8_CAPABILITY = (8, 9)
-_NATIVE = (NativeAttention, native_or_torch, native_or_exact)
-
-
-class AttentionPlan(Protocol):
-    """The attention of some spans, laid out once; valid while the blocks of the spans stay theirs."""
-
-    def whole(self, slots: Index) -> AttentionPass:
-        """For a pass that computes all tokens; `slots` are where their KV goes."""
-
-    def step(self, step: int, slots: Index) -> AttentionPass:
-        """For a pass that computes only token `step` of each span; the spans have one length."""
-
-
-PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
+_NATIVE = (NativeAttention, native_or_torch, native_or_batch_invariant)
 
 
 def choose_attention(name: str, device: torch.device, *, is_deterministic: bool = False) -> PlanAttention:
@@ -112,7 +94,7 @@ def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministi
     logger.info("attention on %s: native kernel (configured: %s)", device, kind)
     if kind is AttentionKind.NATIVE:
         return NativeAttention
-    return native_or_exact if is_deterministic else native_or_torch
+    return native_or_batch_invariant if is_deterministic else native_or_torch
 
 
 def _obstacle_to_native(device: torch.device) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.base import LayerOptions
 from engine.draft import path_to
 from engine.indexing import Index, index_tensor
 from engine.kv_cache.pool import KVCache
@@ -55,7 +55,7 @@ class _Layout:
 
 
 class BatchInvariantAttention:
-    """The `engine.attention.backend.AttentionPlan` of deterministic models."""
+    """The `engine.attention.base.AttentionPlan` of deterministic models."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._spans = spans
@@ -69,7 +69,7 @@ class BatchInvariantAttention:
 
 
 class BatchInvariantPass:
-    """The `engine.attention.torch_attention.AttentionPass` of some spans, laid out once per distinct window."""
+    """The `engine.attention.base.AttentionPass` of some spans, laid out once per distinct window."""
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache = cache

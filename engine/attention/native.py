@@ -15,8 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.attention.base import LayerOptions
 from engine.attention.batch_invariant import BatchInvariantAttention
-from engine.attention.torch_attention import LayerOptions, TorchAttention
+from engine.attention.torch_attention import TorchAttention
 from engine.draft import path_to
 from engine.indexing import Index, upload
 from engine.kv_cache.kv_dtype import KVDtype
@@ -47,7 +48,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """The `engine.attention.backend.AttentionPlan` of such processors."""
+    """The `engine.attention.base.AttentionPlan` of such processors."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         """Raises ConfigError where the kernel does not read such a pool."""
@@ -69,7 +70,7 @@ class NativeAttention:
 
 
 class NativePass:
-    """One flat pass over the pool; what is laid out for it serves every layer."""
+    """One forward batch over the pool; what is laid out for it serves every layer."""
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache = cache
@@ -143,7 +144,7 @@ def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | Torch
     return NativeAttention(spans, cache) if fits(cache) else TorchAttention(spans, cache)
 
 
-def native_or_exact(spans: Seq[Span], cache: KVCache) -> NativeAttention | BatchInvariantAttention:
+def native_or_batch_invariant(spans: Seq[Span], cache: KVCache) -> NativeAttention | BatchInvariantAttention:
     """`native_or_torch` of deterministic models."""
     return NativeAttention(spans, cache) if fits(cache) else BatchInvariantAttention(spans, cache)
 

@@ -1,4 +1,4 @@
-"""Which rows of a flat pass read which keys: index tensors and masks, built once per pass and used by every layer.
+"""Which rows of a forward batch read which keys: index tensors and masks, built once per pass and used by every layer.
 
 Rows of the pass are cut into *reads*. Short spans (decode and verification) are read many at a time, padded to a common
 number of rows and blocks; a prefill chunk is one read; so is a long span whose blocks are one run: it is read in place.

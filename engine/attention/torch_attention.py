@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
 from engine.attention.read_plan import Read, ReadPlan
 from engine.indexing import Index
 from engine.kv_cache.pool import KVCache
@@ -27,28 +27,7 @@ ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerOptions:
-    """What a layer asks of attention beside q, k and v."""
-
-    scaling: float
-    window: int | None = None  # tokens a row sees, itself included
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [H * G] logits of keys without a value (gpt-oss)
-
-
-class AttentionPass(Protocol):
-    """The attention of all layers in one forward pass."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-        """Query [1, H * G, T, D], key and value [1, H, T, D], after rotary -> [1, T, H * G, D] (D of the values)."""
-
-
-class UnsupportedAttention(Exception):
-    """A layer asked for something this attention does not compute; the loader turns it into a refusal by name."""
-
-
-def paged_attention(
+def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is that of transformers' AttentionInterface
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -62,11 +41,11 @@ def paged_attention(
     attention_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The function every attention layer calls; its signature is the interface's."""
+    """Compute a layer's attention: the function that every attention layer calls."""
     if attention_pass is None:
-        raise UnsupportedAttention("its layers drop the keywords of the forward call")
+        raise UnsupportedAttentionError("its layers drop the keywords of the forward call")
     if position_bias is not None or attention_mask is not None:
-        raise UnsupportedAttention("its attention adds a bias or a mask of its own")
+        raise UnsupportedAttentionError("its attention adds a bias or a mask of its own")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = LayerOptions(scaling, sliding_window, softcap, s_aux)
     return attention_pass.attend(module.layer_idx, query, key, value, options), None
@@ -76,7 +55,7 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 class PagedAttentionPass:
-    """One flat pass over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
+    """One forward batch over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
 
     def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[Read]]) -> None:
         self._cache = cache
@@ -128,7 +107,7 @@ class PagedAttentionPass:
 
 
 class TorchAttention:
-    """The `engine.attention.backend.AttentionPlan` that this file computes."""
+    """The `engine.attention.base.AttentionPlan` that this file computes."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._cache = cache

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from engine.attention.ancestor_mask import lineage
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.ancestor_mask import ancestor_masks
+from engine.attention.base import LayerOptions
 from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiles import TilePlan, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
@@ -41,7 +41,7 @@ class RowMasks:
         """None where every span is a chain, whose masks follow from the places."""
         if not any(span.parents for span in spans):
             return None
-        ancestors = [bits for span in spans for bits in lineage(span, window)]
+        ancestors = [bits for span in spans for bits in ancestor_masks(span, window)]
         positions = [position for span in spans for position in span.positions]
         return cls(upload(ancestors, torch.int64, device), upload(positions, torch.int32, device))
 
@@ -160,7 +160,7 @@ def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, option
 
 
 class TritonAttention:
-    """The `engine.attention.backend.AttentionPlan` of GPUs."""
+    """The `engine.attention.base.AttentionPlan` of GPUs."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._spans = spans
@@ -177,7 +177,7 @@ class TritonAttention:
 
 
 class TritonAttentionPass:
-    """One flat pass over the pool; what is laid out for a window and head sizes serves every layer that has them."""
+    """One forward batch over the pool; a layout for a window and head sizes serves every layer that has them."""
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span], block_tables: Tensor) -> None:
         self._cache = cache

@@ -32,7 +32,7 @@ _TREE_NODES = tl.constexpr(64)  # bits of an ancestor mask
 
 
 @triton.jit
-def attend_tiles(
+def attend_tiles(  # noqa: PLR0913, PLR0915, PLR0917  # a kernel takes pointers and numbers, no structures
     out,  # [T, H * G, D of the values]
     query,  # [T, H * G, D], any strides but the last
     keys,  # [N, P, H, D]
@@ -86,9 +86,9 @@ def attend_tiles(
 
     place = start + row  # where the token lies; in a chain it sees all places up to its own
     position = place
-    lineage = None
+    ancestor_mask = None
     if ancestors is not None:
-        lineage = tl.load(ancestors + first_row + row, mask=is_row, other=0)
+        ancestor_mask = tl.load(ancestors + first_row + row, mask=is_row, other=0)
         position = tl.load(positions + first_row + row, mask=is_row, other=0)
     score_scale = scale
     if key_scales is not None:
@@ -102,12 +102,12 @@ def attend_tiles(
         everyone_sees = tl.minimum(tl.minimum(start + first_packed // GROUP_SIZE + 1, tree_start), end)
         full_end = begin + tl.maximum(everyone_sees - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, total = _read(
-            acc, peak, total, q, keys, values, table, head, begin, full_end, end, place, position, lineage,
+            acc, peak, total, q, keys, values, table, head, begin, full_end, end, place, position, ancestor_mask,
             tree_start, score_scale, False, NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH,
             WINDOW, SOFTCAP, BLOCK_N,
         )  # fmt: skip
     acc, peak, total = _read(
-        acc, peak, total, q, keys, values, table, head, full_end, end, end, place, position, lineage,
+        acc, peak, total, q, keys, values, table, head, full_end, end, end, place, position, ancestor_mask,
         tree_start, score_scale, True, NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH,
         WINDOW, SOFTCAP, BLOCK_N,
     )  # fmt: skip
@@ -131,8 +131,8 @@ def attend_tiles(
 
 
 @triton.jit
-def _read(
-    acc, peak, total, q, keys, values, table, head, begin, end, last, place, position, lineage,
+def _read(  # noqa: PLR0913, PLR0917  # a kernel takes pointers and numbers, no structures
+    acc, peak, total, q, keys, values, table, head, begin, end, last, place, position, ancestor_mask,
     tree_start, score_scale, IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -151,7 +151,7 @@ def _read(
             scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)  # SOFTCAP * tanh(scores / SOFTCAP)
         scores = scores * _LOG2_E
         if IS_MASKED:
-            is_seen = _is_seen(key_place, place, position, lineage, tree_start, WINDOW)
+            is_seen = _is_seen(key_place, place, position, ancestor_mask, tree_start, WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
@@ -173,7 +173,7 @@ def _load_rows(pool, slot, dims, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _is_seen(key_place, place, position, lineage, tree_start, WINDOW: tl.constexpr):
+def _is_seen(key_place, place, position, ancestor_mask, tree_start, WINDOW: tl.constexpr):
     """[M, N]: a token of a chain sees up to its own place, a node of a tree its ancestors and what lies before it.
 
     Keys behind a range are hidden too: it ends at a multiple of BLOCK_N, or behind the places of all rows.
@@ -183,16 +183,16 @@ def _is_seen(key_place, place, position, lineage, tree_start, WINDOW: tl.constex
     if WINDOW > 0:
         # True of all ancestors that the window leaves: a node's place is not before its position.
         is_seen = is_seen & (keys > (position - WINDOW)[:, None])
-    if lineage is not None:
+    if ancestor_mask is not None:
         bit = tl.minimum(tl.maximum(keys - tree_start, 0), _TREE_NODES - 1).to(tl.int64)
-        is_ancestor = ((lineage[:, None] >> bit) & 1) != 0
-        in_tree = (lineage != 0)[:, None] & (keys >= tree_start)
+        is_ancestor = ((ancestor_mask[:, None] >> bit) & 1) != 0
+        in_tree = (ancestor_mask != 0)[:, None] & (keys >= tree_start)
         is_seen = is_seen & (is_ancestor | ~in_tree)
     return is_seen
 
 
 @triton.jit(do_not_specialize=["num_lanes"])
-def merge_splits(
+def merge_splits(  # noqa: PLR0913, PLR0917  # a kernel takes pointers and numbers, no structures
     out,  # [T, H * G, D of the values]
     merges,  # [tiles that were split, MERGE_FIELDS] int32
     num_lanes,  # of a tile's BLOCK_M packed rows, those that any of the tiles fills

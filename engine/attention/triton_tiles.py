@@ -1,4 +1,4 @@
-"""Cuts the attention of one flat pass into programs of like work for the kernels of `engine.attention.triton_kernel`.
+"""Cuts the attention of a forward batch into programs of like work for `engine.attention.triton_kernel`.
 
     a span, G = 4, BLOCK_M = 16            tile 0            tile 1
     packed rows, by token             0 0 0 0 1 .. 3 | 4 4 4 4 5 5 5 5      every query head of a token in turn

@@ -1,6 +1,6 @@
-"""Exported KV blocks of a model that is divided among ranks: each has the rows of its own heads, the world sees all.
+"""Exported KV blocks of a model that is sharded over ranks: each has the rows of its own heads, the world sees all.
 
-Families whose attention is not divided have all heads on every rank: what one of them has is the whole.
+Families whose attention is not sharded have all heads on every rank: what one of them has is the whole.
 
 a block of rank r, one layer    keys [P, H / ranks, D], values [P, H / ranks, D]
 the block as it is exported     keys [P, H, D], values [P, H, D]: the same bytes as without ranks

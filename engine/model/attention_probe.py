@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD, LayerOptions, UnsupportedAttention
+from engine.attention.base import LayerOptions, UnsupportedAttentionError
+from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
 from engine.kv_cache.pool import LayerShape
 from protos.errors import ConfigError
 
@@ -52,7 +53,7 @@ def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
     try:
         model.set_attn_implementation(ATTENTION_NAME)
         model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
-    except (UnsupportedAttention, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (UnsupportedAttentionError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(model, str(error)) from error
     records = sorted(recording.records, key=lambda record: record.layer)
     config = model.config.get_text_config()

@@ -1,4 +1,4 @@
-"""The tensors of one flat pass: spans of many sequences laid end to end, each row at its own position and slot."""
+"""The tensors of one forward batch: spans of many sequences laid end to end, each row at its own position and slot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.attention.backend import PlanAttention
-from engine.attention.torch_attention import AttentionPass, TorchAttention
+from engine.attention.base import AttentionPass, PlanAttention
+from engine.attention.torch_attention import TorchAttention
 from engine.indexing import index_of, index_tensor, slots_of
 from engine.kv_cache.pool import KVCache
 from engine.span import Span

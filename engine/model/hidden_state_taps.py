@@ -24,7 +24,7 @@ class HiddenStateTaps:
         return self.is_final or bool(self.layers)
 
 
-NO_TAP = HiddenStateTaps()
+NO_TAPS = HiddenStateTaps()
 # The logit of a token that a head does not know: no chance, but a finite score where a grammar leaves no other.
 UNKNOWN = -1e4
 

@@ -1,7 +1,7 @@
 """A causal language model whose attention reads a KV pool, held to the logits of the stock model it was made from.
 
-The agreement check decides what can be served: it computes tokens of two sequences in flat passes, one of them in
-pieces, and compares the logits with the stock model's. A family that ignores what a flat pass relies on (keywords,
+The agreement check decides what can be served: it computes tokens of two sequences in forward batches, one of them in
+pieces, and compares the logits with the stock model's. A family that ignores what a forward batch relies on (keywords,
 positions, one sequence's tokens being hidden from another) cannot pass, so nothing rests on a list of families.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.backend import PlanAttention
+from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import Quantization
@@ -25,11 +25,11 @@ from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.determinism import first_difference, obstacle
 from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps
+from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import linear_factory
-from engine.model.shard import divide
+from engine.model.shard import shard_model
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.span import Span
 from protos.errors import ConfigError
@@ -42,12 +42,12 @@ _QUANTIZATION_ERROR = {Quantization.NONE: 0.0, Quantization.INT8: 0.15, Quantiza
 
 
 class PagedModel:
-    """The forward of flat passes.
+    """The forward of forward batches.
 
     Attributes:
         vocab_size: columns of the logits.
         layer_shapes: the KV every layer keeps, first to last, on all ranks together.
-        rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not divided.
+        rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not sharded.
     """
 
     def __init__(
@@ -55,16 +55,23 @@ class PagedModel:
         model: PreTrainedModel,
         quantization: Quantization = Quantization.NONE,
         plan_attention: PlanAttention = TorchAttention,
-        tap: HiddenStateTaps = NO_TAP,
+        taps: HiddenStateTaps = NO_TAPS,
         rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
     ) -> None:
         """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
 
-        `plan_attention` is what the agreement check computes attention with, and what forwards must be laid out for, an
-        exact one where `is_deterministic`; `tap` what they keep as `features`. Where there are other ranks, all of them
-        construct theirs at the same time, and call `forward` together.
+        Where there are other ranks, all of them construct theirs at the same time, and call `forward` together.
+
+        Args:
+            model: transformers' own, its attention still stock.
+            quantization: of the linear layers.
+            plan_attention: computes the agreement check, and is what forwards are laid out for; batch-invariant where
+                `is_deterministic`.
+            taps: the hidden states that forwards keep as `features`.
+            rank: this process's among those that compute the model.
+            is_deterministic: a row's logits have the same bits in every batch.
 
         Raises:
             ConfigError: the model's family cannot be served.
@@ -80,27 +87,27 @@ class PagedModel:
         if LlamaDecoder.fits(model):
             options = [record.options for record in records]
             self._decoder = LlamaDecoder(
-                model, options, linear_factory(quantization), tap, rank, is_deterministic=is_deterministic
+                model, options, linear_factory(quantization), taps, rank, is_deterministic=is_deterministic
             )
             self.rank_shapes = [
                 replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in self.layer_shapes
             ]
         else:
             if rank.size > 1:
-                self.rank_shapes = divide(model, rank)
+                self.rank_shapes = shard_model(model, rank)
             make_linear = linear_factory(quantization)
             pack_linears(model, batch_invariant_factory(make_linear) if is_deterministic else make_linear)
-            self._decoder = StockDecoder(model, tap)
+            self._decoder = StockDecoder(model, taps)
         error = self._relative_error(stock_logits, plan_attention)
         if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
             place = f" on {rank.size} ranks" if rank.size > 1 else ""
-            raise refusal(model, f"its logits in a flat pass{place} differ from the stock model's by {error:.1%}")
+            raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
     @property
     def features(self) -> Tensor | None:
-        """What was tapped of the last pass, [T, F]; None without a tap. Valid until the next forward."""
+        """Hidden states of the last pass, [T, F]; None without taps. Valid until the next forward."""
         return self._decoder.features
 
     @property
@@ -121,9 +128,9 @@ class PagedModel:
         return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
 
     @torch.inference_mode()
-    def forward(self, flat_pass: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
-        logits = self._decoder.logits(flat_pass)
+        logits = self._decoder.logits(batch)
         return logits.float() if out is None else out.copy_(logits)
 
     def _relative_error(self, stock_logits: Tensor, plan_attention: PlanAttention) -> float:

@@ -15,22 +15,22 @@ from transformers import PreTrainedModel
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import record_attention
 from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of
-from engine.model.tensor_parallel.plan import Cut, division_plan, not_divided
+from engine.model.tensor_parallel.plan import Cut, not_sharded, shard_plan
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import ConfigError
 
 
-def divide(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
+def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
     """Leave of `model`, which has our attention, what `rank` computes, in place and on the rank's device.
 
     All ranks call this together, and the model's forward from now on. Returns the KV that each layer keeps on this
     rank: its heads, or all of them in families whose attention every rank computes.
 
     Raises:
-        ConfigError: its family cannot be divided.
+        ConfigError: its family cannot be sharded.
     """
     module: nn.Module = model
-    for name, cut in division_plan(model, rank.size).items():
+    for name, cut in shard_plan(model, rank.size).items():
         path, _, key = name.rpartition(".")
         parent = module.get_submodule(path)
         child = getattr(parent, key)
@@ -45,7 +45,7 @@ def divide(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
         return [record.shape for record in record_attention(model)]
     except ConfigError as error:
         reason = f"its modules do not compute with the parts of transformers' plan ({error.__cause__ or error})"
-        raise not_divided(model, rank.size, reason) from error
+        raise not_sharded(model, rank.size, reason) from error
 
 
 def _factory(cut: Cut, rank: Rank) -> LinearFactory:
@@ -60,15 +60,18 @@ def _outputs(rank: Rank, cut: Cut, weight: Tensor, bias: Tensor | None) -> Linea
 
 
 def _joined(rank: Rank, weight: Tensor, bias: Tensor | None) -> Linear:
-    compute, num_outputs = linear_of(rank.tokens(weight), None if bias is None else rank.tokens(bias)), len(weight)
-    return lambda x: rank.join(compute(x), num_outputs)
+    compute, num_outputs = (
+        linear_of(rank.shard_vocab(weight), None if bias is None else rank.shard_vocab(bias)),
+        len(weight),
+    )
+    return lambda x: rank.all_gather(compute(x), num_outputs)
 
 
 def _summed(rank: Rank, is_whole: bool, weight: Tensor, bias: Tensor | None) -> Linear:
-    compute = linear_of(rank.inputs(weight), rank.bias(bias))
+    compute = linear_of(rank.shard_columns(weight), rank.summed_bias(bias))
     if is_whole:
-        return lambda x: rank.sum(compute(rank.part(x, -1)))
-    return lambda x: rank.sum(compute(x))
+        return lambda x: rank.all_reduce(compute(rank.shard(x, -1)))
+    return lambda x: rank.all_reduce(compute(x))
 
 
 def _part(rank: Rank, cut: Cut, tensor: Tensor) -> Tensor:
@@ -76,8 +79,8 @@ def _part(rank: Rank, cut: Cut, tensor: Tensor) -> Tensor:
     if cut is Cut.PACKED_OUTPUTS:
         dim = max(tensor.ndim - 2, 0)
         return torch.cat([_part(rank, Cut.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)
-    return rank.part(tensor, tensor.ndim - 1 if cut is Cut.INPUTS else max(tensor.ndim - 2, 0))
+    return rank.shard(tensor, tensor.ndim - 1 if cut is Cut.INPUTS else max(tensor.ndim - 2, 0))
 
 
 def _sum(rank: Rank, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return rank.sum(output)
+    return rank.all_reduce(output)

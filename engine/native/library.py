@@ -51,34 +51,36 @@ def native_instructions() -> Instructions | None:
 def _loaded() -> tuple[ctypes.CDLL, Instructions] | None:
     try:
         library, instructions = _load()
-    except _Unavailable as reason:
+    except _UnavailableError as reason:
         logger.info("native kernels: none, torch computes instead: %s", reason)
         return None
     logger.info("native kernels: %s, from %s", instructions.name, library._name)
     return library, instructions
 
 
-class _Unavailable(Exception):
+class _UnavailableError(Exception):
     pass
 
 
 def _load() -> tuple[ctypes.CDLL, Instructions]:
     switch = os.environ.get(SWITCH, "")
     if switch == "0":
-        raise _Unavailable(f"{SWITCH} is 0")
+        raise _UnavailableError(f"{SWITCH} is 0")
     if switch not in _MOST:
         raise ConfigError(
             f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
         )
     found = find_spec("engine._native")
     if found is None or found.origin is None:
-        raise _Unavailable("they were not compiled when the package was installed, which takes gcc 11 or later on x86")
+        raise _UnavailableError(
+            "they were not compiled when the package was installed, which takes gcc 11 or later on x86"
+        )
     if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.glob("*.[ch]")):
-        raise _Unavailable("their sources have changed since they were compiled; install the package again")
+        raise _UnavailableError("their sources have changed since they were compiled; install the package again")
     try:
         library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
     except OSError as error:
-        raise _Unavailable(str(error)) from error
+        raise _UnavailableError(str(error)) from error
     if not (used := library.outrider_start(_MOST[switch])):
-        raise _Unavailable("this processor has no AVX2")
+        raise _UnavailableError("this processor has no AVX2")
     return library, Instructions(used)

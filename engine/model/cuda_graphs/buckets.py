@@ -1,4 +1,4 @@
-"""Few shapes for many passes: small ones are padded to a bucket, so that a GPU can replay what it has recorded.
+"""Few buckets for many passes: small ones are padded to a bucket, so that a GPU can replay what it has recorded.
 
       3 spans of a pass, 7 rows         bucket of 4 spans x 3 rows: 12 rows
       A A A B C C C               ->    A A A B C C C | . . .  . .        the rest: spans on the scratch block
@@ -42,9 +42,9 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
 
 
 def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
-    """The shapes to be recorded, smallest first."""
-    shapes = [GraphBucket(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
-    return sorted((s for s in shapes if s.num_rows <= graphs.max_rows), key=lambda shape: (shape.num_rows, shape))
+    """The buckets to be recorded, smallest first."""
+    buckets = [GraphBucket(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
+    return sorted((s for s in buckets if s.num_rows <= graphs.max_rows), key=lambda bucket: (bucket.num_rows, bucket))
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
@@ -66,29 +66,29 @@ def _longest_of_many(speculation: SpeculationConfig) -> int:
     return speculation.guess_limit if has_guesses else 0
 
 
-def fitting_bucket(spans: Seq[Span], shapes: Seq[GraphBucket]) -> GraphBucket | None:
-    """The first of `shapes`, which are sorted, that has room; None where there is none."""
+def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket | None:
+    """The first of `buckets`, which are sorted, that has room; None where there is none."""
     num_rows = max(len(span.token_ids) for span in spans)
-    fitting = (shape for shape in shapes if shape.num_spans >= len(spans) and shape.rows_per_span >= num_rows)
+    fitting = (bucket for bucket in buckets if bucket.num_spans >= len(spans) and bucket.rows_per_span >= num_rows)
     return next(fitting, None)
 
 
-def pad(spans: Seq[Span], shape: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
-    """`spans`, and spans on the scratch block that make the pass as long as `shape` says. Logits of all rows."""
+def pad(spans: Seq[Span], bucket: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
+    """`spans`, and spans on the scratch block that make the pass as long as `bucket` says. Logits of all rows."""
     padded = list(spans)
-    missing = shape.num_rows - sum(len(span.token_ids) for span in spans)
-    most = padding_rows(shape, block_size)
+    missing = bucket.num_rows - sum(len(span.token_ids) for span in spans)
+    most = padding_rows(bucket, block_size)
     for first in range(0, missing, most):
         num_rows = min(most, missing - first)
         padded.append(Span([0] * num_rows, 0, [scratch_block], num_rows))
     return padded
 
 
-def padding_rows(shape: GraphBucket, block_size: int) -> int:
+def padding_rows(bucket: GraphBucket, block_size: int) -> int:
     """Rows of the longest span of padding: it lies within one block."""
-    return min(shape.rows_per_span, block_size)
+    return min(bucket.rows_per_span, block_size)
 
 
-def most_spans(shape: GraphBucket, block_size: int) -> int:
+def most_spans(bucket: GraphBucket, block_size: int) -> int:
     """Spans that a padded pass has at most, those of the padding included."""
-    return shape.num_spans + -(-shape.num_rows // padding_rows(shape, block_size))
+    return bucket.num_spans + -(-bucket.num_rows // padding_rows(bucket, block_size))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.backend import PlanAttention, is_triton
+from engine.attention.backend import is_triton
+from engine.attention.base import PlanAttention
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
@@ -66,32 +67,32 @@ class CudaGraphRunner:
         graphs: GraphConfig,
         limits: StaticLimits,
     ) -> None:
-        """Record every shape of `graphs`; on a GPU this takes about a second for each.
+        """Record every bucket of `graphs`; on a GPU this takes about a second for each.
 
         `plan_attention` other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are
         padded all the same, and computed call by call.
         """
-        self._shapes = graph_buckets(graphs)
+        self._buckets = graph_buckets(graphs)
         self._has_trees = graphs.has_trees
         self._device = cache.device
         self._passes: dict[GraphBucket, _Recorded] = {}
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        largest_first = list(reversed(self._shapes))  # whose memory the others use again
+        largest_first = list(reversed(self._buckets))  # whose memory the others use again
         most_rows = largest_first[0].num_rows if largest_first else 0
         self._logits = torch.zeros(most_rows, limits.vocab_size, device=cache.device)
-        for shape in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
-            attention = _static_attention(shape, cache, plan_attention, limits.max_model_len, graphs.has_trees)
-            static = StaticBatch(shape, cache, limits.scratch_block, limits.max_model_len, attention)
+        for bucket in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
+            attention = _static_attention(bucket, cache, plan_attention, limits.max_model_len, graphs.has_trees)
+            static = StaticBatch(bucket, cache, limits.scratch_block, limits.max_model_len, attention)
             static.fill([Span([0], 0, [limits.scratch_block], 1)])
-            compute = partial(forward, static.flat_pass, self._logits[: shape.num_rows])
+            compute = partial(forward, static.batch, self._logits[: bucket.num_rows])
             compute()  # attention finds what it needs
             graph = EagerGraph(compute) if pool is None else CudaGraph(compute, pool)
-            self._passes[shape] = _Recorded(static, graph)
+            self._passes[bucket] = _Recorded(static, graph)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
-        """What a pass over `spans` gives, or None where they fit no shape; valid until the next call.
+        """What a pass over `spans` gives, or None where they fit no bucket; valid until the next call.
 
         `input_ids` [T], if given, replace the tokens of the spans.
         """
@@ -101,14 +102,14 @@ class CudaGraphRunner:
         recorded.static.fill(spans)
         num_rows = sum(len(span.token_ids) for span in spans)
         if input_ids is not None:
-            recorded.static.flat_pass.input_ids[:num_rows].copy_(input_ids)
+            recorded.static.batch.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)
-        passed = recorded.graph.replay().head(num_rows, num_rows)
-        return passed if rows is None else ForwardOutput(passed.logits.index_select(0, rows), passed.features)
+        output = recorded.graph.replay().head(num_rows, num_rows)
+        return output if rows is None else ForwardOutput(output.logits.index_select(0, rows), output.features)
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
         """As `ModelRunner.plan_steps`, or None where there are more spans than in any recorded pass."""
-        if fitting_bucket([_token(span, 0) for span in spans], self._shapes) is None:
+        if fitting_bucket([_token(span, 0) for span in spans], self._buckets) is None:
             return None
         input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
         num_steps = len(spans[0].token_ids)
@@ -119,14 +120,14 @@ class CudaGraphRunner:
         recorded = self._fitting(step.spans)
         assert recorded is not None, "it was planned"
         recorded.static.fill(step.spans)
-        recorded.static.flat_pass.input_ids[: len(step.spans)].copy_(step.input_ids)
+        recorded.static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
         return recorded.graph.replay().logits[: len(step.spans)]
 
     def _fitting(self, spans: Seq[Span]) -> _Recorded | None:
         if not self._has_trees and any(span.parents for span in spans):
             return None
-        shape = fitting_bucket(spans, self._shapes)
-        return None if shape is None else self._passes[shape]
+        bucket = fitting_bucket(spans, self._buckets)
+        return None if bucket is None else self._passes[bucket]
 
 
 def _token(span: Span, index: int) -> Span:
@@ -135,11 +136,11 @@ def _token(span: Span, index: int) -> Span:
 
 
 def _static_attention(
-    shape: GraphBucket, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
+    bucket: GraphBucket, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
 ) -> StaticAttention:
     if not is_triton(plan_attention):
         return PlannedAttention(cache, plan_attention)
     # Not at the top: processes without a GPU may have no Triton, and need none.
     from engine.model.cuda_graphs.static_attention import TiledAttention
 
-    return TiledAttention(shape, cache, max_model_len, has_trees=has_trees and shape.rows_per_span > 1)
+    return TiledAttention(bucket, cache, max_model_len, has_trees=has_trees and bucket.rows_per_span > 1)

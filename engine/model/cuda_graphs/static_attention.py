@@ -15,8 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.attention.ancestor_mask import lineage
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.ancestor_mask import ancestor_masks
+from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
 from engine.attention.triton_tiles import split_tiles, whole_tiles
@@ -31,18 +31,18 @@ _Key = tuple[int | None, Heads]
 
 
 class TiledAttention(StaticAttention):
-    """All layers of one shape; what is laid out for a window and head sizes serves every layer that has them.
+    """All layers of one bucket; what is laid out for a window and head sizes serves every layer that has them.
 
     The first computation finds the windows and head sizes there are; it must come before any recording, and computes
     nothing of use.
     """
 
-    def __init__(self, shape: GraphBucket, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
-        self._shape = shape
+    def __init__(self, bucket: GraphBucket, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
+        self._bucket = bucket
         self._cache = cache
         self._has_trees = has_trees
-        self._num_spans = most_spans(shape, cache.block_size)
-        num_blocks = shape.num_spans * -(-max_model_len // cache.block_size) + self._num_spans
+        self._num_spans = most_spans(bucket, cache.block_size)
+        num_blocks = bucket.num_spans * -(-max_model_len // cache.block_size) + self._num_spans
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         self._launches: dict[_Key, Launch] = {}
 
@@ -62,15 +62,15 @@ class TiledAttention(StaticAttention):
         return read_layer(self._cache, layer, query, launch, options)
 
     def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
-        tiling = choose_tiling(self._shape.rows_per_span, heads, itemsize)
-        tiles_per_span = -(-self._shape.rows_per_span * heads.group_size // tiling.block_m)
+        tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize)
+        tiles_per_span = -(-self._bucket.rows_per_span * heads.group_size // tiling.block_m)
         num_whole = self._num_spans * tiles_per_span
         # `choose_split` cuts all keys into at most so many pieces; each tile adds one where its keys end within a
         # piece, and another where a window makes them begin within one.
         num_pieces = PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
         num_tiles = num_pieces + num_whole * (1 if window is None else 2)
         num_merges = min(num_whole, num_pieces) if window is None else num_whole
-        num_lanes = min(tiling.block_m, self._shape.rows_per_span * heads.group_size)
+        num_lanes = min(tiling.block_m, self._bucket.rows_per_span * heads.group_size)
         tiles = self._zeros(num_tiles, TILE_FIELDS.value)
         merges = self._zeros(num_merges, MERGE_FIELDS.value)
         return Launch(tiling, self._block_tables, tiles, merges, num_tiles, num_lanes, self._new_masks())
@@ -78,7 +78,7 @@ class TiledAttention(StaticAttention):
     def _new_masks(self) -> RowMasks | None:
         if not self._has_trees:
             return None
-        num_rows = self._shape.num_rows
+        num_rows = self._bucket.num_rows
         return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
 
     def _fill(self, launch: Launch, spans: Seq[Span], window: int | None, heads: Heads) -> None:
@@ -89,7 +89,7 @@ class TiledAttention(StaticAttention):
         copy_into(launch.tiles, _filled(tiles, launch.tiles))
         copy_into(launch.merges, _filled(merges, launch.merges))
         if launch.masks is not None:
-            copy_into(launch.masks.ancestors, [bits for span in spans for bits in lineage(span, window)])
+            copy_into(launch.masks.ancestors, [bits for span in spans for bits in ancestor_masks(span, window)])
             copy_into(launch.masks.positions, [position for span in spans for position in span.positions])
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

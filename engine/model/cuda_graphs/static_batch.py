@@ -8,8 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.attention.backend import PlanAttention
-from engine.attention.torch_attention import AttentionPass, LayerOptions
+from engine.attention.base import AttentionPass, LayerOptions, PlanAttention
 from engine.indexing import copy_into, slots_of
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, pad
@@ -18,29 +17,29 @@ from engine.span import Span
 
 
 class StaticBatch:
-    """The `ForwardBatch` of one shape.
+    """The `ForwardBatch` of one bucket.
 
     Attributes:
-        flat_pass: what the model computes; its tensors are those that `fill` writes to.
+        batch: what the model computes; its tensors are those that `fill` writes to.
     """
 
     def __init__(
-        self, shape: GraphBucket, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
+        self, bucket: GraphBucket, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
     ) -> None:
         """`num_positions` bounds all positions, now and later."""
-        self._shape = shape
+        self._bucket = bucket
         self._scratch_block = scratch_block
         self._block_size = cache.block_size
         self._attention = attention
-        self._numbers = torch.zeros(3, shape.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
+        self._numbers = torch.zeros(3, bucket.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
         self._numbers[2] = scratch_block * cache.block_size
         ids, positions, slots = self._numbers
-        self.flat_pass = ForwardBatch(ids, positions, num_positions, None, attention)
+        self.batch = ForwardBatch(ids, positions, num_positions, None, attention)
         attention.slots = slots
 
     def fill(self, spans: Seq[Span]) -> None:
-        """Lay out `spans`, which fit the shape, and padding behind them. Nothing waits for the device."""
-        padded = pad(spans, self._shape, self._scratch_block, self._block_size)
+        """Lay out `spans`, which fit the bucket, and padding behind them. Nothing waits for the device."""
+        padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
         numbers = [
             list(chain.from_iterable(span.token_ids for span in padded)),
             list(chain.from_iterable(span.positions for span in padded)),

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.base import LayerOptions
 from engine.model.decoders.rotary import RotaryTable, rotate
 from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAP, HiddenStateTaps, joined
-from engine.model.linear.batch_invariant_linear import row_invariant
+from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
+from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import gated_of
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
 from engine.model.position_limit import max_positions
@@ -45,7 +45,7 @@ class LlamaDecoder:
     """The forward of one loaded model; takes over its weights and leaves its layers empty.
 
     Attributes:
-        features: what `tap` asks for of the last pass, [T, F].
+        features: what `taps` asks for of the last pass, [T, F].
         lm_head: from the states behind the final norm to logits, those of this rank's tokens.
     """
 
@@ -54,18 +54,23 @@ class LlamaDecoder:
         model: Any,
         options: Seq[LayerOptions],
         make_linear: LinearFactory = linear_of,
-        tap: HiddenStateTaps = NO_TAP,
+        taps: HiddenStateTaps = NO_TAPS,
         rank: Rank = ALONE,
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """`options` are what each layer passes to its attention; `make_linear` packs the weights, of which `rank` takes
-        its part.
+        """Take over `model`.
 
-        When deterministic, a row's logits do not depend on the rows beside it, provided that its attention does not.
+        Args:
+            model: a model that `fits`.
+            options: what each layer passes to its attention.
+            make_linear: packs the weights.
+            taps: the hidden states kept as `features`.
+            rank: takes its part of the weights.
+            is_deterministic: a row's logits do not depend on the rows beside it, provided that its attention does not.
         """
         self.features: Tensor | None = None
-        self._tap = tap
+        self._taps = taps
         config = model.config
         attention = model.model.layers[0].self_attn
         self._rank = rank
@@ -74,7 +79,7 @@ class LlamaDecoder:
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
-        self._embedding = rank.place(model.model.embed_tokens.weight)
+        self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         rotary = model.model.rotary_emb.to(self._embedding.device)
         self._rotary = RotaryTable(rotary, self._embedding, max_positions(config), is_deterministic)
@@ -83,39 +88,39 @@ class LlamaDecoder:
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
-        self._final_norm = rank.place(model.model.norm.weight)
+        self._final_norm = rank.to_device(model.model.norm.weight)
         head = model.lm_head
-        bias = None if head.bias is None else rank.tokens(head.bias)
-        self.lm_head = self._rowwise(make_linear(rank.tokens(head.weight), bias), head.in_features)
+        bias = None if head.bias is None else rank.shard_vocab(head.bias)
+        self.lm_head = self._rowwise(make_linear(rank.shard_vocab(head.weight), bias), head.in_features)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         config = model.config
         return config.model_type in FAMILIES and config.hidden_act == "silu"
 
-    def logits(self, flat_pass: ForwardBatch) -> Tensor:
+    def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
-        hidden = self._embedding.index_select(0, flat_pass.input_ids)  # [T, hidden]
-        cos, sin = self._rotary.at(flat_pass)
+        hidden = self._embedding.index_select(0, batch.input_ids)  # [T, hidden]
+        cos, sin = self._rotary.at(batch)
         tapped: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            if index in self._tap.layers:
+            if index in self._taps.layers:
                 tapped.append(hidden)
-            hidden = hidden + self._attend(index, layer, hidden, cos, sin, flat_pass)
+            hidden = hidden + self._attend(index, layer, hidden, cos, sin, batch)
             hidden = hidden + self._feed_forward(layer, hidden)
-        if len(self._layers) in self._tap.layers:
+        if len(self._layers) in self._taps.layers:
             tapped.append(hidden)
-        if self._tap.is_final:
+        if self._taps.is_final:
             hidden = self._norm(hidden, self._final_norm)
             tapped.append(hidden)
         self.features = joined(tapped)
-        if flat_pass.logit_rows is not None:
-            hidden = hidden.index_select(0, flat_pass.logit_rows)
-        states = hidden if self._tap.is_final else self._norm(hidden, self._final_norm)
-        return self._rank.join(self.lm_head(states), self._vocab_size)
+        if batch.logit_rows is not None:
+            hidden = hidden.index_select(0, batch.logit_rows)
+        states = hidden if self._taps.is_final else self._norm(hidden, self._final_norm)
+        return self._rank.all_gather(self.lm_head(states), self._vocab_size)
 
     def _attend(
-        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, flat_pass: ForwardBatch
+        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
     ) -> Tensor:
         num_rows = hidden.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
@@ -125,14 +130,14 @@ class LlamaDecoder:
             query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._epsilon) * layer.head_norm
         query_key = rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
-        attended = flat_pass.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
-        return self._rank.sum(layer.output(attended.reshape(num_rows, -1)))
+        attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
+        return self._rank.all_reduce(layer.output(attended.reshape(num_rows, -1)))
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
         normed = self._norm(hidden, layer.mlp_norm)
         if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
-            return self._rank.sum(layer.mlp(normed))
-        return self._rank.sum(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
+            return self._rank.all_reduce(layer.mlp(normed))
+        return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
@@ -141,28 +146,28 @@ class LlamaDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         hidden = attention.q_proj.in_features
         return _Layer(
-            input_norm=self._rank.place(layer.input_layernorm.weight),
+            input_norm=self._rank.to_device(layer.input_layernorm.weight),
             qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
             head_norm=self._head_norm(attention),
             output=self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features),
-            mlp_norm=self._rank.place(layer.post_attention_layernorm.weight),
+            mlp_norm=self._rank.to_device(layer.post_attention_layernorm.weight),
             mlp=self._mlp(mlp),
             options=options,
         )
 
     def _summed(self, linear: nn.Linear) -> Linear:
         """A product by this rank's inputs; the sum over all ranks is the layer's output."""
-        return self._make_linear(self._rank.inputs(linear.weight), self._rank.bias(linear.bias))
+        return self._make_linear(self._rank.shard_columns(linear.weight), self._rank.summed_bias(linear.bias))
 
     def _head_norm(self, attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
-        query, key = self._rank.place(attention.q_norm.weight), self._rank.place(attention.k_norm.weight)
+        query, key = self._rank.to_device(attention.q_norm.weight), self._rank.to_device(attention.k_norm.weight)
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
-        """`function` of rows, row-exact if need be."""
-        return row_invariant(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
+        """`function` of rows, batch-invariant if need be."""
+        return batch_invariant(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
 
     def _mlp(self, mlp: Any) -> Linear:
         gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)
@@ -183,6 +188,6 @@ class LlamaDecoder:
 
     def _joined(self, *linears: nn.Linear) -> Linear:
         """One product in place of several with the same input; outputs lie side by side."""
-        biases: list[Tensor] = [self._rank.outputs(linear.bias) for linear in linears if linear.bias is not None]
-        weights: list[Tensor] = [self._rank.outputs(linear.weight) for linear in linears]
+        biases: list[Tensor] = [self._rank.shard_rows(linear.bias) for linear in linears if linear.bias is not None]
+        weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -29,11 +29,11 @@ class RotaryTable:
         self._max_positions = max_positions
         self._table = self._rows((is_whole and max_positions) or _FIRST_POSITIONS)
 
-    def at(self, flat_pass: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def at(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the pass's rows, [T, 1, D] each, for `rotate`."""
-        if flat_pass.num_positions > self._table.shape[0]:
-            self._table = self._rows(2 * flat_pass.num_positions)
-        rows = self._table.index_select(0, flat_pass.position_ids)  # [T, 2, D]
+        if batch.num_positions > self._table.shape[0]:
+            self._table = self._rows(2 * batch.num_positions)
+        rows = self._table.index_select(0, batch.position_ids)  # [T, 2, D]
         return rows[:, :1], rows[:, 1:]
 
     def _rows(self, num_positions: int) -> Tensor:

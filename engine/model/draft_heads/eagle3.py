@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.attention.torch_attention import LayerOptions
+from engine.attention.base import LayerOptions
 from engine.kv_cache.pool import LayerShape
 from engine.model.decoders.rotary import RotaryTable, rotate
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
@@ -35,14 +35,12 @@ from engine.model.linear.packed_linear import Linear, linear_of
 
 
 class Eagle3Head:
-    """One head over its target; a `engine.model.draft_heads.recurrent.RecurrentHead` whose states have the head's own
-    width.
-    """
+    """One head over its target: a `RecurrentHead` whose states have the head's own width."""
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights, first_layer: int) -> None:
         """`first_layer` is where the head's keys and values are in the pool, behind those of the target's layers."""
         layer = config.layer
-        self.tap = config.tap
+        self.taps = config.taps
         self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
         self.lm_head: Linear = linear_of(weights.lm_head, None)  # until the runner puts the target's in its place
         self._tell = self.lm_head
@@ -70,14 +68,14 @@ class Eagle3Head:
         return self._fuse(features)
 
     @torch.inference_mode()
-    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
         """States [T, S] and the tokens behind them to the next states of the pass's logit rows, [R, S]."""
-        embedded = self._embedding.index_select(0, flat_pass.input_ids)  # [T, S]
+        embedded = self._embedding.index_select(0, batch.input_ids)  # [T, S]
         normed = self._norm(states, self._hidden_norm)
         residual = normed if self._config.norm_before_residual else states
-        attended = self._attend(torch.cat((self._norm(embedded, self._embedding_norm), normed), dim=-1), flat_pass)
-        if flat_pass.logit_rows is not None:
-            attended, residual = (rows.index_select(0, flat_pass.logit_rows) for rows in (attended, residual))
+        attended = self._attend(torch.cat((self._norm(embedded, self._embedding_norm), normed), dim=-1), batch)
+        if batch.logit_rows is not None:
+            attended, residual = (rows.index_select(0, batch.logit_rows) for rows in (attended, residual))
         hidden = residual + self._output(attended)  # [R, S]
         gate, up = self._gate_up(self._norm(hidden, self._mlp_norm)).chunk(2, dim=-1)
         hidden = hidden + self._down(F.silu(gate).mul_(up))
@@ -94,15 +92,15 @@ class Eagle3Head:
         logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), float("-inf"))
         return logits.index_copy_(1, self._target_ids, drafted)
 
-    def _attend(self, x: Tensor, flat_pass: ForwardBatch) -> Tensor:
+    def _attend(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, 2 * S] -> [T, heads * D]; the rows' keys and values go to the pool."""
         layer = self._config.layer
         num_rotated = layer.num_attention_heads + layer.num_key_value_heads
         qkv = self._qkv(x).view(x.shape[0], -1, layer.head_dim)
-        query_key = rotate(qkv[:, :num_rotated], *self._rotary.at(flat_pass)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query_key = rotate(qkv[:, :num_rotated], *self._rotary.at(batch)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
         value = qkv[:, num_rotated:].transpose(0, 1)[None]
-        attended = flat_pass.attention.attend(self._first_layer, query, key, value, self._options)
+        attended = batch.attention.attend(self._first_layer, query, key, value, self._options)
         return attended.reshape(x.shape[0], -1)
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:

@@ -36,13 +36,13 @@ class TargetShape:
 class Eagle3Config:
     """One EAGLE-3 head.
 
-    `tap` are the target's states that enter it, normed together if `norm_before_fc`, each for itself if `fc_norm`. The
+    `taps` are the target's states that enter it, normed together if `norm_before_fc`, each for itself if `fc_norm`. The
     residual branch begins behind the norm of the state if `norm_before_residual`; the state that is fed back is the
     normed one if `norm_output` (EAGLE-3.1). `layer_prefix` is where the layer's tensors are.
     """
 
     layer: Any  # a LlamaConfig
-    tap: HiddenStateTaps
+    taps: HiddenStateTaps
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
@@ -131,7 +131,7 @@ def _config(
     _check_sizes(config, layer_config, target, path)
     return Eagle3Config(
         layer=layer_config,
-        tap=HiddenStateTaps(_checked_taps(taps, target, path)),
+        taps=HiddenStateTaps(_checked_taps(taps, target, path)),
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,

@@ -46,7 +46,7 @@ class Eagle3Reader:
         query_size, key_size = (
             count * layer.head_dim for count in (layer.num_attention_heads, layer.num_key_value_heads)
         )
-        num_features = len(config.tap.layers) * config.target_hidden_size
+        num_features = len(config.taps.layers) * config.target_hidden_size
         projections = (("q_proj", query_size), ("k_proj", key_size), ("v_proj", key_size))
         qkv = [self._in_layer(f"self_attn.{name}", size, 2 * width) for name, size in projections]
         gate_up = [self._in_layer(f"mlp.{name}", layer.intermediate_size, width) for name in ("gate_proj", "up_proj")]
@@ -105,7 +105,7 @@ class Eagle3Reader:
 
     def _tap_norms(self) -> Tensor:
         size = self._config.target_hidden_size
-        return torch.stack([self._take(f"fc_norm.{tap}.weight", size) for tap in range(len(self._config.tap.layers))])
+        return torch.stack([self._take(f"fc_norm.{tap}.weight", size) for tap in range(len(self._config.taps.layers))])
 
     def _in_layer(self, name: str, *shape: int) -> Tensor:
         return self._take(f"{self._config.layer_prefix}{name}.weight", *shape)

@@ -63,7 +63,7 @@ class MedusaHeads:
     """A set of heads; they keep no KV and read one state per sequence.
 
     Attributes:
-        tap: the states behind the final norm.
+        taps: the states behind the final norm.
         layer_shapes: none; a state is all that a head needs.
         num_heads: drafts they can make in a round.
         lm_head: the target's, given by the runner before the first pass.
@@ -71,7 +71,7 @@ class MedusaHeads:
 
     def __init__(self, heads: list[_Head], vocab_size: int, token_map: Tensor | None) -> None:
         """`token_map [cut V] int64` has the target's ids of a vocabulary that was cut."""
-        self.tap = HiddenStateTaps(is_final=True)
+        self.taps = HiddenStateTaps(is_final=True)
         self.layer_shapes: list[LayerShape] = []
         self.num_heads = len(heads)
         self.lm_head: Linear = _no_lm_head

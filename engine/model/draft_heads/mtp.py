@@ -1,5 +1,6 @@
-"""The target's own multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2), which transformers leaves
-out when it loads the model.
+"""The target's own multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+transformers leaves it out when it loads the model.
 
     state p = block(W [enorm(embed(t(p+1))) ; hnorm(feature p)])        logits of t(p+2) = lm_head(norm(state p))
 
@@ -38,7 +39,7 @@ class MtpHead:
         del model.layers[1:]
         if model.device.type == "cpu":
             leave_checkpoint(model, linear_of)
-        self.tap = HiddenStateTaps(is_final=True)
+        self.taps = HiddenStateTaps(is_final=True)
         self.lm_head: Linear = model.shared_head  # until the runner puts the target's packed one in its place
         model.shared_head = torch.nn.Identity()
         self._model = model
@@ -54,9 +55,9 @@ class MtpHead:
         return features
 
     @torch.inference_mode()
-    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
-        found = self._step(flat_pass.input_ids, flat_pass.position_ids, states, flat_pass.attention)
-        return found if flat_pass.logit_rows is None else found.index_select(0, flat_pass.logit_rows)
+    def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
+        found = self._step(batch.input_ids, batch.position_ids, states, batch.attention)
+        return found if batch.logit_rows is None else found.index_select(0, batch.logit_rows)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

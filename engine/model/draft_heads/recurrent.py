@@ -24,20 +24,20 @@ class RecurrentHead(Protocol):
     block tables share, evict, move or fetch, they do with the head's. S is the width of a state, F that of a feature.
 
     Attributes:
-        tap: the features it reads.
+        taps: the features it reads.
         layer_shapes: the KV of each of its layers; the first is layer `first_layer` of the pool.
         lm_head: the target's, given by the runner before the first pass; heads with their own leave it alone.
     """
 
-    tap: HiddenStateTaps
+    taps: HiddenStateTaps
     layer_shapes: list[LayerShape]
     lm_head: Linear
 
     def enter(self, features: Tensor) -> Tensor:
         """The target's features [R, F] as states [R, S]."""
 
-    def forward(self, flat_pass: ForwardBatch, states: Tensor) -> Tensor:
-        """States [T, S] and the tokens behind them, `flat_pass.input_ids`, to the next states of its logit rows [R, S].
+    def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
+        """States [T, S] and the tokens behind them, `batch.input_ids`, to the next states of its logit rows [R, S].
 
         Their KV is in the pass's slots afterwards.
         """

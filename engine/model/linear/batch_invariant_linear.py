@@ -11,7 +11,6 @@ A kernel sums in an order that follows from the shapes it is given, so one look 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -27,15 +26,15 @@ _BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and m
 
 
 def batch_invariant_factory(make_linear: LinearFactory) -> LinearFactory:
-    """`make_linear`, whose products are made row-exact."""
+    """`make_linear`, whose products are made batch-invariant."""
 
-    def make_exact(weight: Tensor, bias: Tensor | None) -> Linear:
-        return row_invariant(make_linear(weight, bias), weight.shape[1], weight.dtype)
+    def make_batch_invariant(weight: Tensor, bias: Tensor | None) -> Linear:
+        return batch_invariant(make_linear(weight, bias), weight.shape[1], weight.dtype)
 
-    return make_exact
+    return make_batch_invariant
 
 
-def row_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
+def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """`function` of rows [..., num_inputs], each of which gets the same result in whatever company it comes.
 
     Our own kernels give it anyway.
@@ -45,7 +44,7 @@ def row_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Line
     """
     if isinstance(function, NativeProduct | NativeQuantizedProduct):
         return function
-    heights = invariant_heights(function, num_inputs, dtype)
+    heights = batch_invariant_heights(function, num_inputs, dtype)
 
     def compute(x: Tensor) -> Tensor:
         rows = x.reshape(-1, num_inputs)
@@ -57,12 +56,12 @@ def row_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Line
 
 
 @torch.inference_mode()
-def invariant_heights(function: Callable[[Tensor], Tensor], num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+def batch_invariant_heights(function: Linear, num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The heights, ascending, in which `function` gives every row the bits that it has in the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)
     expected = torch.cat([function(tile) for tile in rows.split(_BASE_HEIGHT)])
-    heights = tuple(height for height in _HEIGHTS if _is_exact(function, rows[:height], expected[:height]))
+    heights = tuple(height for height in _HEIGHTS if _is_batch_invariant(function, rows[:height], expected[:height]))
     if _BASE_HEIGHT not in heights:
         raise ConfigError(
             "deterministic is true, but a matrix product of this processor gives a row other bits at another place "
@@ -71,7 +70,7 @@ def invariant_heights(function: Callable[[Tensor], Tensor], num_inputs: int, dty
     return heights
 
 
-def _is_exact(function: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor) -> bool:
+def _is_batch_invariant(function: Linear, rows: Tensor, expected: Tensor) -> bool:
     return torch.equal(function(rows), expected) and torch.equal(function(rows.flip(0)), expected.flip(0))
 
 

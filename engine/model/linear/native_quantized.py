@@ -46,9 +46,7 @@ class NativeQuantizedProduct:
         return has_tiles(weight, _INPUTS) and weight.dtype == torch.bfloat16 and is_whole
 
     def gated(self) -> NativeQuantizedProduct:
-        """`silu(gate) * up`, where the outputs of this one are theirs, `alternating`
-        (`engine.model.linear.native_product`).
-        """
+        """Return `silu(gate) * up`, where the outputs of this one are theirs, `alternating`."""
         gate = copy.copy(self)
         gate._is_gated = True
         return gate

@@ -1,4 +1,4 @@
-"""The model as the engine uses it: one flat pass over spans of many sequences, from token ids to logits.
+"""The model as the engine uses it: one forward batch over spans of many sequences, from token ids to logits.
 
 It knows nothing of requests, scheduling or drafts. Prefill chunks, decodes and verification rows are all spans.
 """
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.backend import PlanAttention, check_kv_kind, choose_attention, is_triton
+from engine.attention.backend import check_kv_kind, choose_attention, is_triton
+from engine.attention.base import PlanAttention
 from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, Quantization
 from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import KVDtype
@@ -23,7 +24,7 @@ from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep,
 from engine.model.draft_heads.loader import Head, load_head
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
-from engine.model.hidden_state_taps import NO_TAP
+from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_version
 from engine.model.paged_model import PagedModel
@@ -101,10 +102,10 @@ class ModelRunner:
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
         self.head: Head | None = None if head is None else load_head(head, stock)
-        self._rank.meet()
-        tap = NO_TAP if self.head is None else self.head.tap
+        self._rank.barrier()
+        taps = NO_TAPS if self.head is None else self.head.taps
         self._model = PagedModel(
-            stock, quantization, self._plan_attention, tap, self._rank, is_deterministic=model.deterministic
+            stock, quantization, self._plan_attention, taps, self._rank, is_deterministic=model.deterministic
         )
         if self.head is not None:
             self.head.lm_head = self._model.lm_head
@@ -124,13 +125,14 @@ class ModelRunner:
         self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
         num_bytes = num_ranks * block_bytes(rank_shapes, cache.block_size, dtype, kind)
         self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
-        self._heads = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
+        self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a pass is worth issuing before the host knows its tokens: small ones are recorded, so that the device
-        is busy while the host is not, and there are no other ranks that had to be told.
+        """True if a pass is worth issuing before the host knows its tokens.
+
+        Small ones are recorded then, so that the device is busy while the host is not, and no other rank waits.
         """
         return self._graphs is not None and self._rank.size == 1
 
@@ -155,17 +157,17 @@ class ModelRunner:
         return ForwardBatch.of(spans, self._cache, self._plan_attention)
 
     def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
-        passed = None if self._graphs is None else self._graphs.forward(spans, input_ids)
-        if passed is None:
-            flat_pass = self.lay_out(spans)
+        output = None if self._graphs is None else self._graphs.forward(spans, input_ids)
+        if output is None:
+            batch = self.lay_out(spans)
             if input_ids is not None:
-                flat_pass.input_ids.copy_(input_ids)
-            passed = self._pass(flat_pass)
-        self._features = passed.features
-        return passed.logits
+                batch.input_ids.copy_(input_ids)
+            output = self._pass(batch)
+        self._features = output.features
+        return output.logits
 
-    def _pass(self, flat_pass: ForwardBatch, out: Tensor | None = None) -> ForwardOutput:
-        return ForwardOutput(self._model.forward(flat_pass, out), self._model.features)
+    def _pass(self, batch: ForwardBatch, out: Tensor | None = None) -> ForwardOutput:
+        return ForwardOutput(self._model.forward(batch, out), self._model.features)
 
     def move(self, moves: Seq[KVMove]) -> None:
         """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
@@ -197,19 +199,20 @@ class ModelRunner:
         return self._model.forward(step)
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks (at least one), [n, bytes_per_block] uint8: on its device, that of all ranks in main
-        memory.
+        """Return a copy of these blocks (at least one), [n, bytes_per_block] uint8, on its device.
+
+        The copy of several ranks' blocks is in main memory.
         """
         part = self._cache.export_blocks(block_ids)
         if self._rank.size == 1:
             return part
-        parts = self._rank.collect(part.cpu())
-        return self._heads.join(parts) if parts else part
+        parts = self._rank.gather(part.cpu())
+        return self._kv_sharding.join(parts) if parts else part
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with what another engine of the same `kv_layout` has exported."""
         if self._rank.size > 1:
-            blocks = self._heads.of_rank(self._rank.share(blocks.cpu()), self._rank.index)
+            blocks = self._kv_sharding.of_rank(self._rank.broadcast(blocks.cpu()), self._rank.index)
         self._cache.import_blocks(block_ids, blocks)
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a divided model as rank 0 sees them: started, watched, told what to compute, ended."""
+"""The ranks of a sharded model as rank 0 sees them: started, watched, told what to compute, ended."""
 
 from __future__ import annotations
 
@@ -41,26 +41,28 @@ class RankGroup:
     def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
         """Start the others, which load at once.
 
-        Raises ConfigError where this machine has too few GPUs, and EngineError where this process leads a team already.
+        Raises:
+            ConfigError: this machine has too few GPUs.
+            EngineError: this process leads a group already.
         """
         device = rank_device(model, 0)
         if dist.is_initialized():
-            raise EngineError("this process has a divided model already, and it can have only 1; close it first")
+            raise EngineError("this process has a sharded model already, and it can have only 1; close it first")
         self._on_lost: Callable[[str], None] = lambda reason: None
-        self.rank = Rank(0, model.tensor_parallel_size, device, self._meet)
+        self.rank = Rank(0, model.tensor_parallel_size, device, self._barrier)
         self._folder = tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-ranks-")
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        orders = [
+        messages = [
             RankMessage(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
             for index in range(model.tensor_parallel_size)
         ]
         try:
-            for order in orders[1:]:
-                self._start(order)
+            for message in messages[1:]:
+                self._start(message)
             self._hear_all()  # else a rank that cannot even start would be waited for until the time is up
-            join_ranks(orders[0], device)
+            join_ranks(messages[0], device)
         except BaseException:
             self.close()
             raise
@@ -71,7 +73,7 @@ class RankGroup:
             try:
                 send(connection, Call(method, arguments))
             except OSError as error:
-                raise EngineError(f"rank {index} of the target takes no orders: {error}") from error
+                raise EngineError(f"rank {index} of the target takes no calls: {error}") from error
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Have `on_lost` called with the reason, in another thread or in this call, when a rank has died."""
@@ -93,10 +95,10 @@ class RankGroup:
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, order: RankMessage) -> None:
+    def _start(self, message: RankMessage) -> None:
         ours, theirs = socket.socketpair()
         # A rank that is stopped must not stop this one for good: a full pipe raises after a while.
-        limit = struct.pack("ll", int(order.timeout_s), int(order.timeout_s % 1 * 1e6))
+        limit = struct.pack("ll", int(message.timeout_s), int(message.timeout_s % 1 * 1e6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.model.runner.rank_process", str(theirs.fileno())],
@@ -108,10 +110,10 @@ class RankGroup:
         connection = Connection(ours.detach())
         self._processes.append(process)
         self._connections.append(connection)
-        send(connection, order)
-        threading.Thread(target=self._watch, args=(order.index, process), name="rank-watch", daemon=True).start()
+        send(connection, message)
+        threading.Thread(target=self._watch, args=(message.index, process), name="rank-watch", daemon=True).start()
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait until every rank has its weights, and let all go on. Raises ConfigError with what kept one from it."""
         self._hear_all()
         for connection in self._connections:

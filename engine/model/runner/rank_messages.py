@@ -1,4 +1,4 @@
-"""What rank 0 of a divided model tells the others over a pipe, and how a rank joins them.
+"""What rank 0 of a sharded model tells the others over a pipe, and how a rank joins them.
 
 Messages are pickled: both ends are processes of one user and one program, the second started by the first.
 """
@@ -68,7 +68,7 @@ def rank_device(model: ModelConfig, index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_ranks(order: RankMessage, device: torch.device) -> None:
+def join_ranks(message: RankMessage, device: torch.device) -> None:
     """Make this process one of the ranks: NCCL between GPUs, gloo in main memory; returns when all have come."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
@@ -76,10 +76,10 @@ def join_ranks(order: RankMessage, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    num_ranks = order.model.tensor_parallel_size
-    store = dist.FileStore(str(Path(order.folder) / "store"), num_ranks)
-    timeout = timedelta(seconds=order.timeout_s)
-    dist.init_process_group(backend, store=store, rank=order.index, world_size=num_ranks, timeout=timeout)
+    num_ranks = message.model.tensor_parallel_size
+    store = dist.FileStore(str(Path(message.folder) / "store"), num_ranks)
+    timeout = timedelta(seconds=message.timeout_s)
+    dist.init_process_group(backend, store=store, rank=message.index, world_size=num_ranks, timeout=timeout)
 
 
 def send(connection: Connection, message: object) -> None:

@@ -1,6 +1,6 @@
-"""`python -m engine.model.runner.rank_process FD`: a rank of a divided model other than the first; started by
-`engine.model.runner.rank_group`.
+"""`python -m engine.model.runner.rank_process FD`: a rank of a sharded model other than the first.
 
+`engine.model.runner.rank_group` starts it.
 It computes whatever rank 0 computes, in the same order, and knows nothing of requests. It ends when rank 0 does.
 """
 
@@ -32,9 +32,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
     try:
-        order: RankMessage = receive(connection)
+        message: RankMessage = receive(connection)
         send(connection, Progress())
-        runner = _load(order, connection)
+        runner = _load(message, connection)
         _follow(runner, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has gone
@@ -44,22 +44,22 @@ def main() -> None:
     os._exit(0)
 
 
-def _load(order: RankMessage, connection: Connection) -> ModelRunner:
-    has_met = False
+def _load(message: RankMessage, connection: Connection) -> ModelRunner:
+    is_past_barrier = False
 
-    def meet() -> None:
-        nonlocal has_met
+    def barrier() -> None:
+        nonlocal is_past_barrier
         send(connection, Progress())
         receive(connection)
-        has_met = True
+        is_past_barrier = True
 
     try:
-        device = rank_device(order.model, order.index)
-        join_ranks(order, device)
-        rank = Rank(order.index, order.model.tensor_parallel_size, device, meet)
-        return ModelRunner(order.model, order.cache, order.max_model_len, rank=rank)
+        device = rank_device(message.model, message.index)
+        join_ranks(message, device)
+        rank = Rank(message.index, message.model.tensor_parallel_size, device, barrier)
+        return ModelRunner(message.model, message.cache, message.max_model_len, rank=rank)
     except Exception as error:
-        if not has_met:
+        if not is_past_barrier:
             send(connection, Progress(failure=str(error)))
         raise
 

@@ -1,4 +1,4 @@
-"""A model runner whose model is divided among several processes: rank 0, which the others follow call by call."""
+"""A model runner whose model is sharded over several processes: rank 0, which the others follow call by call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.span import Span
 def load_runner(
     model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
 ) -> ModelRunner:
-    """The runner of a model, divided if it is configured so. Raises ConfigError for what cannot be served."""
+    """The runner of a model, sharded if it is configured so. Raises ConfigError for what cannot be served."""
     if model.tensor_parallel_size == 1:
         return ModelRunner(model, cache, max_model_len, head)
     assert head is None, "EngineConfig refuses heads beside a sharded target"
@@ -35,41 +35,41 @@ class TensorParallelRunner(ModelRunner):
     """
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
-        """Start the ranks, load, check; raises ConfigError for what cannot be divided or served."""
+        """Start the ranks, load, check; raises ConfigError for what cannot be sharded or served."""
         check_divisible(load_config(model.path), model.tensor_parallel_size)
-        self._team = RankGroup(model, cache, max_model_len)
+        self._ranks = RankGroup(model, cache, max_model_len)
         try:
-            super().__init__(model, cache, max_model_len, rank=self._team.rank)
+            super().__init__(model, cache, max_model_len, rank=self._ranks.rank)
         except BaseException:
-            self._team.close()
+            self._ranks.close()
             raise
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Have `on_lost` called, in another thread, with the reason, when a rank dies: nothing can be computed then."""
-        self._team.watch(on_lost)
+        self._ranks.watch(on_lost)
 
     def close(self) -> None:
         """End the other ranks; a second call does nothing."""
-        self._team.close()
+        self._ranks.close()
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         assert input_ids is None, "tokens on this device are not on the others"
-        self._team.tell("forward", [span.trimmed(self.block_size) for span in spans])  # less to send
+        self._ranks.tell("forward", [span.trimmed(self.block_size) for span in spans])  # less to send
         return super().forward(spans)
 
     def move(self, moves: Seq[KVMove]) -> None:
         if moves:
-            self._team.tell("move", list(moves))
+            self._ranks.tell("move", list(moves))
         super().move(moves)
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        self._team.tell("export_blocks", list(block_ids))
+        self._ranks.tell("export_blocks", list(block_ids))
         return super().export_blocks(block_ids)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        self._team.tell("import_blocks", list(block_ids))
+        self._ranks.tell("import_blocks", list(block_ids))
         super().import_blocks(block_ids, blocks)
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
-        self._team.tell("copy_blocks", list(source_ids), list(block_ids))
+        self._ranks.tell("copy_blocks", list(source_ids), list(block_ids))
         super().copy_blocks(source_ids, block_ids)

@@ -1,4 +1,4 @@
-"""How a model is divided among ranks: the plan that transformers ships for its family, or a refusal by name.
+"""How a model is sharded over ranks: the plan that transformers ships for its family, or a refusal by name.
 
 A family's plan names modules and parameters and says by a word how each is cut ("colwise": by outputs). Families that
 `engine.model.decoders.llama_decoder` computes are cut by its own code, along the same lines; the plan says for all of
@@ -39,8 +39,8 @@ _HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
 
 def check_divisible(config: PreTrainedConfig, size: int) -> None:
-    """Raise ConfigError where a model of this configuration cannot be divided among `size` ranks."""
-    numbers = _divided_numbers(_without_memory(config), size)
+    """Raise ConfigError where a model of this configuration cannot be sharded over `size` ranks."""
+    numbers = _sharded_sizes(_without_memory(config), size)
     for name, number in numbers.items():
         if number % size:
             raise ConfigError(
@@ -49,14 +49,14 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
             )
 
 
-def division_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
+def shard_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
     """How each linear layer, parameter or module that is named is cut; what is not named stays whole on every rank.
 
     Raises:
         ConfigError: transformers has no plan for the family, or one that needs more than is done here.
     """
     if not model.config.get_text_config().base_model_tp_plan:
-        raise not_divided(model, size, "transformers has no plan to divide it")
+        raise not_sharded(model, size, "transformers has no plan to divide it")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     cuts: dict[str, Cut] = {}
     for pattern, word in model.tp_plan.items():
@@ -67,7 +67,7 @@ def division_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
     return cuts
 
 
-def not_divided(model: PreTrainedModel, size: int, reason: str) -> ConfigError:
+def not_sharded(model: PreTrainedModel, size: int, reason: str) -> ConfigError:
     """The error for a family that one device can serve and several cannot."""
     return ConfigError(
         f"target.tensor_parallel_size is {size}, and model type {model.config.model_type!r} runs on one device: "
@@ -92,15 +92,15 @@ def _cut(model: PreTrainedModel, size: int, name: str, word: str, module: nn.Mod
         is_done = cut is Cut.SUM or (cut is not None and type(module) is nn.Linear)
     if cut is None or not is_done:
         kind = "a parameter" if module is None else f"a {type(module).__name__}"
-        raise not_divided(
+        raise not_sharded(
             model, size, f"transformers' plan divides {name}, {kind}, by {word!r}, which is not done here"
         )
     return cut
 
 
-def _divided_numbers(model: PreTrainedModel, size: int) -> Mapping[str, int]:
+def _sharded_sizes(model: PreTrainedModel, size: int) -> Mapping[str, int]:
     """All that the ranks have to divide, by name; heads first, as users know them."""
-    plan = division_plan(model, size)
+    plan = shard_plan(model, size)
     numbers: dict[str, int] = {}
     if any(cut is Cut.OUTPUTS and "att" in name for name, cut in plan.items()):
         config = model.config.get_text_config()

@@ -1,6 +1,6 @@
 """One process's place among those that compute a model together, and what it exchanges with the others.
 
-Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are divided among the ranks. The products
+Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are sharded over the ranks. The products
 before them are cut by outputs, those behind them by inputs, whose results are partial and summed: two sums per layer.
 
       hidden -> [ q k v of my heads ] -> attention -> [ o of my heads ]  -> sum over ranks -> hidden
@@ -22,7 +22,7 @@ from torch import Tensor
 class Rank:
     """Rank `index` of `size`; a `Rank()` is alone, and everything it does leaves tensors as they are.
 
-    `device` is where its part of the model lives; None is where the model was loaded. `meet` returns when all ranks
+    `device` holds its part of the model; None is where the model was loaded. `barrier` returns when all ranks
     have loaded their weights: no sum may begin before. Sums and joins need torch.distributed's default group, and every
     rank must ask for the same ones in the same order; one that waits too long raises.
     """
@@ -30,46 +30,46 @@ class Rank:
     index: int = 0
     size: int = 1
     device: torch.device | None = None
-    meet: Callable[[], None] = field(default=lambda: None, compare=False)
+    barrier: Callable[[], None] = field(default=lambda: None, compare=False)
 
     @property
     def load_device(self) -> torch.device | None:
-        """Where weights that are to be divided are read to; None is the configured device."""
+        """Where weights that are to be sharded are read to; None is the configured device."""
         return None if self.size == 1 else torch.device("cpu")
 
-    def outputs(self, weight: Tensor) -> Tensor:
+    def shard_rows(self, weight: Tensor) -> Tensor:
         """This rank's rows of a weight `[out, ...]` (or bias, or norm), on its device; `out` divides by `size`."""
-        return self.part(weight, 0)
+        return self.shard(weight, 0)
 
-    def inputs(self, weight: Tensor) -> Tensor:
+    def shard_columns(self, weight: Tensor) -> Tensor:
         """This rank's columns of a weight `[out, in]`, on its device."""
-        return self.part(weight, 1)
+        return self.shard(weight, 1)
 
-    def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor that is divided along `dim`, on its device."""
-        return self.place(tensor.chunk(self.size, dim)[self.index])
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that is sharded along `dim`, on its device."""
+        return self.to_device(tensor.chunk(self.size, dim)[self.index])
 
-    def bias(self, bias: Tensor | None) -> Tensor | None:
+    def summed_bias(self, bias: Tensor | None) -> Tensor | None:
         """The bias of a product whose result is summed: one rank alone adds it."""
-        return None if bias is None or self.index > 0 else self.place(bias)
+        return None if bias is None or self.index > 0 else self.to_device(bias)
 
-    def tokens(self, weight: Tensor) -> Tensor:
-        """`outputs` of a vocabulary of any size: zero rows behind it make it divisible."""
+    def shard_vocab(self, weight: Tensor) -> Tensor:
+        """`shard_rows` of a vocabulary of any size: zero rows behind it make it divisible."""
         missing = -weight.shape[0] % self.size
         padded = weight if not missing else torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
-        return self.outputs(padded)
+        return self.shard_rows(padded)
 
-    def place(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """`tensor` on this rank's device."""
         return tensor.contiguous() if self.device is None else tensor.to(self.device).contiguous()
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of what all ranks have, in place."""
         if self.size > 1:
             dist.all_reduce(partial)
         return partial
 
-    def join(self, part: Tensor, num_columns: int) -> Tensor:
+    def all_gather(self, part: Tensor, num_columns: int) -> Tensor:
         """The parts `[..., columns of a rank]` of all ranks side by side, without what is behind `num_columns`."""
         if self.size == 1:
             return part
@@ -78,7 +78,7 @@ class Rank:
         dist.all_gather(parts, part)
         return torch.cat(parts, dim=-1)[..., :num_columns]
 
-    def collect(self, part: Tensor) -> list[Tensor]:
+    def gather(self, part: Tensor) -> list[Tensor]:
         """On rank 0 the tensors (in main memory, of one shape) of all ranks; elsewhere nothing."""
         if self.size == 1:
             return [part]
@@ -86,7 +86,7 @@ class Rank:
         dist.gather(part, parts)
         return parts or []
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """What rank 0 has, a tensor in main memory; the others give one of its shape and dtype to be filled."""
         dist.broadcast(tensor, src=0)
         return tensor

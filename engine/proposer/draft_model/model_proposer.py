@@ -1,6 +1,6 @@
 """A draft model in this process: an independent, smaller language model with a KV pool of its own.
 
-One round: every sequence catches up with its committed tokens in one flat pass, whose last rows give the first drafts;
+One round: every sequence catches up with its committed tokens in one batch; its last rows give the first drafts;
 then all take K - 1 steps of one row each, and every step's tokens are the next step's input. What a rejected draft
 wrote is overwritten by the next round. Where drafts may branch, the steps are the levels of trees instead.
 """

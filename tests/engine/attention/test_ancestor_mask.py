@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.ancestor_mask import lineage
+from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.tree_mask import ancestors
 from engine.config import MAX_TREE_NODES
 from engine.draft import depths
@@ -25,7 +25,7 @@ def as_rows(masks: list[int], num_nodes: int) -> list[list[bool]]:
 
 @given(parents=trees(), window=st.one_of(st.none(), st.integers(1, 70)))
 def test_bits_are_the_ancestors_within_the_window(parents: tuple[int, ...], window: int | None) -> None:
-    masks = lineage(Span([0] * len(parents), 10, [], 0, parents), window)
+    masks = ancestor_masks(Span([0] * len(parents), 10, [], 0, parents), window)
     by_depth = torch.tensor(depths(parents))
     seen = ancestors(parents) & (by_depth > by_depth[:, None] - (window or 1000))
     assert as_rows(masks, len(parents)) == seen.tolist()
@@ -33,8 +33,8 @@ def test_bits_are_the_ancestors_within_the_window(parents: tuple[int, ...], wind
 
 
 def test_rows_before_the_tree_have_no_bits() -> None:
-    assert lineage(Span([0] * 5, 10, [], 0, (-1, 0, 0)), None) == [0, 0, 1, 3, 5]
+    assert ancestor_masks(Span([0] * 5, 10, [], 0, (-1, 0, 0)), None) == [0, 0, 1, 3, 5]
 
 
 def test_a_tree_may_begin_before_the_span() -> None:
-    assert lineage(Span([0] * 2, 12, [], 0, (-1, -1, 0, 1)), None) == [5, 10]
+    assert ancestor_masks(Span([0] * 2, 12, [], 0, (-1, -1, 0, 1)), None) == [5, 10]

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.attention.base import LayerOptions
 from engine.attention.native import NativeAttention
-from engine.attention.torch_attention import LayerOptions
 from engine.attention.triton_tiling import Heads
 from engine.kv_cache.int8_heads import to_int8_heads
 from engine.kv_cache.kv_dtype import KVDtype

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.torch_attention import LayerOptions, TorchAttention
+from engine.attention.base import LayerOptions
+from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling
 from engine.indexing import upload

@@ -95,7 +95,7 @@ def test_blocks_keep_their_numbers_when_they_are_moved_copied_and_sent() -> None
 
 
 @pytest.mark.parametrize("kind", list(KVDtype))
-def test_blocks_of_ranks_are_joined_and_divided_by_heads(kind: KVDtype) -> None:
+def test_blocks_of_ranks_are_joined_and_sharded_by_heads(kind: KVDtype) -> None:
     whole, halves = new_cache(kind=kind), [new_cache(num_kv_heads=1, kind=kind) for _ in range(2)]
     key, value = random_kv()
     whole.write(0, slice(0, 8), key, value)

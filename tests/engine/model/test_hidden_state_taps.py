@@ -41,7 +41,7 @@ def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path)
         for ids, start in ((IDS, 4), (OTHERS, 0)):
             states = stock(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
             expected.append(torch.cat([states[place][0, start:] for place in (0, 1, -1)], dim=-1))
-    model = PagedModel(copy.deepcopy(stock), tap=HiddenStateTaps((0, 1), is_final=True))
+    model = PagedModel(copy.deepcopy(stock), taps=HiddenStateTaps((0, 1), is_final=True))
     found = features_of(model, [Span(IDS[4:], 4, [0], 1), Span(OTHERS, 0, [1], 0)])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
@@ -50,7 +50,7 @@ def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path)
 def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED[family]())
     norm = copy.deepcopy(stock.model.norm)
-    model = PagedModel(stock, tap=HiddenStateTaps((2,), is_final=True))
+    model = PagedModel(stock, taps=HiddenStateTaps((2,), is_final=True))
     raw, final = features_of(model, [Span(IDS[4:], 4, [0], 1)]).chunk(2, dim=-1)
     assert not torch.allclose(raw, final)
     torch.testing.assert_close(norm(raw), final, atol=1e-4, rtol=1e-4)
@@ -59,10 +59,10 @@ def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_
 def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED["llama"]())
     logits = []
-    for tap in (HiddenStateTaps(), HiddenStateTaps((1,)), HiddenStateTaps(is_final=True)):
-        model = PagedModel(copy.deepcopy(stock), tap=tap)
+    for taps in (HiddenStateTaps(), HiddenStateTaps((1,)), HiddenStateTaps(is_final=True)):
+        model = PagedModel(copy.deepcopy(stock), taps=taps)
         logits.append(model.forward(ForwardBatch.of([Span(IDS, 0, [0], 3)], model.new_cache(1, 16))))
-        assert (model.features is None) is (not tap)
+        assert (model.features is None) is (not taps)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 
@@ -70,7 +70,7 @@ def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
 def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED["gpt2"]())
     with pytest.raises(ConfigError, match="its layers cannot be tapped for a head"):
-        PagedModel(stock, tap=HiddenStateTaps((1,)))
+        PagedModel(stock, taps=HiddenStateTaps((1,)))
 
 
 # ---- what a runner makes of it ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Families that run through transformers' modules, divided by its plans: tokens, logits and blocks of one device."""
+"""Families that run through transformers' modules, sharded by its plans: tokens, logits and blocks of one device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from transformers import (
 from engine.model.tensor_parallel.plan import check_divisible
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import LATENT, PLAIN, SERVED, VOCAB_SIZE, WINDOW, write_family
-from tests.engine.fixtures.rank_pair import Computed, compute_alone, compute_divided
+from tests.engine.fixtures.rank_pair import Computed, compute_alone, compute_sharded
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 _NEOX_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
-HEADS_DIVIDED: dict[str, Callable[[], PreTrainedConfig]] = {
+HEADS_SHARDED: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma2": lambda: Gemma2Config(**{**PLAIN, "vocab_size": VOCAB_SIZE + 1}, head_dim=8, sliding_window=WINDOW),
     "gemma3_text": SERVED["gemma3_text"],
     "phi": SERVED["phi"],  # biases, its own names
@@ -51,34 +51,34 @@ HEADS_WHOLE: dict[str, Callable[[], PreTrainedConfig]] = {
 UNFIT: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere": lambda: CohereConfig(**PLAIN, use_qk_norm=True),  # a norm per head, which the plan forgets
 }
-DIVIDED = {**HEADS_DIVIDED, **HEADS_WHOLE}
+SHARDED = {**HEADS_SHARDED, **HEADS_WHOLE}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    for family, config in {**DIVIDED, **UNFIT}.items():
+    for family, config in {**SHARDED, **UNFIT}.items():
         write_family(root / family, config())
-    return {family: root / family for family in (*DIVIDED, *UNFIT)}
+    return {family: root / family for family in (*SHARDED, *UNFIT)}
 
 
 @pytest.fixture(scope="module")
 def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Computed | str]:
-    return compute_divided(folders, tmp_path_factory.mktemp("meeting"))
+    return compute_sharded(folders, tmp_path_factory.mktemp("meeting"))
 
 
-@pytest.mark.parametrize("family", DIVIDED)
+@pytest.mark.parametrize("family", SHARDED)
 def test_two_ranks_compute_what_one_device_does(
     family: str, folders: dict[str, Path], computed: dict[str, Computed | str]
 ) -> None:
-    alone, divided = compute_alone(folders[family]), computed[family]
-    assert isinstance(divided, Computed), divided
-    assert divided.texts == alone.texts
-    torch.testing.assert_close(divided.logits, alone.logits, rtol=0, atol=2e-5)
-    blocks = [each.blocks.view(torch.float32) for each in (divided, alone)]
+    alone, sharded = compute_alone(folders[family]), computed[family]
+    assert isinstance(sharded, Computed), sharded
+    assert sharded.texts == alone.texts
+    torch.testing.assert_close(sharded.logits, alone.logits, rtol=0, atol=2e-5)
+    blocks = [each.blocks.view(torch.float32) for each in (sharded, alone)]
     torch.testing.assert_close(*blocks, rtol=0, atol=1e-5)
-    assert torch.equal(divided.read_back, divided.blocks)
-    assert divided.num_blocks == alone.num_blocks // (1 if family in HEADS_DIVIDED else 2)
+    assert torch.equal(sharded.read_back, sharded.blocks)
+    assert sharded.num_blocks == alone.num_blocks // (1 if family in HEADS_SHARDED else 2)
 
 
 def test_a_plan_that_does_not_fit_its_family_is_noticed_by_all_ranks(computed: dict[str, Computed | str]) -> None:

@@ -98,12 +98,12 @@ def test_padded_passes_have_the_logits_and_the_blocks_of_passes_that_are_not(fol
 
 
 def test_padding_lies_in_the_scratch_block_and_makes_the_pass_as_long_as_its_shape() -> None:
-    shape = GraphBucket(4, 9)
+    bucket = GraphBucket(4, 9)
     spans = [Span([1] * 9, 3, [0, 1, 2], 9), Span([1], 7, [5, 6], 1)]
-    padded = pad(spans, shape, scratch_block=63, block_size=BLOCK_SIZE)
+    padded = pad(spans, bucket, scratch_block=63, block_size=BLOCK_SIZE)
     assert padded[:2] == spans
-    assert sum(len(span.token_ids) for span in padded) == shape.num_rows
-    assert len(padded) <= most_spans(shape, BLOCK_SIZE)
+    assert sum(len(span.token_ids) for span in padded) == bucket.num_rows
+    assert len(padded) <= most_spans(bucket, BLOCK_SIZE)
     for span in padded[2:]:
         assert span.block_table == [63]
         assert span.end <= BLOCK_SIZE
@@ -116,14 +116,14 @@ def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
     monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
     heads = Heads(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
-    shape = GraphBucket(4, 6)
+    bucket = GraphBucket(4, 6)
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
-    attention = TiledAttention(shape, cache, max_model_len=40_000, has_trees=False)
+    attention = TiledAttention(bucket, cache, max_model_len=40_000, has_trees=False)
     launch = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
     for contexts in ([39_000] * 4, [39_000], [257] * 4, [39_000, 1, 1, 1], [512, 513, 511, 5], [255, 256, 257, 300]):
         for num_rows in (1, 6):
             spans = [Span([0] * num_rows, start, [0] * 10_000, num_rows) for start in contexts]
-            attention.fill(pad(spans, shape, 0, BLOCK_SIZE))
+            attention.fill(pad(spans, bucket, 0, BLOCK_SIZE))
             work = launch.tiles[launch.tiles[:, 2] > 0]
             assert work[:, -1].max() < launch.num_partials
             rows = {(tile.first_row, tile.first_packed) for tile in (Tile(*row) for row in work.tolist())}
@@ -156,13 +156,13 @@ def test_shapes_follow_from_the_limits_of_the_engine() -> None:
 
 
 def test_the_smallest_shape_with_room_is_taken() -> None:
-    shapes = graph_buckets(GRAPHS)
+    buckets = graph_buckets(GRAPHS)
     one, four = Span([1], 0, [0], 1), Span([1] * 4, 0, [0], 4)
-    assert fitting_bucket([one], shapes) == GraphBucket(1, 1)
-    assert fitting_bucket([one] * 3, shapes) == GraphBucket(4, 1)
-    assert fitting_bucket([one, four], shapes) == GraphBucket(2, 4)
-    assert fitting_bucket([one] * 5, shapes) is None
-    assert fitting_bucket([Span([1] * 5, 0, [0, 1], 5)], shapes) is None
+    assert fitting_bucket([one], buckets) == GraphBucket(1, 1)
+    assert fitting_bucket([one] * 3, buckets) == GraphBucket(4, 1)
+    assert fitting_bucket([one, four], buckets) == GraphBucket(2, 4)
+    assert fitting_bucket([one] * 5, buckets) is None
+    assert fitting_bucket([Span([1] * 5, 0, [0, 1], 5)], buckets) is None
 
 
 @pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])

@@ -134,7 +134,7 @@ def test_without_layer_ids_a_low_a_middle_and_a_high_layer_are_read(tmp_path: Pa
     tensors = head_tensors(tmp_path / "target", 3)
     for write in (write_original, write_speculators):
         folder = write(tmp_path / write.__name__, tensors, None)
-        assert load_eagle3(str(folder), target).tap.layers == (2, 4, 6)
+        assert load_eagle3(str(folder), target).taps.layers == (2, 4, 6)
 
 
 def test_a_target_too_shallow_for_the_default_layers_is_refused(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.linear.batch_invariant_linear import batch_invariant_factory, invariant_heights, row_invariant
+from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory, batch_invariant_heights
 from engine.model.linear.packed_linear import linear_of
 from protos.errors import ConfigError
 
@@ -26,18 +26,18 @@ class HeightDependent:
 
 
 def test_heights_that_change_a_bit_are_left_out() -> None:
-    assert invariant_heights(HeightDependent({1, 4, 128}), WIDTH, torch.float32) == (2, 8, 16, 32, 64)
+    assert batch_invariant_heights(HeightDependent({1, 4, 128}), WIDTH, torch.float32) == (2, 8, 16, 32, 64)
 
 
 def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="deterministic is true"):
-        invariant_heights(lambda rows: rows + torch.arange(len(rows))[:, None], WIDTH, torch.float32)
+        batch_invariant_heights(lambda rows: rows + torch.arange(len(rows))[:, None], WIDTH, torch.float32)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 8, 13, 64, 127, 128, 129, 300])
 def test_every_row_is_computed_in_a_height_that_was_tried(num_rows: int) -> None:
     function = HeightDependent({1, 3, 7, 13, 128, 129, 300})
-    compute = row_invariant(function, WIDTH, torch.float32)
+    compute = batch_invariant(function, WIDTH, torch.float32)
     tried = set(function.heights)
     function.heights.clear()
     rows = torch.randn(2, num_rows, WIDTH)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.model.linear.batch_invariant_linear import row_invariant
+from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import Instructions, native_instructions, native_library
@@ -161,7 +161,7 @@ def _check_company(multiply: NativeProduct, num_inputs: int, dtype: torch.dtype)
     for num_rows in ROWS[1:]:
         assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
         assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
-    assert row_invariant(multiply, num_inputs, dtype) is multiply
+    assert batch_invariant(multiply, num_inputs, dtype) is multiply
 
 
 @needs_kernels

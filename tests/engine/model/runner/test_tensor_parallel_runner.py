@@ -1,4 +1,4 @@
-"""A model divided between two processes, connected by gloo: the tokens, blocks and errors of an undivided one."""
+"""A model sharded over two processes, connected by gloo: the tokens, blocks and errors of an unsharded one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def alone(folders: Folders) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
-def divided(folders: Folders) -> Iterator[TensorParallelRunner]:
+def sharded(folders: Folders) -> Iterator[TensorParallelRunner]:
     runner = load_runner(config(folders.target, 2), CACHE)
     assert isinstance(runner, TensorParallelRunner)
     yield runner
@@ -78,30 +78,30 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
     return texts
 
 
-def test_texts_are_those_of_an_undivided_model_with_and_without_drafts(
-    alone: ModelRunner, divided: TensorParallelRunner, folders: Folders
+def test_texts_are_those_of_an_unsharded_model_with_and_without_drafts(
+    alone: ModelRunner, sharded: TensorParallelRunner, folders: Folders
 ) -> None:
     expected = generate(alone, None)
-    assert generate(divided, None) == expected
-    assert generate(divided, folders.draft) == expected
+    assert generate(sharded, None) == expected
+    assert generate(sharded, folders.draft) == expected
     tree = TreeConfig(num_nodes=6, max_batch=3)  # whose accepted paths are moved
-    assert generate(divided, folders.draft, tree) == expected
+    assert generate(sharded, folders.draft, tree) == expected
 
 
-def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, divided: TensorParallelRunner) -> None:
+def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, sharded: TensorParallelRunner) -> None:
     span = Span(list(range(1, 11)), 0, [5, 2, 7], 1)
-    expected, logits = alone.forward([span]), divided.forward([span])
+    expected, logits = alone.forward([span]), sharded.forward([span])
     assert torch.allclose(logits, expected, atol=1e-4)
-    assert divided.kv_layout == alone.kv_layout
-    blocks = divided.export_blocks([5, 2, 7])
+    assert sharded.kv_layout == alone.kv_layout
+    blocks = sharded.export_blocks([5, 2, 7])
     whole = alone.export_blocks([5, 2, 7])
-    assert blocks.shape == whole.shape == (3, divided.bytes_per_block)
+    assert blocks.shape == whole.shape == (3, sharded.bytes_per_block)
     assert torch.allclose(blocks[:2].view(torch.float32), whole[:2].view(torch.float32), atol=1e-5)
 
-    divided.import_blocks([9, 10], whole[:2])  # what an engine on one device has computed
-    divided.copy_blocks([10], [3])
-    assert torch.equal(divided.export_blocks([9, 3]), whole[:2])
-    again = divided.forward([Span([9, 10], 8, [9, 3, 11], 1)])
+    sharded.import_blocks([9, 10], whole[:2])  # what an engine on one device has computed
+    sharded.copy_blocks([10], [3])
+    assert torch.equal(sharded.export_blocks([9, 3]), whole[:2])
+    again = sharded.forward([Span([9, 10], 8, [9, 3, 11], 1)])
     assert torch.allclose(again, expected, atol=1e-4)
 
 
@@ -113,7 +113,9 @@ def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(famil
         check_divisible(shape, 4)
 
 
-def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path: Path, folders: Folders) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_before_a_process_is_started(
+    tmp_path: Path, folders: Folders
+) -> None:
     write_family(tmp_path, SERVED["gpt2"]())
     with pytest.raises(ConfigError, match="model type 'gpt2' runs on one device: transformers has no plan"):
         load_runner(config(tmp_path, 2), CACHE)
@@ -121,26 +123,26 @@ def test_what_cannot_be_divided_is_refused_before_a_process_is_started(tmp_path:
         load_runner(replace(config(folders.target, 2), quantization="int8"), CACHE)
 
 
-def test_a_second_divided_model_in_one_process_is_refused_and_the_first_goes_on(
-    divided: TensorParallelRunner, folders: Folders
+def test_a_second_sharded_model_in_one_process_is_refused_and_the_first_goes_on(
+    sharded: TensorParallelRunner, folders: Folders
 ) -> None:
     span = Span([1, 2], 0, [0], 1)
-    expected = divided.forward([span])
-    with pytest.raises(EngineError, match="has a divided model already"):
+    expected = sharded.forward([span])
+    with pytest.raises(EngineError, match="has a sharded model already"):
         load_runner(config(folders.target, 2), CACHE)
-    assert torch.equal(divided.forward([span]), expected)
+    assert torch.equal(sharded.forward([span]), expected)
 
 
-def test_a_rank_that_dies_ends_the_engine_without_a_hang(divided: TensorParallelRunner, folders: Folders) -> None:
+def test_a_rank_that_dies_ends_the_engine_without_a_hang(sharded: TensorParallelRunner, folders: Folders) -> None:
     """The last test of the shared runner."""
     reasons: list[str] = []
-    divided.watch(reasons.append)
-    (process,) = divided._team._processes
+    sharded.watch(reasons.append)
+    (process,) = sharded._ranks._processes
     process.kill()
     began_s = time.monotonic()
     process.wait(10)
     with pytest.raises((RuntimeError, EngineError)):
-        divided.forward([Span([1, 2], 0, [0], 1)])
+        sharded.forward([Span([1, 2], 0, [0], 1)])
     assert time.monotonic() - began_s < 60
     deadline_s = time.monotonic() + 10
     while not reasons and time.monotonic() < deadline_s:
@@ -155,9 +157,9 @@ def test_the_engine_divides_what_its_configuration_says(folders: Folders) -> Non
 
 
 def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(
-    divided: TensorParallelRunner, tmp_path: Path
+    sharded: TensorParallelRunner, tmp_path: Path
 ) -> None:
-    divided.close()  # the shared one; its place is free now
+    sharded.close()  # the shared one; its place is free now
     write_family(tmp_path, SERVED["gemma2"]())
     expected = generate(load_runner(config(tmp_path, 1), CACHE), None)
     runner = load_runner(config(tmp_path, 2), CACHE)

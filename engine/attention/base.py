@@ -1,0 +1,71 @@
+"""The interface of attention backends: a plan of some spans, a pass for one forward, and a layer's options.
+
+It knows nothing of the devices; `engine.attention.backend` chooses an implementation for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.indexing import Index
+from engine.kv_cache.pool import KVCache
+from engine.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What a layer asks of attention beside q, k and v."""
+
+    scaling: float
+    window: int | None = None  # tokens a row sees, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H * G] logits of keys without a value (gpt-oss)
+
+
+class AttentionPass(Protocol):
+    """The attention of all layers in one forward pass."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        """Write the pass's keys and values to the pool, then compute what each row sees of it.
+
+        Args:
+            layer: index of the layer's KV in the pool.
+            query: [1, H * G, T, D], after rotary.
+            key: [1, H, T, D], after rotary.
+            value: [1, H, T, D of the values].
+            options: the layer's.
+
+        Returns:
+            [1, T, H * G, D of the values].
+        """
+
+
+class AttentionPlan(Protocol):
+    """The attention of some spans, laid out once; valid while the blocks of the spans stay theirs."""
+
+    def whole(self, slots: Index) -> AttentionPass:
+        """Return the attention of the pass that computes all tokens.
+
+        Args:
+            slots: [T], where the KV of the pass's rows goes.
+        """
+
+    def step(self, step: int, slots: Index) -> AttentionPass:
+        """Return the attention of the pass that computes only token `step` of each span; spans have one length.
+
+        Args:
+            step: index of the token in its span.
+            slots: [B], where the KV of these tokens goes.
+        """
+
+
+PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
+
+
+class UnsupportedAttentionError(Exception):
+    """A layer asked for something this attention does not compute; the loader turns it into a refusal by name."""
