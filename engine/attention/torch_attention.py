@@ -27,7 +27,7 @@ ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
 
 
-def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is that of transformers' AttentionInterface
+def paged_attention(  # the signature is that of transformers' AttentionInterface
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -32,7 +32,7 @@ _TREE_NODES = tl.constexpr(64)  # bits of an ancestor mask
 
 
 @triton.jit
-def attend_tiles(  # noqa: PLR0913, PLR0915, PLR0917  # a kernel takes pointers and numbers, no structures
+def attend_tiles(  # a kernel takes pointers and numbers, no structures
     out,  # [T, H * G, D of the values]
     query,  # [T, H * G, D], any strides but the last
     keys,  # [N, P, H, D]
@@ -131,7 +131,7 @@ def attend_tiles(  # noqa: PLR0913, PLR0915, PLR0917  # a kernel takes pointers 
 
 
 @triton.jit
-def _read(  # noqa: PLR0913, PLR0917  # a kernel takes pointers and numbers, no structures
+def _read(  # a kernel takes pointers and numbers, no structures
     acc, peak, total, q, keys, values, table, head, begin, end, last, place, position, ancestor_mask,
     tree_start, score_scale, IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -192,7 +192,7 @@ def _is_seen(key_place, place, position, ancestor_mask, tree_start, WINDOW: tl.c
 
 
 @triton.jit(do_not_specialize=["num_lanes"])
-def merge_splits(  # noqa: PLR0913, PLR0917  # a kernel takes pointers and numbers, no structures
+def merge_splits(  # a kernel takes pointers and numbers, no structures
     out,  # [T, H * G, D of the values]
     merges,  # [tiles that were split, MERGE_FIELDS] int32
     num_lanes,  # of a tile's BLOCK_M packed rows, those that any of the tiles fills
