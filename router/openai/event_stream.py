@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from itertools import chain
 
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
@@ -49,11 +50,13 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     return EventStream(deltas, _events(first, deltas, writer))
 
 
-async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> list[BaseModel]:
+async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
+    """Return the chunks of the first delta that has any; those behind the first are made when they are sent."""
     async for delta in deltas:
-        if chunks := list(writer.chunks(delta)):
-            return chunks
-    return []
+        chunks = iter(writer.chunks(delta))
+        if (first := next(chunks, None)) is not None:
+            return chain([first], chunks)
+    return ()
 
 
 async def _events(
