@@ -109,7 +109,7 @@ class LocalCluster:
         """
         if ray.is_initialized():
             self.undeploy()
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]  # Ray's
             ray.shutdown()
 
     def kill(self) -> None:

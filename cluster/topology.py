@@ -79,7 +79,7 @@ def _is_linked(nvml: Any, left: Any, right: Any) -> bool:
         status = nvml.nvmlDeviceGetP2PStatus(left, right, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except nvml.NVMLError:
         return False  # a driver or a virtual machine that does not report it has no NVLink to rely on
-    return status == nvml.NVML_P2P_STATUS_OK
+    return bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
 def _text(name: str | bytes) -> str:

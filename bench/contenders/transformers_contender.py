@@ -16,7 +16,7 @@ from bench.contenders.contender import Prompts, Run
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Return the checkpoint at `path`, ready to generate."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()  # type: ignore[no-any-return, no-untyped-call]  # transformers'
 
 
 class ArrivalStreamer(BaseStreamer):
@@ -78,7 +78,8 @@ class TransformersContender:
             assistant_model=self._draft,
             streamer=streamer,
         )
-        return output[:, input_ids.shape[1] :].tolist()
+        token_ids: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
+        return token_ids
 
     def close(self) -> None:
         pass

@@ -107,10 +107,10 @@ def _median_s(call: Callable[[], object]) -> float:
     call()
     times = []
     for _ in range(_REPEATS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
         began.record()
         call()
         ended.record()
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))

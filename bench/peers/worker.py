@@ -46,7 +46,8 @@ class Worker:
         line = self._pipe(self._process.stdout).readline()
         if not line:
             raise self._ended()
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _ended(self) -> RuntimeError:
         reason = "at its deadline" if self.tree.is_late else f"with {self._process.wait()}"

@@ -41,7 +41,7 @@ class ServedApplication:
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self._base_url}/health", timeout=2) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 

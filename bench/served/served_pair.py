@@ -55,7 +55,7 @@ class ServedPair:
             "adaptive": False,
         }
         args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
-        return deploy
+        return deploy  # type: ignore[no-any-return]  # YAML
 
 
 def start_served(folder: Path, pair: ServedPair) -> ServedApplication:

@@ -123,7 +123,7 @@ def tokens_per_pass(variant: Variant, prompts: Sequence[list[int]]) -> float:
 def resident_mb(target: Path, variant: Variant) -> float:
     """Return the memory that the model and a pool of `KV_TOKENS`, all of them written, added to a fresh process."""
     command = [sys.executable, "-c", _MEMORY_PROBE, str(target), variant.weights, variant.cache, str(KV_TOKENS)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
+    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6)
 
 
 if __name__ == "__main__":

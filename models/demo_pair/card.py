@@ -14,7 +14,8 @@ TEMPLATE = Path(__file__).parent / "card.template.md"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def acceptance_table(acceptance: dict[str, dict[str, Any]]) -> str:

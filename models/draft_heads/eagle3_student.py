@@ -128,11 +128,12 @@ class _Midlayer(nn.Module):
         attended = _attend(query, past).transpose(1, 2).flatten(2)
         hidden = states + self.self_attn["o_proj"](attended)
         x = self.post_attention_layernorm(hidden)
-        return hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
+        out: Tensor = hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
+        return out
 
     def _heads(self, x: Tensor, num_heads: int) -> Tensor:
         """[B, N, heads * D] -> [B, heads, N, D]."""
-        return x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -69,7 +69,8 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Te
     position_embeddings = trunk.rotary_emb(hidden, position_ids=positions)
     for layer in trunk.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=position_embeddings)
-    return trunk.norm(hidden)
+    normed: Tensor = trunk.norm(hidden)
+    return normed
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:

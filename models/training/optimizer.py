@@ -32,7 +32,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if is_tall else x).to(matrix.dtype)
+    nearest: Tensor = (x.T if is_tall else x).to(matrix.dtype)
+    return nearest
 
 
 @contextlib.contextmanager

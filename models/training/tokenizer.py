@@ -90,4 +90,4 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
     """Return the text that a chat becomes, by the template that the tokenizer carries."""
-    return jinja2.Template(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=add_generation_prompt)
+    return str(jinja2.Template(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=add_generation_prompt))
