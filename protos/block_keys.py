@@ -48,4 +48,4 @@ def join_keys(keys: Iterable[BlockKey]) -> bytes:
 
 def split_keys(joined: bytes) -> tuple[BlockKey, ...]:
     """Split keys that `join_keys` has joined."""
-    return tuple(joined[start : start + _DIGEST_BYTES] for start in range(0, len(joined), _DIGEST_BYTES))
+    return tuple([joined[start : start + _DIGEST_BYTES] for start in range(0, len(joined), _DIGEST_BYTES)])
