@@ -39,7 +39,7 @@ HEADS_SHARDED: dict[str, Callable[[], PreTrainedConfig]] = {
     "starcoder2": lambda: Starcoder2Config(**PLAIN, sliding_window=WINDOW),
     "gpt_neox": lambda: GPTNeoXConfig(vocab_size=VOCAB_SIZE, **_NEOX_SIZES),  # q, k and v of a head side by side
     "mixtral": SERVED["mixtral"],
-    "qwen3_moe": lambda: Qwen3MoeConfig(**PLAIN, head_dim=8, **_EXPERTS),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**{**PLAIN, **_EXPERTS, "head_dim": 8}),
     "deepseek_v2": lambda: DeepseekV2Config(**{**PLAIN, **LATENT}),
     "granite_swa": lambda: AutoConfig.for_model("granite_swa", **PLAIN, sliding_window=WINDOW),  # sinks
 }

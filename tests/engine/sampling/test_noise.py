@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -64,10 +64,16 @@ def slow_bits(words: tuple[int, ...], lane: int) -> int:
     return slow_mix((key + (lane + 1) * 0x9E3779B97F4A7C15) & MASK)
 
 
+def keys_of_places(places: Iterable[tuple[int, int, int]], purpose: Purpose) -> Tensor:
+    """The keys of (seed, sample index, position) triples, `[n] int64`."""
+    seeds, sample_indices, positions = zip(*places, strict=True)
+    return noise_keys(seeds, sample_indices, positions, purpose)
+
+
 def test_numbers_equal_those_of_unbounded_integers() -> None:
     """int64 arithmetic that wraps, with logical shifts, against Python's integers."""
     places = [(seed, index, position) for seed in (0, -1, 2**63, 3**50) for index in (0, 7) for position in (0, 9999)]
-    keys = noise_keys(*zip(*places, strict=True), Purpose.ACCEPT)
+    keys = keys_of_places(places, Purpose.ACCEPT)
     expected = [slow_bits((seed & MASK, index, position, Purpose.ACCEPT), 0) >> 11 for seed, index, position in places]
     assert [int(value * 2**53) for value in uniform(keys).tolist()] == expected
     lanes = [0, 1, 5000, 150_000]
@@ -201,8 +207,8 @@ def _position_word(place: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("word", [_seed_word, _sample_word, _position_word])
 def test_one_flipped_input_bit_flips_half_of_the_output(word: Callable[[int], tuple[int, int, int]]) -> None:
     for bit in range(0, 31):
-        before = noise_keys(*zip(*(word(place) for place in range(256)), strict=True), Purpose.DRAFT)
-        after = noise_keys(*zip(*(word(place ^ (1 << bit)) for place in range(256)), strict=True), Purpose.DRAFT)
+        before = keys_of_places((word(place) for place in range(256)), Purpose.DRAFT)
+        after = keys_of_places((word(place ^ (1 << bit)) for place in range(256)), Purpose.DRAFT)
         flipped = random_bits(before, 63) ^ random_bits(after, 63)
         num_flipped = sum(value.bit_count() for value in flipped.tolist())
         assert abs(num_flipped / (256 * 63) - 0.5) < 6 * 0.5 / math.sqrt(256 * 63)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import NO_DRAFT, Draft
+from engine.draft import NO_DRAFT, Draft, SparseDistribution
 from engine.sampling import sampler
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
@@ -85,7 +85,7 @@ def the_last_draft_is_judged_by_its_own_distribution(patch: pytest.MonkeyPatch) 
     real = block.excess_mass
 
     def with_last_distribution(
-        distributions: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[rejection_rule.SparseDistribution]
+        distributions: Tensor, row_ids: Seq[int], rho: Tensor, proposals: Seq[SparseDistribution]
     ) -> Tensor:
         return real(distributions, row_ids, rho, [*proposals[:-1], proposals[0]])
 
