@@ -64,7 +64,7 @@ def path_to(parents: Seq[int], node: int) -> list[int]:
 
 
 def depths(parents: Seq[int]) -> list[int]:
-    """How many drafts stand on the way to each node of a tree, itself included."""
+    """Count the drafts on the way to each node of a tree, itself included."""
     found: list[int] = []
     for parent in parents:
         found.append(1 if parent < 0 else found[parent] + 1)

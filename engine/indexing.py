@@ -19,7 +19,7 @@ def index_of(values: Seq[int], device: torch.device) -> Index:
 
 
 def is_run(values: Seq[int]) -> bool:
-    """Whether each value is one more than the last."""
+    """True if each value is one more than the last."""
     first, num_values = values[0], len(values)
     return values[-1] - first == num_values - 1 and list(values) == list(range(first, first + num_values))
 
@@ -42,7 +42,7 @@ def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def copy_into(buffer: Tensor, values: Seq[object]) -> None:
-    """Overwrite a tensor with (nested) numbers of its shape; a GPU's through pinned memory, and nobody waits for it."""
+    """Overwrite a tensor with (nested) numbers of its shape; a GPU's through pinned memory, without a wait."""
     if buffer.device.type == "cuda":
         buffer.copy_(torch.tensor(values, dtype=buffer.dtype, pin_memory=True), non_blocking=True)
     else:

@@ -1,4 +1,4 @@
-"""What an engine is built from: frozen dataclasses, checked when they are made."""
+"""The configuration of an engine: frozen dataclasses, checked when they are made."""
 
 from engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.config.model_config import (

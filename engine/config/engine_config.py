@@ -61,7 +61,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    head: HeadConfig | None = None  # who drafts from the target's hidden states, in the place of a draft of its own
+    head: HeadConfig | None = None  # drafts from the target's hidden states, instead of a draft model
     min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer
     overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens
 

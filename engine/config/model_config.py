@@ -33,8 +33,10 @@ class SamplingSource(StrEnum):
 
 
 class GraphKind(StrEnum):
-    """Whether small passes are recorded and replayed: AUTO where the device and the model allow it. EAGER pads them as
-    AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty computation.
+    """The recording of small passes: AUTO where the device and the model allow it.
+
+    EAGER pads them as AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty
+    computation.
     """
 
     AUTO = "auto"
@@ -109,7 +111,7 @@ class HeadKind(StrEnum):
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether it has KV of the whole text, which whoever computes blocks for others must then compute too."""
+        """True if it has KV of the whole text, which replicas that compute blocks for others must compute too."""
         return self is not HeadKind.MEDUSA
 
 

@@ -24,7 +24,7 @@ class DraftVocabulary(StrEnum):
 
 
 class TreeKind(StrEnum):
-    """Whether a tree's shape follows the draft's probabilities or is the same in every pass."""
+    """The shape of a tree: it follows the draft's probabilities or is the same in every pass."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -130,5 +130,5 @@ class SpeculationConfig:
 
     @property
     def can_draft(self) -> bool:
-        """Whether any request can have drafts."""
+        """True if any request can have drafts."""
         return self.max_num_tokens > 0 and any(method is not SpeculationMethod.NONE for method in self.methods)

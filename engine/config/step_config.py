@@ -1,4 +1,4 @@
-"""What a deployment allows of reasoning steps; its presence in a `SpeculationConfig` is the operator's consent."""
+"""The reasoning steps that a deployment allows; the presence in a `SpeculationConfig` is the operator's consent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_RATING_PROMPT = (
 
 
 class JudgeKind(StrEnum):
-    """What the target's score of a step is, from 0 to 9 (`engine.approximate.judge`)."""
+    """The target's score of a step, from 0 to 9 (`engine.approximate.judge`)."""
 
     RATING = "rating"  # the digit it expects to say when it is asked for one
     LIKELIHOOD = "likelihood"  # how near the step's tokens come to those it finds likeliest

@@ -97,8 +97,9 @@ class Scheduler:
 
     @property
     def num_queued_prefill_tokens(self) -> int:
-        """Tokens accepted and not yet computed, those of running prefills included. Neither those that were cached when
-        their sequence joined the queue are, nor those that are being fetched.
+        """Tokens accepted and not yet computed, those of running prefills included.
+
+        Tokens that were cached when their sequence joined the queue do not count, nor those that are being fetched.
         """
         num_waiting_tokens = sum(len(each.token_ids) - each.num_expected_tokens for each in self._waiting)
         return num_waiting_tokens + sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
@@ -282,8 +283,9 @@ class Scheduler:
         return scheduled
 
     def _behind(self) -> Iterator[Sequence]:
-        """Sequences with tokens to catch up. A new one is admitted only when it is asked for, and so can adopt what the
-        sequences before it have just published.
+        """Yield the sequences with tokens to catch up.
+
+        A new one is admitted only when it is asked for, and so can adopt what those before it have just published.
         """
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
         while self._waiting and self._admit(self._waiting[0]):
