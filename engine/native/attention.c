@@ -8,14 +8,18 @@
 
    A lane's bits depend on its query and on the keys that it sees, each at its own place, and on nothing else: keys are
    read in units of UNIT that begin at fixed places, each SPLIT of them has softmax and sums of its own
-   (arXiv:2205.14135), and splits are merged in their order (arXiv:2311.01282), whoever has read them. A key that a lane
+   (arXiv:2205.14135), and splits are merged in their order (arXiv:2311.01282). A key that a lane
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
-   attention.h has the call, attention_unit.h a unit of keys and values, attention_state.h the softmax of some lanes,
-   attention_tiles.h lanes over a unit, attention_job.h a job; here are the jobs of a pass. */
+   attention_types.h has the call, attention_unit.c a unit of keys and values, attention_state.h the softmax of some
+   lanes, attention_tiles.c lanes over a unit, attention_job.c a job; here are the jobs of a pass. */
 
 #include "attention_job.h"
+#include "attention_state.h"
+
+#include <float.h>
+#include <stdlib.h>
 
 struct jobs {
     struct job *jobs;
@@ -28,18 +32,18 @@ struct jobs {
 /* The jobs of one span and `lanes` of it; with `jobs->jobs` NULL they are only counted. */
 static void plan_lanes(const struct attention *a, const struct span *span, int64_t first, int64_t lanes,
                        struct jobs *jobs) {
-    const int64_t last_token = (first + lanes - 1) / a->group_size, whole = up(lanes, LANES);
+    const int64_t last_token = (first + lanes - 1) / a->group_size, whole = round_up(lanes, LANES);
     int64_t first_split = 0, last_split = 1;
     if (span->nodes < 0) {
         const int64_t end = span->start + last_token + 1;
-        const int64_t oldest = a->window ? most(0, span->start + first / a->group_size - a->window + 1) : 0;
+        const int64_t oldest = a->window ? max(0, span->start + first / a->group_size - a->window + 1) : 0;
         first_split = oldest / SPLIT, last_split = (end + SPLIT - 1) / SPLIT;
         jobs->work += (double)whole * (end - oldest);
     } else {
         jobs->work += (double)whole * (span->tree_start + span->num_rows);
     }
     const int64_t num_tiles = (lanes + LANES - 1) / LANES, num_splits = last_split - first_split;
-    const int64_t size = num_tiles * state_size(up(a->value_dim, 32));
+    const int64_t size = num_tiles * state_size(round_up(a->value_dim, 32));
     const int is_split = num_splits > 1 && num_tiles <= FEW_TILES;
     for (int64_t head = 0; jobs->jobs && head < a->num_heads; head++) {
         struct job job = {span, head, first, lanes, first_split, last_split, NULL, NULL};
@@ -67,7 +71,7 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
         const int64_t lanes = span->num_rows * a->group_size;
         /* Later rows see more keys: they come first. */
         for (int64_t first = (lanes - 1) / block * block; first >= 0; first -= block)
-            plan_lanes(a, span, first, least(block, lanes - first), jobs);
+            plan_lanes(a, span, first, min(block, lanes - first), jobs);
     }
 }
 
@@ -77,22 +81,22 @@ AVX INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* A head as int8 with its unit, to the bit what engine/kv_cache/int8_heads.py makes of it. */
+/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it. */
 AVX static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
     __m512 largest = _mm512_setzero_ps();
     for (int64_t d = 0; d < dim; d += 16) {
         const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
         largest = _mm512_max_ps(largest, _mm512_abs_ps(number_at(head, d, lanes, is_bf16)));
     }
-    float unit = _mm512_reduce_max_ps(largest) / 127.0f;
-    if (unit < FLT_MIN) unit = FLT_MIN; /* never zero */
+    float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+    if (scale < FLT_MIN) scale = FLT_MIN; /* never zero */
     uint32_t bits;
-    memcpy(&bits, &unit, 4);
+    memcpy(&bits, &scale, 4);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000; /* to the nearest bfloat16 */
-    const __m512 units = _mm512_castsi512_ps(_mm512_set1_epi32((int)bits));
+    const __m512 scales = _mm512_castsi512_ps(_mm512_set1_epi32((int)bits));
     for (int64_t d = 0; d < dim; d += 16) {
         const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
-        __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(number_at(head, d, lanes, is_bf16), units));
+        __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(number_at(head, d, lanes, is_bf16), scales));
         whole = _mm512_min_epi32(_mm512_max_epi32(whole, _mm512_set1_epi32(-127)), _mm512_set1_epi32(127));
         _mm_mask_storeu_epi8(out + d, lanes, _mm512_cvtepi32_epi8(whole));
     }
@@ -138,7 +142,7 @@ AMX int outrider_attend(const struct attention *a) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->num_rows; row++) keep(a, row);
 #pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t i = 0; i < jobs.num_jobs; i++) run(a, jobs.jobs + i);
+        for (int64_t i = 0; i < jobs.num_jobs; i++) run_job(a, jobs.jobs + i);
         if (a->is_bf16 && outrider_has_tiles) _tile_release();
     }
     free(jobs.jobs);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_types.h"
 
 /* 2^x to 2e-9 of itself, and to 9e-5 where `is_rough`, as weights in bfloat16 may be; exactly 1 at 0. */
 AVX INLINE __m512 power_of_two(__m512 x, int is_rough) {
@@ -23,7 +23,7 @@ AVX INLINE __m512 power_of_two(__m512 x, int is_rough) {
     return _mm512_scalef_ps(_mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f)), x);
 }
 
-static int64_t state_size(int64_t width) { return (width + 2) * LANES; }
+static inline int64_t state_size(int64_t width) { return (width + 2) * LANES; }
 
 AVX INLINE void clear(float *state, int64_t width, __mmask16 lanes) {
     _mm512_mask_storeu_ps(state, lanes, _mm512_set1_ps(FLOOR));

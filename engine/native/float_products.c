@@ -143,11 +143,11 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
     const int64_t block = is_few ? p->num_inputs : BLOCK_INPUTS;
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += block) {
-            struct part part = {.stride = p->num_inputs, .steps = least(block, p->num_inputs - k) / 32};
+            struct part part = {.stride = p->num_inputs, .steps = min(block, p->num_inputs - k) / 32};
             part.w = p->weight + (pair * p->num_inputs + k) * OUTPUTS;
             part.ahead = is_few ? PREFETCH : part.steps * 2 * TILE;
             for (int64_t i = 0; i < rows; i += at_once) {
-                const int64_t height = least(at_once, rows - i);
+                const int64_t height = min(at_once, rows - i);
                 part.x = p->x + (row + i) * p->num_inputs + k;
                 part.from = LINES * i / rows, part.to = LINES * (i + height) / rows;
                 if (outrider_has_wide_floats) add_up_to_12(height, part, sums + i * OUTPUTS, k == 0);
@@ -160,11 +160,11 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
 
 static void multiply(struct float_product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
-    const int64_t pairs = most(1, least((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));
+    const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int64_t pair = 0; pair < num_pairs; pair += pairs)
         for (int64_t row = 0; row < p.num_rows; row += BLOCK_ROWS)
-            multiply_block(&p, row, least(BLOCK_ROWS, p.num_rows - row), pair, least(pair + pairs, num_pairs));
+            multiply_block(&p, row, min(BLOCK_ROWS, p.num_rows - row), pair, min(pair + pairs, num_pairs));
 }
 
 /* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */

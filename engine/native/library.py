@@ -32,13 +32,13 @@ class Instructions(IntEnum):
     AMX = 3
 
 
-_MOST = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.AVX512, "avx2": Instructions.AVX2}
+_LIMITS = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.AVX512, "avx2": Instructions.AVX2}
 
 
-def native_library(least: Instructions = Instructions.AVX512) -> ctypes.CDLL | None:
+def native_library(minimum: Instructions = Instructions.AVX512) -> ctypes.CDLL | None:
     """The kernels, or None where they may not use so much; the log says once what they use, or why there are none."""
     loaded = _loaded()
-    return loaded[0] if loaded is not None and loaded[1] >= least else None
+    return loaded[0] if loaded is not None and loaded[1] >= minimum else None
 
 
 def native_instructions() -> Instructions | None:
@@ -66,7 +66,7 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
     switch = os.environ.get(SWITCH, "")
     if switch == "0":
         raise _UnavailableError(f"{SWITCH} is 0")
-    if switch not in _MOST:
+    if switch not in _LIMITS:
         raise ConfigError(
             f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
         )
@@ -81,6 +81,6 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
         library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
     except OSError as error:
         raise _UnavailableError(str(error)) from error
-    if not (used := library.outrider_start(_MOST[switch])):
+    if not (used := library.outrider_start(_LIMITS[switch])):
         raise _UnavailableError("this processor has no AVX2")
     return library, Instructions(used)

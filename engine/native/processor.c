@@ -13,7 +13,7 @@ static int has_vectors(void) {
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-/* Whether the processor, and the operating system under us, give AMX. */
+/* True if the processor, and the operating system under us, give AMX. */
 static int has_tiles(void) {
     unsigned a, b, c, d;
     __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
@@ -28,10 +28,10 @@ static enum instructions best(void) {
     return has_tiles() ? WITH_AMX : WITH_AVX512;
 }
 
-/* Call it before any kernel: what they will use, `most` or as much of it as there is; of `enum instructions`. */
-int outrider_start(int most) {
-    const int found = best(), used = found < most ? found : most;
-    outrider_has_wide_floats = most >= WITH_AVX512 && __builtin_cpu_supports("avx512f");
+/* Call it before any kernel: what they will use, `limit` or as much of it as there is; both of `enum instructions`. */
+int outrider_start(int limit) {
+    const int found = best(), used = found < limit ? found : limit;
+    outrider_has_wide_floats = limit >= WITH_AVX512 && __builtin_cpu_supports("avx512f");
     outrider_has_tiles = used >= WITH_AMX;
     return used;
 }

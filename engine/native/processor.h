@@ -13,6 +13,7 @@
 #define AVX __attribute__((target(VECTORS)))
 #define AMX __attribute__((target(VECTORS ",amx-tile,amx-bf16,amx-int8")))
 #define INLINE static inline __attribute__((always_inline))
+#define INTERNAL __attribute__((visibility("hidden"))) /* for other files of the library, not for its users */
 
 typedef uint16_t bf16;
 
@@ -21,8 +22,8 @@ enum instructions { NONE, WITH_AVX2, WITH_AVX512, WITH_AMX };
 /* Whether kernels may use AVX-512 for float32, whatever else it can, and AMX; set by `outrider_start`. */
 extern int outrider_has_wide_floats, outrider_has_tiles;
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Have the cache lines [from, to) of what lies at `at` fetched for later. */
 INLINE void fetch_lines(const void *at, int from, int to) {

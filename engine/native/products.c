@@ -99,7 +99,7 @@ AVX INLINE void add_vectors(const int rows, struct part p, float *sums, int is_f
 AVX static void add_halves(int64_t rows, struct part part, float *sums, int is_first) {
 #define ROWS(n) case n: add_vectors(n, part, sums, is_first); break;
     for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
-        switch (least(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+        switch (min(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
         part.x += VECTOR_ROWS * part.stride, part.from = part.to;
     }
 #undef ROWS
@@ -154,9 +154,9 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
     bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
     if (outrider_has_tiles) configure_tiles(16, 0);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
-        const int64_t num_pairs = least(BLOCK_PAIRS, last - pairs);
+        const int64_t num_pairs = min(BLOCK_PAIRS, last - pairs);
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
-            const int64_t steps = least(BLOCK_INPUTS, p->num_inputs - k) / 32;
+            const int64_t steps = min(BLOCK_INPUTS, p->num_inputs - k) / 32;
             if (pairs == first || p->num_inputs > BLOCK_INPUTS) to_tiles(p, row, rows, k, steps, x);
             for (int64_t pair = 0; pair < num_pairs; pair++) {
                 const int64_t at = (pair * p->num_inputs + k) * OUTPUTS;
@@ -168,7 +168,7 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
                 }
                 struct part part = {.stride = 32, .step = TILE, .w = w, .steps = steps, .ahead = next - at};
                 for (int64_t i = 0; i < rows; i += 16) {
-                    const int64_t height = least(16, rows - i);
+                    const int64_t height = min(16, rows - i);
                     part.x = x + i * steps * 32;
                     part.from = LINES * i / rows, part.to = LINES * (i + height) / rows; /* of the next ones */
                     add(height, part, sums + (pair * BLOCK_ROWS + i) * OUTPUTS, k == 0);
@@ -185,22 +185,22 @@ AMX static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS);
     /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
-    int64_t pairs = least((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
+    int64_t pairs = min((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
     if (!is_few) { /* at least BLOCK_PAIRS, or the fewer that give all threads the same */
         const int64_t threads = omp_get_max_threads(), all = threads * BLOCK_PAIRS;
         const int64_t parts = (num_pairs + all - 1) / all * threads;
-        pairs = most(pairs, (num_pairs + parts - 1) / parts);
+        pairs = max(pairs, (num_pairs + parts - 1) / parts);
     }
-    pairs = most(pairs, 1);
-    const int64_t rows = is_few ? most(p.num_rows, 1) : BLOCK_ROWS;
+    pairs = max(pairs, 1);
+    const int64_t rows = is_few ? max(p.num_rows, 1) : BLOCK_ROWS;
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(dynamic, 1) nowait
         for (int64_t pair = 0; pair < num_pairs; pair += pairs)
             for (int64_t row = 0; row < p.num_rows; row += rows) {
-                const int64_t last = least(pair + pairs, num_pairs);
+                const int64_t last = min(pair + pairs, num_pairs);
                 if (is_few) multiply_few(&p, pair, last);
-                else multiply_many(&p, row, least(rows, p.num_rows - row), pair, last);
+                else multiply_many(&p, row, min(rows, p.num_rows - row), pair, last);
             }
         if (outrider_has_tiles) _tile_release();
     }

@@ -1,5 +1,5 @@
-/* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX or AVX-512's VNNI: bfloat16 rows become int8 in
-   units of their own (arXiv:2208.07339), sums of whole numbers are exact, and a few float32 operations for each group
+/* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX or AVX-512's VNNI: bfloat16 rows become int8 with
+   scales of their own (arXiv:2208.07339), sums of whole numbers are exact, and a few float32 operations for each group
    of inputs turn them into numbers.
 
    W lies as a stream of AMX tiles of 1 KB, for each pair of 16 outputs and another 16, for each 64 inputs, one and the
@@ -21,8 +21,8 @@ enum {
 };
 
 struct quantized {
-    int8_t *x;          /* [rows, num_inputs + PAD], in units of row_units */
-    float *row_units;   /* [rows] */
+    int8_t *x;          /* [rows, num_inputs + PAD], times row_scales */
+    float *row_scales;  /* [rows] */
     int32_t *row_sums;  /* [rows, parts] of x */
     const uint8_t *weight;
     const float *bias;  /* [num_outputs] or NULL */
@@ -40,24 +40,24 @@ AVX static __m512 widened(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
 }
 
-/* One row of x to int8: its largest magnitude is 127 units. */
+/* One row of x to int8: its largest magnitude is 127 of its scale. */
 AVX static void quantize(const struct quantized *p, const bf16 *x, int64_t row) {
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t k = 0; k < p->num_inputs; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(widened(x + k)));
-    float unit = _mm512_reduce_max_ps(most) / 127.0f;
-    if (unit < 1e-30f) unit = 1e-30f;
-    const __m512 inverse = _mm512_set1_ps(1.0f / unit);
+    __m512 largest = _mm512_setzero_ps();
+    for (int64_t k = 0; k < p->num_inputs; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(widened(x + k)));
+    float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+    if (scale < 1e-30f) scale = 1e-30f;
+    const __m512 inverse = _mm512_set1_ps(1.0f / scale);
     int8_t *to = p->x + row * (p->num_inputs + PAD);
     for (int64_t part = 0; part < p->num_parts; part++) {
         __m512i sum = _mm512_setzero_si512();
-        for (int64_t k = part * p->part; k < least((part + 1) * p->part, p->num_inputs); k += 16) {
+        for (int64_t k = part * p->part; k < min((part + 1) * p->part, p->num_inputs); k += 16) {
             __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(widened(x + k), inverse));
             _mm_storeu_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(numbers));
             sum = _mm512_add_epi32(sum, numbers);
         }
         p->row_sums[row * p->num_parts + part] = _mm512_reduce_add_epi32(sum);
     }
-    p->row_units[row] = unit;
+    p->row_scales[row] = scale;
 }
 
 /* The inputs [k, k + 64 steps) of a pair as tiles: where they lie, or made in `tiles`. */
@@ -135,24 +135,24 @@ AVX INLINE void add_vectors(const int rows, struct part p, int32_t *sums) {
 AVX static void add_halves(int64_t rows, struct part part, int32_t *sums) {
 #define ROWS(n) case n: add_vectors(n, part, sums); break;
     for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
-        switch (least(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+        switch (min(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
         part.x += VECTOR_ROWS * part.stride, part.row_sums += VECTOR_ROWS * part.num_parts, part.from = part.to;
     }
 #undef ROWS
 }
 
 /* A part's whole numbers, scaled, onto the sums [rows, 32] of up to 16 rows from `row` on. */
-AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t k,
+AVX static void add_scaled(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, int64_t k,
                       const int32_t *from, float *sums) {
     const int64_t at = k / p->group * p->num_outputs + pair * OUTPUTS;
     for (int half = 0; half < 2; half++) {
-        const __m512 unit = _mm512_loadu_ps(p->scales + at + half * 16);
+        const __m512 scale = _mm512_loadu_ps(p->scales + at + half * 16);
         const __m512 base = p->bases ? _mm512_loadu_ps(p->bases + at + half * 16) : _mm512_setzero_ps();
         for (int64_t i = 0; i < rows; i++) {
             float *onto = sums + i * OUTPUTS + half * 16;
             __m512 sum = k ? _mm512_load_ps(onto) : _mm512_setzero_ps();
             const int32_t *numbers = from + half * 256 + i * 16;
-            sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(numbers)), unit, sum);
+            sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(numbers)), scale, sum);
             const int32_t of_row = p->row_sums[(row + i) * p->num_parts + k / p->part];
             sum = _mm512_fmadd_ps(_mm512_set1_ps((float)of_row), base, sum);
             _mm512_store_ps(onto, sum);
@@ -160,15 +160,15 @@ AVX static void scale(const struct quantized *p, int64_t row, int64_t rows, int6
     }
 }
 
-/* The sums [rows, 32] of a pair, in the rows' own units, to `out`. */
+/* The sums [rows, 32] of a pair, by the rows' own scales, to `out`. */
 AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
     for (int64_t i = 0; i < rows; i++) {
-        const __m512 unit = _mm512_set1_ps(p->row_units[row + i]);
+        const __m512 scale = _mm512_set1_ps(p->row_scales[row + i]);
         __m512 result[2];
         for (int half = 0; half < 2; half++) {
             const float *bias = p->bias + pair * OUTPUTS + half * 16;
             const __m512 more = p->bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
-            result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), unit, more);
+            result[half] = _mm512_fmadd_ps(_mm512_load_ps(sums + i * OUTPUTS + half * 16), scale, more);
         }
         if (p->is_gated) {
             const __m512 gated = _mm512_mul_ps(rough_silu(result[0]), result[1]);
@@ -186,15 +186,15 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
     uint8_t tiles[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     int32_t numbers[16 * OUTPUTS] __attribute__((aligned(64)));
-    if (outrider_has_tiles) configure_tiles(least(rows, 16), 0);
+    if (outrider_has_tiles) configure_tiles(min(rows, 16), 0);
     struct part part = {.stride = p->num_inputs + PAD, .num_parts = p->num_parts, .bits = p->bits};
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
-            const int64_t inputs = least(BLOCK_INPUTS, p->num_inputs - k);
+            const int64_t inputs = min(BLOCK_INPUTS, p->num_inputs - k);
             const uint8_t *w = tiles_of(p, pair, k, inputs / 64, tiles);
             part.ahead = rows > 16 ? inputs * OUTPUTS : PREFETCH;
             for (int64_t i = 0; i < rows; i += 16) {
-                const int64_t height = least(16, rows - i);
+                const int64_t height = min(16, rows - i);
                 if (p->bits == 8) /* `tiles_of` fetches what has 4 */
                     part.from = LINES * i / rows, part.to = LINES * (i + height) / rows;
                 const int is_rest = outrider_has_tiles && rows > 16 && height < 16;
@@ -202,10 +202,10 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
                 for (int64_t j = 0; j < inputs; j += p->part) {
                     part.x = p->x + (row + i) * part.stride + k + j;
                     part.row_sums = p->row_sums + (row + i) * p->num_parts + (k + j) / p->part;
-                    part.w = w + j * OUTPUTS, part.steps = least(p->part, inputs - j) / 64;
+                    part.w = w + j * OUTPUTS, part.steps = min(p->part, inputs - j) / 64;
                     if (outrider_has_tiles) add_tiles(part, numbers);
                     else add_halves(height, part, numbers);
-                    scale(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
+                    add_scaled(p, row + i, height, pair, k + j, numbers, sums + i * OUTPUTS);
                 }
                 if (is_rest) configure_tiles(16, 0);
             }
@@ -222,13 +222,13 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
                                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                     const float *scales, const float *bases, int64_t group, int is_gated,
                                     int8_t *scratch) {
-    float *units = (float *)(scratch + num_rows * (num_inputs + PAD));
-    int32_t *row_sums = (int32_t *)(units + num_rows);
-    const int64_t part = least(group, BLOCK_INPUTS), num_parts = (num_inputs + part - 1) / part;
-    const struct quantized p = {scratch, units, row_sums, weight, bias, out, num_rows, num_inputs, num_outputs, bits,
-                                group, part, num_parts, scales, bases, is_gated};
+    float *row_scales = (float *)(scratch + num_rows * (num_inputs + PAD));
+    int32_t *row_sums = (int32_t *)(row_scales + num_rows);
+    const int64_t part = min(group, BLOCK_INPUTS), num_parts = (num_inputs + part - 1) / part;
+    const struct quantized p = {scratch, row_scales, row_sums, weight, bias, out, num_rows, num_inputs, num_outputs,
+                                bits, group, part, num_parts, scales, bases, is_gated};
     const int64_t num_pairs = num_outputs / OUTPUTS;
-    const int64_t pairs = most(1, least((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
+    const int64_t pairs = max(1, min((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
 #pragma omp parallel
     {
 #pragma omp for
@@ -236,7 +236,7 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
 #pragma omp for collapse(2) schedule(dynamic, 1) nowait
         for (int64_t pair = 0; pair < num_pairs; pair += pairs)
             for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-                multiply(&p, row, least(BLOCK_ROWS, num_rows - row), pair, least(pair + pairs, num_pairs));
+                multiply(&p, row, min(BLOCK_ROWS, num_rows - row), pair, min(pair + pairs, num_pairs));
         if (outrider_has_tiles) _tile_release();
     }
 }

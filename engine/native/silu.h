@@ -23,8 +23,8 @@ AVX INLINE __m512 rough_silu(__m512 x) {
 AVX2 INLINE __m256 exact_silu(__m256 x) {
     static const float powers[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
                                    2.40226507e-1f, 6.93147181e-1f, 1.0f};
-    const __m256 least = _mm256_set1_ps(-87.0f);
-    const __m256 in = _mm256_min_ps(_mm256_max_ps(x, least), _mm256_set1_ps(87.0f));
+    const __m256 lowest = _mm256_set1_ps(-87.0f);
+    const __m256 in = _mm256_min_ps(_mm256_max_ps(x, lowest), _mm256_set1_ps(87.0f));
     const __m256 whole = _mm256_round_ps(_mm256_mul_ps(in, _mm256_set1_ps(-1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m256 rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.44269502f), _mm256_sub_ps(_mm256_setzero_ps(), whole));
     rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.92596303e-8f), rest);
@@ -33,5 +33,5 @@ AVX2 INLINE __m256 exact_silu(__m256 x) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
     const __m256 result = _mm256_div_ps(x, _mm256_fmadd_ps(power, scale, _mm256_set1_ps(1.0f)));
-    return _mm256_and_ps(result, _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
+    return _mm256_and_ps(result, _mm256_cmp_ps(x, lowest, _CMP_NLT_UQ));
 }

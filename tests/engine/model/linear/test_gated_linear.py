@@ -34,8 +34,8 @@ def test_a_fused_gate_is_the_plain_one(
 ) -> None:
     gate, up = _layers(shape, has_bias, dtype)
     gated = gated_of(gate, up)
-    if gated is None:
-        assert not can_pack(gate.weight)
+    if gated is None:  # small weights are left to two products where the C kernels are not loaded
+        assert shape != LARGE or not can_pack(gate.weight)
         return
     x = torch.randn(num_rows, shape[0]).to(dtype)
     expected = F.silu(gate(x).double()) * up(x).double()

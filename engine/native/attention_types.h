@@ -1,11 +1,9 @@
-/* What attention is told, and what its jobs are; included by the parts of attention.c alone. */
+/* The call of attention and the jobs that it becomes. */
 
 #pragma once
 
 #include "processor.h"
 
-#include <float.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum {
@@ -18,8 +16,8 @@ enum {
     SMALL = 1 << 14, /* lanes of whole tiles x keys below which one thread does all */
 };
 
-static const float FLOOR = -1e30f; /* finite: a lane that has seen no key yet makes no NaN */
-static const float LOG2_E = 1.44269504f;
+#define FLOOR (-1e30f) /* finite: a lane that has seen no key yet makes no NaN */
+#define LOG2_E 1.44269504f
 
 struct span {
     int64_t first_row; /* in the pass */
@@ -39,7 +37,7 @@ struct node {
 struct attention {
     const void *query; /* [T, H * G, D] */
     const void *new_keys, *new_values; /* [T, H, D] */
-    void *keys, *values; /* [N, P, H, D], with a unit behind each head where `is_int8` */
+    void *keys, *values; /* [N, P, H, D], with a scale behind each head where `is_int8` */
     void *out; /* [T, H * G, D of the values] */
     const int64_t *slots; /* [T], of the new keys */
     const float *sinks; /* [H * G] or NULL */
@@ -70,12 +68,12 @@ struct merge {
     int64_t num_open;           /* jobs that have not ended */
 };
 
-static int64_t up(int64_t a, int64_t unit) { return (a + unit - 1) / unit * unit; }
+static inline int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }
 
 /* Bytes of a stored head. */
-static int64_t head_bytes(const struct attention *a, int64_t dim) {
+static inline int64_t head_bytes(const struct attention *a, int64_t dim) {
     return a->is_int8 ? dim + 2 : dim * (a->is_bf16 ? 2 : 4);
 }
 
-static int64_t key_bytes(const struct attention *a) { return head_bytes(a, a->key_dim); }
-static int64_t value_bytes(const struct attention *a) { return head_bytes(a, a->value_dim); }
+static inline int64_t key_bytes(const struct attention *a) { return head_bytes(a, a->key_dim); }
+static inline int64_t value_bytes(const struct attention *a) { return head_bytes(a, a->value_dim); }

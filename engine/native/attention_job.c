@@ -1,0 +1,254 @@
+#include "attention_job.h"
+
+#include "attention_state.h"
+#include "attention_tiles.h"
+
+/* The state of a job; lanes are those of the job, in tiles. */
+struct work {
+    const struct attention *a;
+    const struct job *job;
+    int64_t num_tiles, end; /* keys that any lane sees: [0, end) */
+    char *queries;          /* [tiles, D, LANES] */
+    float *states;          /* of the split that is read */
+    struct visibility *visibilities;
+    char *room;
+    bf16 *values;
+    struct unit units[2]; /* this one and the next */
+};
+
+static int64_t token_of(const struct work *w, int64_t lane) {
+    const int64_t last = w->job->num_lanes - 1; /* lanes behind the last repeat it, and are not stored */
+    return (w->job->first_lane + min(lane, last)) / w->a->group_size;
+}
+
+static const struct node *node_of(const struct work *w, int64_t token) {
+    const struct span *span = w->job->span;
+    return span->nodes < 0 ? NULL : w->a->nodes + span->nodes + token;
+}
+
+static int64_t position_of(const struct work *w, int64_t token) {
+    const struct node *node = node_of(w, token);
+    return node ? node->position : w->job->span->start + token;
+}
+
+static int64_t query_head(const struct work *w, int64_t lane) {
+    return w->job->head * w->a->group_size + (w->job->first_lane + lane) % w->a->group_size;
+}
+
+/* Queries of the job's lanes to [tiles, D, LANES], pairs of dims side by side in bfloat16; zeros up to whole widths. */
+AVX static void load_queries(struct work *w) {
+    const struct attention *a = w->a;
+    const int64_t item = a->is_bf16 ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
+    for (int64_t tile = 0; tile < w->num_tiles; tile++)
+        for (int64_t at = 0; at < width; at += 64) {
+            __m512i rows[16];
+            const __mmask64 kept = bytes - at >= 64 ? ~0ull : bytes > at ? (1ull << (bytes - at)) - 1 : 0;
+            for (int64_t i = 0; i < LANES; i++) {
+                const int64_t lane = tile * LANES + i;
+                if (lane >= w->job->num_lanes) {
+                    rows[i] = _mm512_setzero_si512();
+                    continue;
+                }
+                const int64_t row = w->job->span->first_row + token_of(w, lane);
+                const int64_t number = row * a->query_row + query_head(w, lane) * a->query_head;
+                rows[i] = _mm512_maskz_loadu_epi8(kept, (const char *)a->query + number * item + at);
+            }
+            transpose(rows);
+            char *to = w->queries + (tile * width + at) * LANES;
+            for (int64_t i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, rows[i]);
+        }
+}
+
+/* Set what the lanes of one token see, or of all tokens where it is -1. */
+AVX static void set_visibility(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
+    for (int64_t tile = first_tile; tile < last_tile; tile++) {
+        int32_t positions[LANES];
+        struct visibility *visibility = w->visibilities + tile;
+        visibility->lowest = INT32_MAX, visibility->highest = -1, visibility->window = w->a->window;
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t of = token_of(w, tile * LANES + i);
+            const int64_t position = token < 0 || of == token ? position_of(w, of) : -1;
+            positions[i] = (int32_t)position;
+            visibility->lowest = min(visibility->lowest, position);
+            visibility->highest = max(visibility->highest, position);
+        }
+        visibility->position = _mm512_loadu_si512(positions);
+    }
+}
+
+/* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
+AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
+                             int64_t last) {
+    const struct attention *a = w->a;
+    const int64_t item = a->is_bf16 ? 2 : 4, query_size = round_up(a->key_dim, 32) * LANES * item;
+    const int64_t size = state_size(round_up(a->value_dim, 32));
+    int64_t oldest = 0;
+    if (a->window) {
+        oldest = INT32_MAX;
+        for (int64_t tile = first; tile < last; tile++) {
+            int32_t positions[LANES];
+            _mm512_storeu_si512(positions, w->visibilities[tile].position);
+            for (int i = 0; i < LANES; i++)
+                if (positions[i] >= 0) oldest = min(oldest, positions[i] - a->window + 1);
+        }
+    }
+    begin = max(begin, oldest / UNIT * UNIT);
+    struct unit *unit = w->units, *next = unit + 1;
+    if (begin < end) {
+        load_unit(a, w->job, begin, end, path, unit);
+        for (int64_t i = 0; i < UNIT; i += 2) {
+            fetch(unit->keys + i, key_bytes(a));
+            fetch(unit->values + i, value_bytes(a));
+        }
+    }
+    for (; begin < end; begin += UNIT) {
+        const int has_next = begin + UNIT < end;
+        if (has_next) load_unit(a, w->job, begin + UNIT, end, path, next);
+        copy_to_room(a, unit, w->room, last - first <= FEW_TILES);
+        if (a->is_bf16) transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
+        for (int64_t tile = first; tile < last; tile += 2) {
+            const char *queries = w->queries + tile * query_size;
+            float *states = w->states + tile * size;
+            const struct unit *later = has_next && tile == first ? next : NULL;
+            if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
+            else attend_one(a, unit, later, w->values, queries, w->visibilities + tile, states);
+        }
+        struct unit *done = unit;
+        unit = next, next = done;
+    }
+}
+
+/* A tile's result to its rows. */
+AVX static void store(const struct work *w, int64_t tile, const float *state) {
+    const struct attention *a = w->a;
+    const int64_t dim = a->value_dim, width = round_up(dim, 32);
+    float sinks[LANES];
+    __m512 kept = _mm512_set1_ps(1.0f), total = _mm512_loadu_ps(state + LANES);
+    if (a->sinks) {
+        for (int64_t i = 0; i < LANES; i++) sinks[i] = LOG2_E * a->sinks[query_head(w, tile * LANES + i)];
+        __m512 sink = _mm512_loadu_ps(sinks), peak = _mm512_loadu_ps(state), top = _mm512_max_ps(peak, sink);
+        kept = power_of_two(_mm512_sub_ps(peak, top), 0);
+        total = _mm512_fmadd_ps(total, kept, power_of_two(_mm512_sub_ps(sink, top), 0));
+    }
+    const __m512 factor = _mm512_div_ps(kept, total);
+    for (int64_t d = 0; d < width; d += 32) {
+        __m512i low[16], high[16];
+        for (int64_t i = 0; i < 16; i++) {
+            const float *sums = state + (2 + d + i) * LANES;
+            low[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(sums), factor));
+            high[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(sums + 16 * LANES), factor));
+        }
+        transpose(low);
+        transpose(high);
+        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t lane = tile * LANES + i;
+            if (lane >= w->job->num_lanes) break;
+            const int64_t row = w->job->span->first_row + token_of(w, lane);
+            const int64_t at = (row * a->num_heads * a->group_size + query_head(w, lane)) * dim + d;
+            if (a->is_bf16) { /* the tiles have alternating fours of dims */
+                const __m512i evens = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+                const __m512i odds = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+                __m512 first = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low[i], evens, high[i]));
+                __m512 second = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low[i], odds, high[i]));
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+                _mm512_mask_storeu_epi16((bf16 *)a->out + at, dims, both);
+            } else {
+                _mm512_mask_storeu_epi32((float *)a->out + at, (__mmask16)dims, low[i]);
+                _mm512_mask_storeu_epi32((float *)a->out + at + 16, (__mmask16)(dims >> 16), high[i]);
+            }
+        }
+    }
+}
+
+/* The last job of some lanes merges what all of them have left. */
+AVX static void merge_partials(const struct work *w, float *states) {
+    struct merge *m = w->job->merge;
+    if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return;
+    const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
+    for (int64_t tile = 0; tile < w->num_tiles; tile++) {
+        clear(states + tile * size, width, 0xffff);
+        for (int64_t i = 0; i < m->num_partials; i++)
+            merge(states + tile * size, m->partials + i * m->size + tile * size, width, 0xffff);
+        store(w, tile, states + tile * size);
+    }
+}
+
+/* Lanes of `token` in a tile, all where it is -1. */
+static __mmask16 lanes_of(const struct work *w, int64_t token, int64_t tile) {
+    __mmask16 lanes = 0;
+    for (int64_t i = 0; i < LANES; i++)
+        if (token < 0 || token_of(w, tile * LANES + i) == token) lanes |= 1 << i;
+    return lanes;
+}
+
+/* End a split for the lanes of `token`, or for all where it is -1. */
+AVX static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
+    const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
+    for (int64_t tile = first; tile < last; tile++) {
+        const __mmask16 lanes = lanes_of(w, token, tile);
+        merge(merged + tile * size, w->states + tile * size, width, lanes);
+        clear(w->states + tile * size, width, lanes);
+    }
+}
+
+/* Nodes of a tree: what lies before it is read by all, up to a whole unit, and the rest by each along its path. */
+AVX static void attend_tree(struct work *w, float *merged) {
+    const int64_t shared = w->job->span->tree_start / UNIT * UNIT;
+    set_visibility(w, -1, 0, w->num_tiles);
+    for (int64_t begin = 0; begin < shared; begin += SPLIT) {
+        attend_range(w, begin, min(begin + SPLIT, shared), NULL, 0, w->num_tiles);
+        if (begin + SPLIT <= shared) close_split(w, merged, -1, 0, w->num_tiles);
+    }
+    const int64_t last_token = token_of(w, w->job->num_lanes - 1);
+    for (int64_t token = token_of(w, 0); token <= last_token; token++) {
+        const int64_t lane = max(0, token * w->a->group_size - w->job->first_lane);
+        const int64_t end_lane = min((token + 1) * w->a->group_size - w->job->first_lane, w->job->num_lanes);
+        const int64_t first = lane / LANES, last = (end_lane + LANES - 1) / LANES;
+        const int64_t end = position_of(w, token) + 1;
+        const int32_t *path = w->a->paths + node_of(w, token)->path;
+        set_visibility(w, token, first, last);
+        for (int64_t begin = shared; begin < end; begin = (begin / SPLIT + 1) * SPLIT) {
+            attend_range(w, begin, min((begin / SPLIT + 1) * SPLIT, end), path, first, last);
+            close_split(w, merged, token, first, last);
+        }
+    }
+}
+
+AVX static void compute(const struct attention *a, const struct job *job) {
+    struct work w = {.a = a, .job = job, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
+    const int64_t item = a->is_bf16 ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
+    const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
+    char queries[w.num_tiles * key_width * LANES * item] __attribute__((aligned(64)));
+    float states[2 * num_numbers] __attribute__((aligned(64)));
+    struct visibility visibilities[MAX_TILES];
+    char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
+    bf16 values[UNIT * width] __attribute__((aligned(64)));
+    float *merged = states + num_numbers;
+    w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values;
+    load_queries(&w);
+    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear(states + tile * size, width, 0xffff);
+    if (job->span->nodes >= 0) {
+        attend_tree(&w, merged);
+    } else {
+        set_visibility(&w, -1, 0, w.num_tiles);
+        const int64_t end = position_of(&w, token_of(&w, job->num_lanes - 1)) + 1;
+        for (int64_t split = job->first_split; split < job->last_split; split++) {
+            attend_range(&w, split * SPLIT, min((split + 1) * SPLIT, end), NULL, 0, w.num_tiles);
+            if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
+        }
+    }
+    if (job->partial) {
+        memcpy(job->partial, states, num_numbers * sizeof(float));
+        merge_partials(&w, merged);
+        return;
+    }
+    for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
+}
+
+void run_job(const struct attention *a, const struct job *job) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
+    compute(a, job);
+    _mm_setcsr(mode);
+}

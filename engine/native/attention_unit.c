@@ -1,0 +1,102 @@
+#include "attention_unit.h"
+
+static const char zeros[MAX_DIM * 4] __attribute__((aligned(64)));
+
+void load_unit(const struct attention *a, const struct job *job, int64_t begin, int64_t stop, const int32_t *path,
+               struct unit *unit) {
+    unit->begin = begin, unit->count = min(UNIT, stop - begin);
+    const struct span *span = job->span;
+    const int32_t *table = a->tables + span->table;
+    const int64_t size = a->block_size;
+    int64_t end = unit->begin + unit->count;
+    if (path) end = min(end, max(span->tree_start, unit->begin));
+    int64_t place = unit->begin;
+    while (place < end) {
+        int64_t slot = table[place / size] * size + place % size;
+        int64_t last = min(end, place - place % size + size);
+        for (; place < last; place++) unit->slots[place - unit->begin] = slot++;
+    }
+    for (; place < unit->begin + unit->count; place++) {
+        int64_t node = path[place - span->tree_start];
+        unit->slots[place - unit->begin] = table[node / size] * size + node % size;
+    }
+    const char *keys = (const char *)a->keys + job->head * key_bytes(a);
+    const char *values = (const char *)a->values + job->head * value_bytes(a);
+    const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
+    for (int64_t i = 0; i < UNIT; i++) {
+        unit->keys[i] = i < unit->count ? keys + unit->slots[i] * key_stride : zeros;
+        unit->values[i] = i < unit->count ? values + unit->slots[i] * value_stride : zeros;
+    }
+}
+
+/* A stored head of int8 as numbers of the model's type, zeros up to `width`. */
+AVX INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
+    bf16 bits;
+    memcpy(&bits, head + dim, 2);
+    const __m512 scale = _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)bits << 16)));
+    for (int64_t d = 0; d < width; d += 16) {
+        __mmask16 lanes = dim - d >= 16 ? 0xffff : dim > d ? (1 << (dim - d)) - 1 : 0;
+        __m512i whole = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, head + d));
+        __m512 numbers = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), scale);
+        if (is_bf16) _mm256_storeu_si256((__m256i *)((bf16 *)out + d), (__m256i)_mm512_cvtneps_pbh(numbers));
+        else _mm512_storeu_ps((float *)out + d, numbers);
+    }
+}
+
+AVX void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
+    const int64_t item = a->is_bf16 ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
+    const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
+    char *room_values = room + UNIT * key_width * item;
+    const int64_t count = unit->count;
+    if (a->is_int8)
+        for (int64_t i = 0; i < count; i++) {
+            load_int8(unit->keys[i], a->key_dim, key_width, a->is_bf16, room + i * key_width * item);
+            load_int8(unit->values[i], a->value_dim, value_width, a->is_bf16, room_values + i * value_width * item);
+            unit->keys[i] = room + i * key_width * item;
+            unit->values[i] = room_values + i * value_width * item;
+        }
+    if (!a->is_bf16) return;
+    for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
+        const int64_t first = tile * 16;
+        const int is_whole = first + 16 <= count;
+        const int is_run = is_whole && unit->slots[first + 15] == unit->slots[first] + 15;
+        if (a->is_int8 && is_whole) {
+            unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_width * 2;
+        } else if (is_run && is_read_once && a->key_dim % 32 == 0) {
+            unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_stride;
+        } else {
+            char *copy = room + first * key_width * 2;
+            for (int64_t i = 0; i < 16; i++) {
+                char *row = copy + i * key_width * 2;
+                if (unit->keys[first + i] != row) memcpy(row, unit->keys[first + i], a->key_dim * 2);
+                memset(row + a->key_dim * 2, 0, (key_width - a->key_dim) * 2);
+            }
+            unit->key_tiles[tile] = copy, unit->key_strides[tile] = key_width * 2;
+        }
+    }
+}
+
+AVX void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
+                          bf16 *tiles) {
+    const int64_t width = round_up(dim, 32);
+    for (int64_t key = 0; key < unit->count; key += 32)
+        for (int64_t d = 0; d < width; d += 32) {
+            const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+            __m512i low[16], high[16];
+            for (int64_t i = 0; i < 16; i++) {
+                const char *const *rows = unit->values + key + 2 * i;
+                if (next && d == 0) fetch(next->values + key + 2 * i, num_bytes);
+                __m512i first = _mm512_maskz_loadu_epi16(dims, rows[0] + 2 * d);
+                __m512i second = _mm512_maskz_loadu_epi16(dims, rows[1] + 2 * d);
+                low[i] = _mm512_unpacklo_epi16(first, second);
+                high[i] = _mm512_unpackhi_epi16(first, second);
+            }
+            transpose(low);
+            transpose(high);
+            bf16 *to = tiles + (key / 32 * (width / 16) + d / 16) * 512;
+            for (int64_t i = 0; i < 16; i++) {
+                _mm512_store_si512(to + i * 32, low[i]);
+                _mm512_store_si512(to + 512 + i * 32, high[i]);
+            }
+        }
+}
