@@ -172,7 +172,9 @@ def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
-def test_it_ends_at_once_when_it_is_stopped_and_leaves_no_trace(folder: Path, drafter: Drafter, num_steps: int) -> None:
+def test_drafting_ahead_that_is_stopped_ends_at_once_without_a_trace(
+    folder: Path, drafter: Drafter, num_steps: int
+) -> None:
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
     expected = pending_pass(drafter, sequence)
     asked = count()

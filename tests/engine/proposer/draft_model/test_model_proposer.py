@@ -185,7 +185,7 @@ def test_padding_of_the_vocabulary_is_never_drafted(tmp_path: Path, target_vocab
     assert (expected in draft) is (expected < 200)
 
 
-def test_it_is_built_from_the_configuration(folder: Path) -> None:
+def test_a_model_proposer_is_built_from_the_configuration(folder: Path) -> None:
     proposer = ModelProposer.from_config(
         ModelConfig(str(folder), dtype="float32"), CacheConfig(num_blocks=8), SchedulerConfig(), VOCAB_SIZE
     )
