@@ -28,7 +28,7 @@ from bench.contenders.table import print_rows, print_step_times, rows_of
 from bench.contenders.transformers_contender import TransformersContender, load
 from bench.padded_pair import CACHE, DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from models.training.architecture import REPETITION_PENALTY
@@ -90,11 +90,11 @@ def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> lis
 
 def _engine(name: str, args: argparse.Namespace, target: Path, *, with_draft: bool) -> EngineContender:
     cache = CacheConfig(memory_bytes=CACHE_BYTES)
-    model = ModelConfig(str(target), dtype="bfloat16", num_threads=args.threads)
+    model = ModelConfig(str(target), dtype=ModelDtype.BFLOAT16, num_threads=args.threads)
     speculation = SpeculationConfig(num_tokens=args.num_draft_tokens)
     proposer = None
     if with_draft:
-        draft = ModelConfig(str(args.draft), dtype="bfloat16")
+        draft = ModelConfig(str(args.draft), dtype=ModelDtype.BFLOAT16)
         proposer = ModelProposer.from_config(draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig())
     engine = EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer)
     return EngineContender(name, engine, repetition_penalty=args.repetition_penalty)

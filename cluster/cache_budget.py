@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cluster.config import DeployConfig
 from cluster.schema.replicas import GIB, CacheSection
-from engine.config import CacheConfig
+from engine.config import CacheConfig, KVDtype
 
 _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
 
@@ -25,7 +25,7 @@ def draft_cache_config(section: CacheSection) -> CacheConfig:
     A draft whose pool is short drafts for fewer sequences at a time, and nothing else. It is never quantised: it is
     small.
     """
-    target = replace(section.to_engine(), dtype="auto")
+    target = replace(section.to_engine(), dtype=KVDtype.AUTO)
     if target.memory_bytes is None:
         return target
     return replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)

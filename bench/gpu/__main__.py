@@ -28,7 +28,8 @@ import torch
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
 from bench.gpu.table import NOT_MEASURED, Missing, Results
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import KVDtype
+from engine.kv_cache.kv_dtype import kv_name
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -114,7 +115,7 @@ def _measure(plan: Plan, results: Results, work: Path) -> None:
         bandwidth=f"{speed.bytes_per_s / 1e9:,.0f} GB/s measured",
         products=f"{speed.flops_per_s / 1e12:,.1f} TFLOP/s measured, bfloat16" if plan.device.type == "cuda" else "-",
         target=f"{cost.num_weights / 1e9:.2f} B weights in products, {plan.dtype}",
-        target_kv=plan.kv_kind.name_of(plan.dtype),
+        target_kv=kv_name(plan.kv_kind, plan.dtype),
     )
     if "kernel" in plan.sections and plan.device.type == "cuda":
         results.attempt("kernel", "the rest", partial(_measure_kernel, plan, results, speed))

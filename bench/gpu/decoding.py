@@ -13,7 +13,7 @@ from bench.gpu.engine import Bench, Cell, Limits, Mode, drafting, source_text
 from bench.gpu.floor import DeviceSpeed, most_tokens
 from bench.gpu.plan import Plan
 from bench.gpu.table import Missing, Results
-from engine.config import CacheConfig, ModelConfig, TreeConfig, TreeKind
+from engine.config import CacheConfig, ModelConfig, ModelDtype, TreeConfig, TreeKind
 
 OTHER_BYTES = 10e9  # of two processes' kernels, recordings and logits
 BLOCK_SIZE = 16
@@ -31,7 +31,7 @@ def measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: 
     modes = [mode for mode in MODES if mode.name in plan.sections]
     if not modes:
         return
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = ModelDtype(str(plan.dtype).removeprefix("torch."))
     target, draft = (ModelConfig(str(folder), dtype, plan.device.type) for folder in folders)
     num_blocks = _num_blocks(plan)
     cache = CacheConfig(num_blocks=num_blocks, dtype=plan.kv_kind)

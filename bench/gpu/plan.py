@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.floor import ModelCost
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import KVDtype
+from engine.kv_cache.kv_dtype import head_bytes
 from models.fixtures.wide_fixture import WideShape
 
 
@@ -31,7 +32,7 @@ class Plan:
 
     @property
     def target_cost(self) -> ModelCost:
-        return ModelCost(self.target, self.dtype.itemsize, self.kv_kind.head_bytes(1, self.dtype))
+        return ModelCost(self.target, self.dtype.itemsize, head_bytes(self.kv_kind, 1, self.dtype))
 
     @property
     def draft_cost(self) -> ModelCost:

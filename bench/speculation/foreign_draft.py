@@ -19,7 +19,15 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.contenders.prompts import held_out_prompts
-from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import (
+    CacheConfig,
+    DraftVocabulary,
+    EngineConfig,
+    ModelConfig,
+    ModelDtype,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from engine.engine_core import EngineCore
 from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
@@ -88,10 +96,10 @@ def generate(
     num_draft_tokens: int = 4,
 ) -> Figures:
     """Return all prompts in one batch, `coupled`, float32; without a draft for comparison."""
-    target = ModelConfig(str(DEMO / "target"), dtype="float32", num_threads=1)
+    target = ModelConfig(str(DEMO / "target"), dtype=ModelDtype.FLOAT32, num_threads=1)
     proposer = None
     if draft is not None:
-        model = ModelConfig(str(draft), dtype="float32", num_threads=1)
+        model = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, num_threads=1)
         proposer = load_drafter(model, CACHE, SchedulerConfig(), target.path, vocabulary).proposer
     speculation = SpeculationConfig(num_tokens=num_draft_tokens if proposer else 0)
     engine = EngineCore.from_config(EngineConfig(target, CACHE, speculation=speculation), proposer)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.contenders.prompts import held_out_prompts
 from bench.speculation.ahead_proposer import AheadProposer
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
@@ -29,7 +29,7 @@ def main() -> None:
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     prompts = held_out_prompts(DEMO / "target", args.prompts)
-    draft = ModelConfig(str(DEMO / "draft"), dtype="float32", num_threads=1)
+    draft = ModelConfig(str(DEMO / "draft"), dtype=ModelDtype.FLOAT32, num_threads=1)
     proposer = ModelProposer.from_config(draft, CACHE, SchedulerConfig())
     print(f"{'verify':12}{'T':>5}{'K':>4}" + "".join(f"{f'F={each}':>8}" for each in args.fan_outs))
     for verify, temperature, num_drafts in product(args.modes, args.temperatures, args.num_draft_tokens):
@@ -57,7 +57,7 @@ def _rate(
     num_drafts: int,
     fan_out: int,
 ) -> float:
-    target = ModelConfig(str(DEMO / "target"), dtype="float32", num_threads=1)
+    target = ModelConfig(str(DEMO / "target"), dtype=ModelDtype.FLOAT32, num_threads=1)
     ahead = AheadProposer(proposer, fan_out)
     config = EngineConfig(target, CACHE, speculation=SpeculationConfig(num_drafts, VerifyMode(verify)))
     engine = EngineCore.from_config(config, ahead)

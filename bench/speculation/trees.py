@@ -20,7 +20,7 @@ import torch
 from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig, TreeKind
+from engine.config import CacheConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig, TreeConfig, TreeKind
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
@@ -83,7 +83,7 @@ def _methods(num_nodes: int) -> list[Method]:
 
 
 def _engine(runner: ModelRunner, method: Method, verify: VerifyMode, dtype: str) -> EngineCore:
-    draft = ModelConfig(str(DEMO / "draft"), dtype=dtype)
+    draft = ModelConfig(str(DEMO / "draft"), dtype=ModelDtype(dtype))
     proposer = ModelProposer.from_config(
         draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig(), tree=method.tree
     )

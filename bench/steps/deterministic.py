@@ -12,7 +12,7 @@ import time
 import torch
 
 from bench.padded_pair import padded_target
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, ModelConfig, ModelDtype
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
 
@@ -44,7 +44,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _runner(num_threads: int, *, deterministic: bool) -> ModelRunner:
-    model = ModelConfig(str(padded_target()), "bfloat16", num_threads=num_threads, deterministic=deterministic)
+    model = ModelConfig(str(padded_target()), ModelDtype.BFLOAT16, num_threads=num_threads, deterministic=deterministic)
     return ModelRunner(model, CacheConfig(num_blocks=NUM_BLOCKS))
 
 

@@ -25,7 +25,16 @@ from bench.contenders.race import race
 from bench.contenders.table import print_rows, rows_of
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
-from engine.config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig, SpeculationConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVDtype,
+    ModelConfig,
+    ModelDtype,
+    Quantization,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -53,14 +62,14 @@ class Variant:
     """The parts that are kept in fewer bits."""
 
     weights: Quantization
-    cache: str = "auto"
+    cache: KVDtype = KVDtype.AUTO
 
     @property
     def name(self) -> str:
-        return str(self.weights) if self.cache == "auto" else f"{self.cache} KV"
+        return str(self.weights) if self.cache is KVDtype.AUTO else f"{self.cache} KV"
 
 
-VARIANTS = (*(Variant(kind) for kind in Quantization), Variant(Quantization.NONE, "int8"))
+VARIANTS = (*(Variant(kind) for kind in Quantization), Variant(Quantization.NONE, KVDtype.INT8))
 
 
 def main() -> None:
@@ -91,13 +100,13 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _engine(target: Path, variant: Variant, num_threads: int) -> EngineCore:
-    model = ModelConfig(str(target), "bfloat16", quantization=variant.weights, num_threads=num_threads)
+    model = ModelConfig(str(target), ModelDtype.BFLOAT16, quantization=variant.weights, num_threads=num_threads)
     return EngineCore.from_config(EngineConfig(model, CacheConfig(memory_bytes=CACHE_BYTES, dtype=variant.cache)))
 
 
 def held_out_loss(variant: Variant) -> float:
     """Mean loss in nats per token of the demo target along held-out files, windows of `WINDOW_TOKENS`."""
-    model = ModelConfig(str(DEMO / "target"), "bfloat16", quantization=variant.weights)
+    model = ModelConfig(str(DEMO / "target"), ModelDtype.BFLOAT16, quantization=variant.weights)
     runner = ModelRunner(model, CacheConfig(num_blocks=64, dtype=variant.cache))
     windows = held_out_prompts(DEMO / "target", NUM_WINDOWS, WINDOW_TOKENS)
     blocks = list(range(WINDOW_TOKENS // runner.block_size))
@@ -110,8 +119,8 @@ def held_out_loss(variant: Variant) -> float:
 
 def tokens_per_pass(variant: Variant, prompts: Sequence[list[int]]) -> float:
     """Measure the demo pair, greedy, the draft in full precision and the target as `variant`."""
-    target = ModelConfig(str(DEMO / "target"), "bfloat16", quantization=variant.weights)
-    draft = ModelConfig(str(DEMO / "draft"), "bfloat16")
+    target = ModelConfig(str(DEMO / "target"), ModelDtype.BFLOAT16, quantization=variant.weights)
+    draft = ModelConfig(str(DEMO / "draft"), ModelDtype.BFLOAT16)
     proposer = ModelProposer.from_config(draft, CacheConfig(num_blocks=512), SchedulerConfig())
     cache = CacheConfig(num_blocks=512, dtype=variant.cache)
     core = EngineCore.from_config(EngineConfig(target, cache, speculation=SpeculationConfig(4)), proposer)

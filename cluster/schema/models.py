@@ -15,6 +15,7 @@ from engine.config import (
     HeadConfig,
     HeadKind,
     ModelConfig,
+    ModelDtype,
     Quantization,
     SamplingSource,
 )
@@ -23,8 +24,6 @@ from protos.messages import SpeculationMethod
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind is not SpeculationMethod.MTP)
 _KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, SpeculationMethod.NONE)
-
-_MODEL_DTYPE = one_of("auto", "bfloat16", "float16", "float32")
 
 
 class TargetSection(EngineSection):
@@ -46,7 +45,7 @@ class TargetSection(EngineSection):
     """
 
     path: str
-    dtype: Annotated[str, _MODEL_DTYPE] = "auto"
+    dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     deterministic: bool = False
@@ -103,7 +102,7 @@ class DraftSection(Section):
     kind: Annotated[SpeculationMethod, one_of(*_KINDS)] = SpeculationMethod.MODEL
     path: str | None = None
     vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
-    dtype: Annotated[str, _MODEL_DTYPE] = "auto"
+    dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)

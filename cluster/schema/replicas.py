@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
-from engine.config import CacheConfig, SchedulerConfig
+from engine.config import CacheConfig, KVDtype, SchedulerConfig
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ class CacheSection(EngineSection):
     block_size: int = Field(default=16, ge=1, le=1024)
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
-    dtype: str = "auto"
+    dtype: Annotated[KVDtype, one_of(*KVDtype)] = KVDtype.AUTO
 
     @model_validator(mode="after")
     def _one_size(self) -> CacheSection:

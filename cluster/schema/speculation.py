@@ -93,9 +93,9 @@ class SpeculationSection(Section):
     steps: reasoning steps that are not exact, for requests that ask for them; left out, there are none.
     """
 
-    num_tokens: int = Field(default=4, ge=0, le=64)
-    max_num_tokens: int = Field(default=16, ge=0, le=64)
-    num_guess_tokens: int | None = Field(default=None, ge=1, le=64)
+    num_tokens: int = 4
+    max_num_tokens: int = 16
+    num_guess_tokens: int | None = Field(default=None, ge=1)
     mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
     fan_out: int = Field(default=3, ge=1, le=16)
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED

@@ -12,8 +12,7 @@ from engine.attention.base import PlanAttention
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention, native_or_batch_invariant, native_or_torch
 from engine.attention.torch_attention import TorchAttention
-from engine.config import AttentionKind
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import AttentionKind, KVDtype
 from engine.native.library import native_library
 from protos.errors import ConfigError
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.config import KVDtype
 from engine.draft import path_to
 from engine.indexing import Index, upload
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import KVCache
 from engine.native.library import native_library
 from engine.span import Span
@@ -56,7 +57,7 @@ class NativeAttention:
             raise ConfigError(
                 f"attention is 'native', which reads keys and values in bfloat16, float32 and int8 with heads of up to "
                 f"{_MAX_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
-                f"{cache.kind.name_of(cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
+                f"{kv_name(cache.kind, cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
                 "set it to auto or torch"
             )
         self._spans = spans

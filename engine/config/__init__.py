@@ -1,6 +1,6 @@
 """The configuration of an engine: frozen dataclasses, checked when they are made."""
 
-from engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
 from engine.config.model_config import (
     AttentionKind,
     GraphConfig,
@@ -8,10 +8,12 @@ from engine.config.model_config import (
     HeadConfig,
     HeadKind,
     ModelConfig,
+    ModelDtype,
     Quantization,
     SamplingSource,
 )
 from engine.config.speculation_config import (
+    MAX_DRAFT_TOKENS,
     MAX_TREE_NODES,
     DraftVocabulary,
     SpeculationConfig,
@@ -23,6 +25,7 @@ from engine.config.step_config import DEFAULT_RATING_PROMPT, JudgeKind, StepConf
 
 __all__ = [
     "DEFAULT_RATING_PROMPT",
+    "MAX_DRAFT_TOKENS",
     "MAX_TREE_NODES",
     "AttentionKind",
     "CacheConfig",
@@ -33,7 +36,9 @@ __all__ = [
     "HeadConfig",
     "HeadKind",
     "JudgeKind",
+    "KVDtype",
     "ModelConfig",
+    "ModelDtype",
     "Quantization",
     "SamplingSource",
     "SchedulerConfig",

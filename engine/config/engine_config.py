@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from engine.config.model_config import HeadConfig, ModelConfig
 from engine.config.speculation_config import SpeculationConfig
 from protos.errors import ConfigError
 
 
+class KVDtype(StrEnum):
+    """The storage of keys and values (`engine.kv_cache.kv_dtype`): INT8 and FP8 take about half of bfloat16's bytes."""
+
+    AUTO = "auto"  # as the model computes
+    INT8 = "int8"  # on processors
+    FP8 = "fp8"  # on GPUs
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
 
-    `dtype` is auto, as the model computes; int8 on processors or fp8 on GPUs, about half of bfloat16's bytes
-    (`engine.kv_cache.kv_dtype`).
+    Raises:
+        ConfigError: no size is given, or a size is below 1.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = 1 << 30
     enable_prefix_caching: bool = True
-    dtype: str = "auto"
+    dtype: KVDtype = KVDtype.AUTO
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "int8", "fp8"):
-            raise ConfigError(f"cache.dtype is {self.dtype!r}; it must be auto, int8 (processors) or fp8 (GPUs)")
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:
@@ -36,7 +43,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step and of one sequence. `max_model_len` None means the model's own number of positions."""
+    """Limits of one step and of one sequence. `max_model_len` None means the model's own number of positions.
+
+    Raises:
+        ConfigError: a limit of a step is below 1, or `max_model_len` below 2.
+    """
 
     max_num_sequences: int = 64
     max_tokens_per_step: int = 2048
@@ -55,7 +66,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything `EngineCore` needs to know."""
+    """Everything `EngineCore` needs to know.
+
+    Raises:
+        ConfigError: a head would draft for a target that is sharded.
+    """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -8,6 +8,15 @@ from enum import StrEnum
 from protos.errors import ConfigError
 
 
+class ModelDtype(StrEnum):
+    """The numbers of a computation; AUTO is bfloat16 where the processor multiplies in it, float32 elsewhere."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
 class Quantization(StrEnum):
     """The storage of the weights of a model's linear layers (`engine.model.linear.quantized_linear`)."""
 
@@ -46,10 +55,13 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GraphConfig:
-    """The passes to be recorded (`engine.model.cuda_graphs.graph_runner`): each of `batches` with each of `row_counts`
-    per sequence.
+    """The passes to be recorded (`engine.model.cuda_graphs.graph_runner`).
 
-    `EngineCore.from_config` fills in what follows from its limits; without `row_counts` nothing is recorded.
+    They are each of `batches` with each of `row_counts` per sequence. `EngineCore.from_config` fills in what follows
+    from its limits; without `row_counts` nothing is recorded.
+
+    Raises:
+        ConfigError: a batch has less than 1 sequence.
     """
 
     kind: GraphKind = GraphKind.AUTO
@@ -65,20 +77,19 @@ class GraphConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Where a model is and how it is computed.
+    """The place of a model and the way it is computed.
 
-    `path` is a local folder or a Hub id. `dtype` is auto, bfloat16, float16 or float32; auto means bfloat16 where the
-    processor computes in it, float32 elsewhere. `quantization` is none, int8 or int4
-    (`engine.model.linear.quantized_linear`). `num_threads` is the torch thread count of the process; None leaves
-    torch's choice. `attention` is auto, torch, native or triton (`engine.attention.backend`); auto means our own
-    kernels where they run. `deterministic` makes the bits of a token's logits depend on the text before it alone
-    (`engine.model.determinism`). `tensor_parallel_size` processes divide the model among them, each on a device of its
-    own (`engine.model.runner.tensor_parallel_runner`). `generation_config` auto: requests that do not say otherwise are
-    sampled as the checkpoint advises; none: as OpenAI's API does (`engine.model.generation_defaults`).
+    `path` is a local folder or a Hub id. `num_threads` is the torch thread count of the process; None leaves torch's
+    choice. `deterministic` makes the bits of a token's logits depend on the text before it alone
+    (`engine.model.determinism`). The model is sharded over `tensor_parallel_size` processes, each on a device of its
+    own (`engine.model.runner.tensor_parallel_runner`).
+
+    Raises:
+        ConfigError: a sharded model would be quantised or deterministic.
     """
 
     path: str
-    dtype: str = "auto"
+    dtype: ModelDtype = ModelDtype.AUTO
     device: str = "auto"
     quantization: Quantization = Quantization.NONE
     num_threads: int | None = None

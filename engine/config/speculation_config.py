@@ -1,4 +1,4 @@
-"""How much is drafted, in which shape, and how it is verified."""
+"""The number of drafts, their shape, and the rule that verifies them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from engine.config.step_config import StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 
+MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 
 
 class DraftVocabulary(StrEnum):
-    """How a draft model's tokens become the target's (`engine.proposer.vocab_mapping`); auto compares the two
-    tokenizers.
-    """
+    """The way from a draft model's tokens to the target's (`engine.proposer.vocab_mapping`)."""
 
-    AUTO = "auto"
+    AUTO = "auto"  # by comparing the two tokenizers
     SAME = "same"  # one tokenizer: ids are ids
     INTERSECTION = "intersection"  # drafts are made of the tokens that both have
     TEXT = "text"  # the draft continues the text, which is encoded again
@@ -36,6 +35,9 @@ class TreeConfig:
 
     A tree has `num_nodes`. `parents` are a static tree's shape, as in `engine.draft.Draft`; without them it is the best
     one for the acceptance of `engine.proposer.growth.tree_shape`.
+
+    Raises:
+        ConfigError: the number of nodes is out of range, or `parents` are no shape of so many nodes.
     """
 
     kind: TreeKind = TreeKind.DYNAMIC
@@ -83,7 +85,7 @@ def check_text_drafts(tree: TreeConfig | None, fan_out: int | None, reason: str 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How a deployment speculates: by default, and at most for a request that asks.
+    """The speculation of a deployment: by default, and at most for a request that asks.
 
     `num_tokens` is K, the drafts per pass, and `num_guess_tokens` that of suffixes and predictions, which cost nothing
     to make and end where they are not expected to go on; None: as many as a request may ask for. `methods` are those on
@@ -93,6 +95,9 @@ class SpeculationConfig:
 
     With a `tree` drafts branch, and K is how deep they go. With `steps` a request may ask for approximate reasoning
     steps; without, nothing here is ever anything but exact.
+
+    Raises:
+        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or another length above `max_num_tokens`.
     """
 
     num_tokens: int = 4
@@ -105,6 +110,8 @@ class SpeculationConfig:
     num_guess_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_num_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"speculation.max_num_tokens is {self.max_num_tokens}; use 0 to {MAX_DRAFT_TOKENS}")
         for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
             if not 0 <= num_tokens <= self.max_num_tokens:
                 raise ConfigError(

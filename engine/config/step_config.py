@@ -27,6 +27,9 @@ class StepConfig:
     A step ends behind `step_end`, or after `max_step_tokens`. Steps are drafted between the two markers `think`, the
     last of which may stand in the prompt; without markers, anywhere in the output. At most `max_steps` of one request
     are drafted. `threshold` is what a request that names none gets.
+
+    Raises:
+        ConfigError: a limit is out of range, or a marker is empty.
     """
 
     threshold: float = 7.0

@@ -18,9 +18,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.config import CacheConfig
+from engine.config import CacheConfig, KVDtype
 from engine.indexing import Index, index_of, index_tensor
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
 from protos.errors import ConfigError
 
 _MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
@@ -65,20 +65,20 @@ class KVCache:
         self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
         self.kind = kind
         self.max_head_dim = max(dim for shape in shapes for dim in (shape.key_dim, shape.value_dim))
-        self._memory_dtype = kind.memory_dtype(dtype)
+        self._memory_dtype = memory_dtype(kind, dtype)
         self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
         for shape in shapes:
-            widths = [kind.head_width(dim) for dim in (shape.key_dim, shape.value_dim)]
+            widths = [head_width(kind, dim) for dim in (shape.key_dim, shape.value_dim)]
             sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
             self._pools.append([torch.zeros(size, dtype=self._memory_dtype, device=device) for size in sizes])
         # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
-        self.keys, self.values = ([kind.kernel_view(layer[at]) for layer in self._pools] for at in (0, 1))
+        self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
-            new = self.kind.stored(new)
+            new = stored(self.kind, new)
             if isinstance(slots, slice):
                 by_slot[slots] = new
             else:
@@ -87,7 +87,7 @@ class KVCache:
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return a copy of the keys and the values of some slots, in their order, each [S, H, D]."""
         by_slots = self._slots[layer]
-        keys, values = (self.kind.loaded(by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
+        keys, values = (loaded(self.kind, by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
         return keys, values
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
@@ -95,10 +95,10 @@ class KVCache:
 
         They are views where the blocks are a run of a pool that keeps them as they are, a copy elsewhere.
         """
-        stored = (
+        memory = (
             pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
         )
-        keys, values = (self.kind.loaded(heads, self.dtype) for heads in stored)
+        keys, values = (loaded(self.kind, heads, self.dtype) for heads in memory)
         return keys, values
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
@@ -137,7 +137,7 @@ class KVCache:
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
     """Bytes one block takes in all layers together, where the model computes in `dtype`."""
     heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
-    return sum(num_heads * kind.head_bytes(dim, dtype) for num_heads, dim in heads) * block_size
+    return sum(num_heads * head_bytes(kind, dim, dtype) for num_heads, dim in heads) * block_size
 
 
 def pool_size(config: CacheConfig, bytes_per_block: int) -> int:

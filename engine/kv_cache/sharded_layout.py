@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import KVDtype
+from engine.kv_cache.kv_dtype import head_bytes
 from engine.kv_cache.pool import LayerShape
 
 
@@ -53,10 +54,11 @@ class ShardedKVLayout:
     def _pools(self, blocks: Tensor, shapes: Seq[LayerShape]) -> list[Tensor]:
         """Blocks `[n, bytes]` uint8 with these layers as one `[n, P, H, bytes of a head]` per pool, in that order."""
         sizes = [
-            (shape.num_kv_heads, self.kind.head_bytes(dim, self.dtype))
+            (shape.num_kv_heads, head_bytes(self.kind, dim, self.dtype))
             for shape in shapes
             for dim in (shape.key_dim, shape.value_dim)
         ]
-        widths = [self.block_size * num_heads * head_bytes for num_heads, head_bytes in sizes]
-        pools = zip(blocks.split(widths, dim=1), sizes, strict=True)
+        widths = [self.block_size * num_heads * num_bytes for num_heads, num_bytes in sizes]
+        parts = blocks.split(widths, dim=1)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        pools = zip(parts, sizes, strict=True)
         return [pool.view(len(blocks), self.block_size, *size) for pool, size in pools]

@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, ModelDtype
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ModelDtype if name is not ModelDtype.AUTO}
 _NUM_SAMPLED_PAGES = 64
 _PAGE_BYTES = 4096
 

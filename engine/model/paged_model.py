@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.config import Quantization
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.attention_probe import record_attention, refusal
 from engine.model.decoders.llama_decoder import LlamaDecoder

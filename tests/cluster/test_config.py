@@ -223,7 +223,9 @@ def test_the_pools_of_target_and_prefill_are_of_one_kind_and_the_drafts_is_not_q
     config = parse_config(MINIMAL | {"cache": {"dtype": dtype}, "prefill": {"memory_gib": 2}})
     assert config.cache.to_engine().dtype == prefill_cache_config(config).dtype == dtype
     assert draft_cache_config(config.cache).dtype == "auto"
-    assert "cache.dtype is 'fp4'; it must be auto, int8 (processors) or fp8 (GPUs)" in error_of(cache={"dtype": "fp4"})
+    assert "args.cache.dtype: 'fp4' is not available; this version offers auto, int8, fp8" in error_of(
+        cache={"dtype": "fp4"}
+    )
 
 
 def test_prefill_has_a_number_or_a_scale_and_none_by_default():

@@ -179,7 +179,7 @@ def test_a_pass_without_drafts_asks_nothing_of_the_proposer_and_the_next_tells_a
     (sequence,) = core.scheduler._running
     sequence.draft_allowance = 0
     assert [len(chunk.token_ids) for _ in range(3) for chunk in core.step()] == [1, 1, 1]
-    assert told == [4, 5] or told == [4]
+    assert told in ([4, 5], [4])
     sequence.draft_allowance = 4
     core.step()
     assert told[-1] == len(sequence.token_ids)

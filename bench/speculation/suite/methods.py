@@ -24,6 +24,7 @@ from engine.config import (
     HeadConfig,
     HeadKind,
     ModelConfig,
+    ModelDtype,
     SchedulerConfig,
     SpeculationConfig,
     TreeConfig,
@@ -63,7 +64,7 @@ class Suite:
 
     def __init__(self, target: Path, demo: Path, dtype: str, cache: CacheConfig, stack: ExitStack) -> None:
         """`target` has the logits of the demo target in `demo`, whose draft and heads are used."""
-        self._target = ModelConfig(str(target), dtype=dtype)
+        self._target = ModelConfig(str(target), dtype=ModelDtype(dtype))
         self._demo, self._cache, self._stack = demo, cache, stack
 
     def methods(self, names: Seq[str]) -> list[Method]:
@@ -135,13 +136,13 @@ class Suite:
         return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
 
     def _channel(self, fan_out: int) -> ChannelProposer:
-        model = ModelConfig(str(self._demo / "draft"), dtype="float32", num_threads=1)
+        model = ModelConfig(str(self._demo / "draft"), dtype=ModelDtype.FLOAT32, num_threads=1)
         engine = EngineConfig(self._target, speculation=SpeculationConfig(_CHAIN))
         draft = DraftSettings(SpeculationMethod.MODEL, model, _DRAFT_CACHE, fan_out)
         return start_draft(PairSettings(engine, draft), self._stack)
 
     def _model(self, tree: TreeConfig | None) -> ModelProposer:
-        model = ModelConfig(str(self._demo / "draft"), dtype="float32")
+        model = ModelConfig(str(self._demo / "draft"), dtype=ModelDtype.FLOAT32)
         return ModelProposer.from_config(model, _DRAFT_CACHE, SchedulerConfig(), tree=tree)
 
 

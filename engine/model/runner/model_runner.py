@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention, is_triton
 from engine.attention.base import PlanAttention
-from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, Quantization
+from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, KVDtype, ModelConfig, Quantization
 from engine.kv_cache.compaction import KVMove
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.cuda_graphs.graph import ForwardOutput
@@ -84,7 +84,7 @@ class ModelRunner:
         self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         version = _kv_version(self.model_version, head)
         layers = (*self._model.layer_shapes, *self._head_layers)
-        self.kv_layout = KVLayout(version, kind.name_of(stock.dtype), cache.block_size, layers, _rounding(model))
+        self.kv_layout = KVLayout(version, kv_name(kind, stock.dtype), cache.block_size, layers, _rounding(model))
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None

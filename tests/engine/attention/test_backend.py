@@ -12,7 +12,7 @@ from engine.attention.backend import check_kv_kind, choose_attention
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.config import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.span import Span
 from protos.errors import ConfigError

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.native import NativeAttention
 from engine.attention.triton_tiling import Heads
+from engine.config import KVDtype
 from engine.kv_cache.int8_heads import to_int8_heads
-from engine.kv_cache.kv_dtype import KVDtype
 from engine.span import Span
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,

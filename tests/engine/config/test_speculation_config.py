@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import SpeculationConfig
+from engine.config import MAX_DRAFT_TOKENS, SpeculationConfig
 from protos.errors import ConfigError
 
 
@@ -15,3 +15,8 @@ def test_an_engine_without_a_proposer_has_no_drafts_of_any_kind() -> None:
 def test_lengths_above_the_limit_of_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"speculation\.num_guess_tokens is 17; it must be between 0 and"):
         SpeculationConfig(num_guess_tokens=17)
+
+
+def test_a_limit_that_no_pass_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.max_num_tokens is 65; use 0 to 64"):
+        SpeculationConfig(max_num_tokens=MAX_DRAFT_TOKENS + 1)

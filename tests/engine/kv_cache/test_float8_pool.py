@@ -18,12 +18,13 @@ from engine.config import (
     GraphKind,
     HeadConfig,
     HeadKind,
+    KVDtype,
     ModelConfig,
     SpeculationConfig,
     TreeConfig,
 )
 from engine.engine_core import EngineCore
-from engine.kv_cache.kv_dtype import KVDtype
+from engine.kv_cache.kv_dtype import loaded, stored
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.runner.model_runner import ModelRunner
@@ -45,7 +46,7 @@ def triton() -> None:
 
 
 def restored(heads: Tensor) -> Tensor:
-    return FP8.loaded(FP8.stored(heads), heads.dtype)
+    return loaded(FP8, stored(FP8, heads), heads.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -61,7 +62,7 @@ def test_a_number_is_off_by_a_sixteenth_at_most_and_saturates_beyond_the_range(d
 
 def test_what_is_stored_depends_on_the_token_alone() -> None:
     heads = torch.randn(40, 2, 64)
-    assert torch.equal(FP8.stored(heads), torch.cat([FP8.stored(token[None]) for token in heads]))
+    assert torch.equal(stored(FP8, heads), torch.cat([stored(FP8, token[None]) for token in heads]))
 
 
 def new_cache(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, kind: KVDtype = FP8) -> KVCache:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, KVDtype, ModelConfig
 from engine.kv_cache.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
-from engine.kv_cache.kv_dtype import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
@@ -106,5 +105,3 @@ def test_the_triton_kernel_refuses_it(folder: Path) -> None:
     model = ModelConfig(str(folder), "float32", DEVICE.type, attention="triton")
     with pytest.raises(ConfigError, match=r"cache.dtype is 'int8'.*with Triton attention; set it to auto, or to fp8"):
         ModelRunner(model, CacheConfig(num_blocks=4, dtype="int8"))
-    with pytest.raises(ConfigError, match=r"it must be auto, int8 .*or fp8"):
-        CacheConfig(dtype="fp4")
