@@ -7,10 +7,10 @@ honour with those it can. Nothing is ignored. The rest of the code sees frozen d
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection
 from cluster.schema.models import MODEL_KINDS, DraftSection, TargetSection, quoted
@@ -48,69 +48,50 @@ class DeployConfig(EngineSection):
             overlap=self.target.overlapped_passes == "auto",
         )
 
-    @model_validator(mode="after")
-    def _draft_has_a_gpu(self) -> DeployConfig:
+    def conflicts(self) -> Iterator[str]:
         num_ranks, gpu = self.target.tensor_parallel_size, self.draft.gpu
         if isinstance(gpu, int) and gpu >= num_ranks:
-            raise ValueError(
+            yield (
                 f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
                 f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _methods_can_be_had(self) -> DeployConfig:
-        possible = _possible_methods(self.draft.kind)
-        wanted = self.speculation.methods or []
-        for method in (*wanted, *([self.speculation.method] if self.speculation.method else [])):
-            if method not in possible:
-                raise ValueError(
-                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give; "
-                    f"it gives {', '.join(possible)}"
-                )
-        if self.speculation.methods is not None and self.speculation.method not in (None, *wanted):
-            raise ValueError(f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it")
-        return self
-
-    @model_validator(mode="after")
-    def _trees_need_a_draft_model(self) -> DeployConfig:
+        yield from self._method_conflicts()
         if self.speculation.tree is not None and not self.draft.kind.can_branch:
-            raise ValueError(
+            yield (
                 f"speculation.tree needs a draft model or head, and draft.kind is '{self.draft.kind}'; "
                 f"set draft.kind to {quoted(MODEL_KINDS)}, or remove the tree"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_fit(self) -> DeployConfig:
         steps = self.speculation.steps
         if steps is not None and self.draft.kind is not SpeculationMethod.MODEL:
-            raise ValueError(
+            yield (
                 f"speculation.steps needs a draft model, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or remove the steps"
             )
         if steps is not None and steps.max_step_tokens >= self.scheduler.max_tokens_per_step:
-            raise ValueError(
+            yield (
                 f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
                 f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _text_is_sync_and_chains(self) -> DeployConfig:
         if self.draft.vocabulary is DraftVocabulary.TEXT:
             with reported():
                 check_text_drafts(self.to_engine().speculation.tree, self.speculation.outcomes_ahead)
-        return self
-
-    @model_validator(mode="after")
-    def _async_needs_a_draft_model(self) -> DeployConfig:
         if self.speculation.mode is DraftMode.ASYNC and self.draft.kind is not SpeculationMethod.MODEL:
-            raise ValueError(
+            yield (
                 f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"
             )
-        return self
+
+    def _method_conflicts(self) -> Iterator[str]:
+        possible = _possible_methods(self.draft.kind)
+        wanted = self.speculation.methods or []
+        for method in (*wanted, *([self.speculation.method] if self.speculation.method else [])):
+            if method not in possible:
+                yield (
+                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give; "
+                    f"it gives {', '.join(possible)}"
+                )
+        if self.speculation.methods is not None and self.speculation.method not in (None, *wanted):
+            yield f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it"
 
     @property
     def offered_methods(self) -> tuple[SpeculationMethod, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import (
@@ -56,25 +57,14 @@ class TargetSection(EngineSection):
     overlapped_passes: Annotated[str, one_of("auto", "off")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
 
-    @model_validator(mode="after")
-    def _batches_belong_to_graphs(self) -> TargetSection:
+    def conflicts(self) -> Iterator[str]:
         if self.cuda_graph_batches is not None and self.cuda_graphs is GraphKind.OFF:
-            raise ValueError("cuda_graph_batches are what is recorded, and cuda_graphs is 'off'; remove one of the two")
-        return self
+            yield "cuda_graph_batches are what is recorded, and cuda_graphs is 'off'; remove one of the two"
 
     def to_engine(self) -> ModelConfig:
         """Return the model as the section has it: `path` is not looked for yet."""
-        return ModelConfig(
-            self.path,
-            self.dtype,
-            quantization=self.quantization,
-            num_threads=self.num_threads,
-            attention=self.attention,
-            deterministic=self.deterministic,
-            tensor_parallel_size=self.tensor_parallel_size,
-            generation_config=self.generation_config,
-            graphs=self.graphs,
-        )
+        engine_options = self.model_dump(exclude={"cuda_graphs", "cuda_graph_batches", "overlapped_passes"})
+        return ModelConfig(**engine_options, graphs=self.graphs)
 
     @property
     def graphs(self) -> GraphConfig:
@@ -113,29 +103,19 @@ class DraftSection(Section):
         """The head that drafts in the target's process, or None."""
         return HeadConfig(HeadKind(self.kind), self.path) if str(self.kind) in tuple(HeadKind) else None
 
-    @model_validator(mode="after")
-    def _path_belongs_to_models(self) -> DraftSection:
+    def conflicts(self) -> Iterator[str]:
         if self.kind in _KINDS_WITH_PATH and self.path is None:
-            raise ValueError(f"kind '{self.kind}' needs path, the draft's folder or Hub id")
+            yield f"kind '{self.kind}' needs path, the draft's folder or Hub id"
         if self.kind not in _KINDS_WITH_PATH and self.path is not None:
-            raise ValueError(
+            yield (
                 f"kind '{self.kind}' loads no model of its own; remove path {self.path!r} or set kind to "
                 f"{quoted(_KINDS_WITH_PATH)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _head_computes_as_its_target(self) -> DraftSection:
         own = self.model_fields_set - {"kind", "path"}
         if self.head is not None and own:
-            raise ValueError(f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}")
-        return self
-
-    @model_validator(mode="after")
-    def _vocabulary_belongs_to_a_model(self) -> DraftSection:
+            yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
         if self.kind is not SpeculationMethod.MODEL and "vocabulary" in self.model_fields_set:
-            raise ValueError(f"vocabulary is for kind 'model', and the kind is '{self.kind}'; remove one of the two")
-        return self
+            yield f"vocabulary is for kind 'model', and the kind is '{self.kind}'; remove one of the two"
 
 
 def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:

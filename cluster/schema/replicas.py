@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
@@ -25,11 +26,9 @@ class CacheSection(EngineSection):
     num_blocks: int | None = Field(default=None, ge=2)
     dtype: Annotated[KVDtype, one_of(*KVDtype)] = KVDtype.AUTO
 
-    @model_validator(mode="after")
-    def _one_size(self) -> CacheSection:
+    def conflicts(self) -> Iterator[str]:
         if self.memory_gib is not None and self.num_blocks is not None:
-            raise ValueError("memory_gib and num_blocks are two ways to say one thing; keep one of them")
-        return self
+            yield "memory_gib and num_blocks are two ways to say one thing; keep one of them"
 
     def to_engine(self) -> CacheConfig:
         """Return the target's pool: the size that is set, or one GiB."""
@@ -58,11 +57,9 @@ class AutoscalingSection(Section):
     max_replicas: int = Field(ge=1)
     target_ongoing_requests: float = Field(default=16.0, gt=0, strict=False)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> AutoscalingSection:
+    def conflicts(self) -> Iterator[str]:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}")
-        return self
+            yield f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
 
 
 class Scaled(Section):
@@ -71,11 +68,9 @@ class Scaled(Section):
     num_replicas: int | None
     autoscaling: AutoscalingSection | None = None
 
-    @model_validator(mode="after")
-    def _one_count(self) -> Scaled:
+    def conflicts(self) -> Iterator[str]:
         if self.num_replicas is not None and self.autoscaling is not None:
-            raise ValueError("num_replicas and autoscaling contradict each other; keep one of them")
-        return self
+            yield "num_replicas and autoscaling contradict each other; keep one of them"
 
 
 class PairSection(Scaled):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -16,6 +16,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def conflicts(self) -> Iterable[str]:
+        """Yield what contradicts itself in this section, each with its remedy; the first is reported."""
+        return ()
+
+    @model_validator(mode="after")
+    def _is_accepted(self) -> Self:
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
+
 
 class EngineSection(Section):
     """A section that becomes one of the engine's dataclasses, which check their own constraints."""
@@ -25,10 +35,10 @@ class EngineSection(Section):
         raise NotImplementedError
 
     @model_validator(mode="after")
-    def _engine_accepts(self) -> Self:
+    def _is_accepted(self) -> Self:
         with reported():
             self.to_engine()
-        return self
+        return super()._is_accepted()
 
 
 @contextmanager

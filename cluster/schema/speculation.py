@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import MAX_TREE_NODES, JudgeKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
@@ -62,15 +63,7 @@ class StepsSection(EngineSection):
     def to_engine(self) -> StepConfig:
         """Return the steps that the engine allows."""
         think = None if self.think is None else (self.think[0], self.think[1])
-        return StepConfig(
-            self.threshold,
-            self.judge,
-            self.rating_prompt,
-            self.step_end,
-            think,
-            self.max_step_tokens,
-            self.max_steps,
-        )
+        return StepConfig(**{**self.model_dump(), "think": think})
 
 
 class SpeculationSection(Section):
@@ -130,32 +123,14 @@ class SpeculationSection(Section):
             self.num_guess_tokens,
         )
 
-    @model_validator(mode="after")
-    def _steps_are_waited_for(self) -> SpeculationSection:
+    def conflicts(self) -> Iterator[str]:
         if self.steps is not None and self.mode is not DraftMode.SYNC:
-            raise ValueError(f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _tree_has_its_own_size(self) -> SpeculationSection:
+            yield f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if self.tree is not None and self.adaptive:
-            raise ValueError("adaptive is for chains, and tree sets its own size; remove one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _tree_is_waited_for(self) -> SpeculationSection:
+            yield "adaptive is for chains, and tree sets its own size; remove one of the two"
         if self.tree is not None and self.mode is not DraftMode.SYNC:
-            raise ValueError(f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _fan_out_belongs_to_async(self) -> SpeculationSection:
+            yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:
-            raise ValueError(f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out")
-        return self
-
-    @model_validator(mode="after")
-    def _guesses_have_their_own_length(self) -> SpeculationSection:
+            yield f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out"
         if self.num_guess_tokens is not None and self.adaptive:
-            raise ValueError("adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive")
-        return self
+            yield "adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive"
