@@ -8,10 +8,9 @@ from dataclasses import replace
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
 from router.config import IngressLimits
-from router.requests.approximate import check_approximate
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import sampling_params
-from router.requests.speculation_params import check_prediction, speculation_params
+from router.requests.speculation_params import check_approximate, check_prediction, speculation_params
 from router.requests.token_ids import check_token_ids
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
@@ -37,7 +36,7 @@ def generate_requests(
         )
     if params.fields.prediction is not None:
         check_prediction(params, card)
-    check_approximate(params.fields, card, num_choices, grammar=params.grammar, num_logprobs=params.num_logprobs)
+    check_approximate(params, card, num_choices)
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
     common = sampling_params(params, seed, card, bad_words)

@@ -63,3 +63,38 @@ def check_prediction(params: GenerateParams, card: ModelCard) -> None:
             "come from that very seed; leave the seed out or set speculation.verify to coupled.",
             param="prediction",
         )
+
+
+def check_approximate(params: GenerateParams, card: ModelCard, num_choices: int) -> None:
+    """Raise `RequestError` if `speculation.mode` is approximate and cannot be, or a threshold comes without it."""
+    fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
+    if wishes.mode is not SpeculationMode.APPROXIMATE:
+        if wishes.threshold is not None:
+            raise RequestError(
+                f"speculation.threshold is {wishes.threshold:g}, and speculation.mode is not 'approximate'; "
+                "leave it out or set the mode.",
+                param="speculation.threshold",
+            )
+        return
+    if not card.has_approximate_steps:
+        raise RequestError(
+            "speculation.mode is 'approximate', which this deployment does not allow; leave it out "
+            "(an operator allows it with speculation.steps).",
+            param="speculation.mode",
+        )
+    conflicts = (  # parameters that a text partly written by the draft cannot satisfy
+        (fields.seed is not None, f"seed {fields.seed}: the output would not be reproducible"),
+        (params.num_logprobs is not None, "logprobs: the target has not sampled every token"),
+        (
+            params.grammar is not None,
+            f"{params.grammar and params.grammar.param}: the draft's steps keep to no grammar",
+        ),
+        (num_choices > 1, f"{num_choices} choices: it is for one at a time"),
+        (fields.prediction is not None, "prediction: both would draft the same text"),
+        (wishes.is_off, "speculation that is switched off (enabled, num_tokens or method)"),
+    )
+    if reason := next((reason for is_so, reason in conflicts if is_so), None):
+        raise RequestError(
+            f"speculation.mode is 'approximate', which does not go with {reason}; leave one of them out.",
+            param="speculation.mode",
+        )
