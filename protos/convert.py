@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
 from protos.errors import RequestError
-from protos.messages import SpeculationStats, StepStats, TokenLogprobs
+from protos.messages import TokenLogprobs
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
@@ -49,27 +49,4 @@ def logprobs_message(token_id: int, logprobs: TokenLogprobs | None) -> pb2.Token
         token_id=logprobs.token_id,
         logprob=logprobs.logprob,
         top=[pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
-    )
-
-
-def speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
-    """Convert the sums of speculation; a count that never occurred is left out of the histogram."""
-    histogram = {accepted: passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
-    return pb2.SpeculativeDecoding(
-        mean_acceptance_length=stats.mean_acceptance_length,
-        draft_acceptance_rate=stats.draft_acceptance_rate,
-        acceptance_histogram=histogram,
-        num_accepted_draft_tokens=stats.num_accepted_tokens,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_spec_steps=stats.num_passes,
-    )
-
-
-def steps_message(stats: StepStats) -> pb2.ApproximateSpeculation:
-    """Return the mark of an output that is not exact."""
-    return pb2.ApproximateSpeculation(
-        exact=False,
-        steps_from_draft=stats.num_accepted,
-        steps_rejected=stats.num_judged - stats.num_accepted,
-        tokens_from_draft=stats.num_accepted_tokens,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
+from typing import Any
 
 MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst has 0
 
@@ -202,6 +203,17 @@ class SpeculationStats:
         """Fraction of the drafted tokens that were accepted; 0 without a draft."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of `speculative_decoding` on either frontend, without counts that never occurred."""
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": {accepted: num for accepted, num in enumerate(self.accepted_histogram) if num},
+            "num_accepted_draft_tokens": self.num_accepted_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_steps": self.num_passes,
+        }
+
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         histograms = zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
         return SpeculationStats(
@@ -218,6 +230,15 @@ class StepStats:
     num_judged: int = 0
     num_accepted: int = 0
     num_accepted_tokens: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of `x_speculation`, the mark of an output that is not exact, alike on both frontends."""
+        return {
+            "exact": False,
+            "steps_from_draft": self.num_accepted,
+            "steps_rejected": self.num_judged - self.num_accepted,
+            "tokens_from_draft": self.num_accepted_tokens,
+        }
 
     def __add__(self, other: StepStats) -> StepStats:
         return StepStats(

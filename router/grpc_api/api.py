@@ -73,7 +73,7 @@ class GrpcApi:
                 model=generation.fields.model,
                 choices=[choice_message(choice, generation) for choice in choices],
                 usage=usage_message(generation.usage),
-                x_speculation=None if steps is None else convert.steps_message(steps),
+                x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
             )
 
     async def generate_stream(

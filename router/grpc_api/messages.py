@@ -31,7 +31,7 @@ def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
         token_ids=delta.token_ids if generation.fields.return_token_ids else (),
         finish_reason=delta.finish_reason.value if delta.finish_reason else "",
         logprobs=_logprobs(delta),
-        x_speculation=None if steps is None else convert.steps_message(steps),
+        x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
     )
 
 
@@ -51,5 +51,5 @@ def usage_message(usage: Usage) -> pb2.Usage:
     message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
     message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
     if usage.speculation is not None:
-        message.speculative_decoding.CopyFrom(convert.speculation_message(usage.speculation))
+        message.speculative_decoding.CopyFrom(pb2.SpeculativeDecoding(**usage.speculation.figures()))
     return message

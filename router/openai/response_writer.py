@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
-from router.openai.usage import ApproximateSpeculation, ResponseMetrics, usage_object
+from router.openai.usage import ApproximateSpeculation, ResponseMetrics, SpeculativeDecoding, usage_object
 from router.tokenizer.tokenizer import Tokenizer
 
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
@@ -50,7 +50,7 @@ class ResponseWriter(ABC):
     def _mark(self) -> dict[str, Any]:
         """Return the mark of an output that is not exact, for every body and every chunk."""
         steps = self._generation.usage.steps
-        return {} if steps is None else {"x_speculation": ApproximateSpeculation.of(steps)}
+        return {} if steps is None else {"x_speculation": ApproximateSpeculation(**steps.figures())}
 
     def _accounts(self) -> dict[str, Any]:
         """Return usage and metrics; complete once every choice has ended."""
@@ -58,8 +58,10 @@ class ResponseWriter(ABC):
         return {"usage": usage_object(usage), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
-        metrics = ResponseMetrics.of(self._generation.usage)
-        return {} if metrics is None else {"metrics": metrics}
+        stats = self._generation.usage.speculation
+        if stats is None:
+            return {}
+        return {"metrics": ResponseMetrics(speculative_decoding=SpeculativeDecoding(**stats.figures()))}
 
     def _chunk_accounts(self, delta: Delta) -> dict[str, Any]:
         """Return the accounts of one chunk: the last holds the metrics, unless one with the usage follows it."""

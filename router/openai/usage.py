@@ -8,7 +8,6 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 
-from protos.messages import SpeculationStats, StepStats
 from router.generation.usage import Usage
 
 
@@ -17,32 +16,16 @@ class SpeculativeDecoding(BaseModel):
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
-    acceptance_histogram: dict[str, int]  # verification passes by number of accepted drafts
+    acceptance_histogram: dict[int, int]  # verification passes by number of accepted drafts
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_steps: int
-
-    @classmethod
-    def of(cls, stats: SpeculationStats) -> SpeculativeDecoding:
-        histogram = {str(accepted): passes for accepted, passes in enumerate(stats.accepted_histogram) if passes}
-        return cls(
-            mean_acceptance_length=stats.mean_acceptance_length,
-            draft_acceptance_rate=stats.draft_acceptance_rate,
-            acceptance_histogram=histogram,
-            num_accepted_draft_tokens=stats.num_accepted_tokens,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_spec_steps=stats.num_passes,
-        )
 
 
 class ResponseMetrics(BaseModel):
     """`metrics` of a response body or of a stream's last chunk."""
 
     speculative_decoding: SpeculativeDecoding | None = None
-
-    @classmethod
-    def of(cls, usage: Usage) -> ResponseMetrics | None:
-        return cls(speculative_decoding=SpeculativeDecoding.of(usage.speculation)) if usage.speculation else None
 
 
 class ApproximateSpeculation(BaseModel):
@@ -52,15 +35,6 @@ class ApproximateSpeculation(BaseModel):
     steps_from_draft: int
     steps_rejected: int
     tokens_from_draft: int
-
-    @classmethod
-    def of(cls, stats: StepStats) -> ApproximateSpeculation:
-        return cls(
-            exact=False,
-            steps_from_draft=stats.num_accepted,
-            steps_rejected=stats.num_judged - stats.num_accepted,
-            tokens_from_draft=stats.num_accepted_tokens,
-        )
 
 
 def usage_object(usage: Usage) -> CompletionUsage:

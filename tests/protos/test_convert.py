@@ -42,9 +42,9 @@ def test_logprobs_keep_their_order() -> None:
 
 
 def test_speculation_stats_become_their_message() -> None:
-    message = convert.speculation_message(SpeculationStats(8, 5, (1, 0, 1, 1)))
+    message = pb2.SpeculativeDecoding(**SpeculationStats(8, 5, (1, 0, 1, 1)).figures())
     assert message.mean_acceptance_length == 1 + 5 / 3
     assert message.draft_acceptance_rate == 5 / 8
     assert dict(message.acceptance_histogram) == {0: 1, 2: 1, 3: 1}
     assert (message.num_accepted_draft_tokens, message.num_draft_tokens, message.num_spec_steps) == (5, 8, 3)
-    assert convert.speculation_message(SpeculationStats()).mean_acceptance_length == 0
+    assert SpeculationStats().figures()["mean_acceptance_length"] == 0
