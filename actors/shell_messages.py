@@ -71,7 +71,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return kind(self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftChannelStats:
     """The counters of the draft channel; each event costs speed and nothing else."""
 

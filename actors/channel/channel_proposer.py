@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 from actors.channel.adaptive_timeout import AdaptiveTimeout
@@ -20,7 +21,6 @@ from actors.channel.draft_messages import Offers, Round
 from actors.channel.synced_sequence import SyncedSequence
 from actors.shell_messages import DraftChannelStats
 from engine.draft import NO_DRAFT, Draft
-from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
@@ -42,31 +42,13 @@ class ChannelProposer:
         self._opens: list[SyncedSequence] = []
         self._asked_at_s = 0.0
         self._generation = 0
-        self._num_stale_offers = 0
-        self._silent_s = 0.0
         self._missed_at_s: float | None = None
-        self._drafting_s = 0.0
-        self._channel_s = 0.0
-        self._num_missed_offers = 0
-        self._num_lookups = 0
-        self._num_hits = 0
-        self._translated = TranslationCounts()
+        self._stats = DraftChannelStats()
 
     @property
     def stats(self) -> DraftChannelStats:
         """Counts since the start; may be read from any thread."""
-        return DraftChannelStats(
-            self._link.is_connected,
-            self._generation,
-            self._num_stale_offers,
-            self._num_missed_offers,
-            self._num_lookups,
-            self._num_hits,
-            self._silent_s,
-            self._drafting_s,
-            self._channel_s,
-            self._translated,
-        )
+        return replace(self._stats, is_connected=self._link.is_connected, num_connections=self._generation)
 
     def flush(self) -> None:
         """Send what `open` and `close` have left to say, and meet a draft process that has come back."""
@@ -110,8 +92,8 @@ class ChannelProposer:
     def _look_up(self, grown: Seq[SyncedSequence]) -> None:
         """Count the sequences whose next pass has its drafts prepared."""
         wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
-        self._num_lookups += len(wanting)
-        self._num_hits += sum(each.draft is not None for each in wanting)
+        self._stats.num_lookups += len(wanting)
+        self._stats.num_hits += sum(each.draft is not None for each in wanting)
 
     def _send_news(self, grown: Seq[SyncedSequence]) -> None:
         opens = [each for each in self._opens if self._sequences.get(each.sequence.request_id) is each]
@@ -136,7 +118,7 @@ class ChannelProposer:
         while num_missing := sum(each.is_awaited for each in synced):
             remaining_s = deadline_s - self._clock()
             if remaining_s <= 0 or not self._link.is_connected:
-                self._num_missed_offers += num_missing
+                self._stats.num_missed_offers += num_missing
                 self._missed()
                 return
             self._receive(remaining_s)
@@ -145,25 +127,25 @@ class ChannelProposer:
         """A pass goes without drafts. Between two such passes the draft was asked for a second at most, else idle."""
         now_s = self._clock()
         if self._missed_at_s is not None:
-            self._silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
+            self._stats.silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
         self._missed_at_s = now_s
         self._timeout.missed()
 
     def _receive(self, timeout_s: float) -> None:
         for message in self._link.receive(timeout_s):
-            self._silent_s, self._missed_at_s = 0.0, None
-            self._drafting_s += message.drafting_s
-            self._translated += message.translated
+            self._stats.silent_s, self._missed_at_s = 0.0, None
+            self._stats.drafting_s += message.drafting_s
+            self._stats.translated += message.translated
             if message.is_answer:
                 latency_s = self._clock() - self._asked_at_s
                 self._timeout.answered(latency_s)
-                self._channel_s += max(0.0, latency_s - message.drafting_s)
+                self._stats.channel_s += max(0.0, latency_s - message.drafting_s)
             else:
                 self._timeout.heard()
             self._keep(message)
         if self._generation != self._link.generation:
             self._generation = self._link.generation
-            self._silent_s, self._missed_at_s = 0.0, None
+            self._stats.silent_s, self._missed_at_s = 0.0, None
             self._start_over()
 
     def _keep(self, message: Offers) -> None:
@@ -171,7 +153,7 @@ class ChannelProposer:
             synced = self._sequences.get(offer.request_id)
             is_kept = synced is not None and synced.offers.add(offer)
             # Of the offers made ahead only one can come true: the others are no loss.
-            self._num_stale_offers += not is_kept and not offer.after
+            self._stats.num_stale_offers += not is_kept and not offer.after
         self._replay([self._sequences[each] for each in message.lost if each in self._sequences])
 
     def _start_over(self) -> None:
