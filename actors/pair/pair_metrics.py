@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -18,10 +18,8 @@ class PairMetrics(Collector):
     """The pair's `outrider_*` metrics; sums start over when the target restarts, as Prometheus expects."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
         self._pong: Pong | None = None
         self._num_refused = 0
-        self._registry.register(self)
 
     def update(self, pong: Pong, num_refused: int) -> None:
         """Take in the target's present numbers."""
@@ -30,10 +28,10 @@ class PairMetrics(Collector):
 
     def text(self) -> str:
         """Return all metrics in Prometheus text format."""
-        return generate_latest(self._registry).decode()
+        return generate_latest(self).decode()
 
     def collect(self) -> Iterable[Family]:
-        """Yield every metric; called by the registry."""
+        """Yield every metric."""
         if self._pong is None:
             return
         yield from _speculation(self._pong)
@@ -48,14 +46,12 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     yield _counter("spec_decode_num_drafts", "Verification passes with at least one draft token.", drafts.num_drafts)
     yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens)
     yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens)
-    per_position = CounterMetricFamily(
-        "outrider_spec_decode_num_accepted_tokens_per_pos",
+    yield _counters(
+        "spec_decode_num_accepted_tokens_per_pos",
         "Passes whose draft at this position was accepted.",
-        labels=["position"],
+        "position",
+        {str(position): number for position, number in enumerate(drafts.num_accepted_tokens_per_pos)},
     )
-    for position, number in enumerate(drafts.num_accepted_tokens_per_pos):
-        per_position.add_metric([str(position)], number)
-    yield per_position
     yield _gauge(
         "spec_decode_acceptance_length",
         "Mean tokens per pass with drafts, the recovered or bonus token included.",
@@ -86,18 +82,10 @@ def _speculation(pong: Pong) -> Iterable[Family]:
 def _reasoning(pong: Pong) -> Iterable[Family]:
     """Yield the metrics of steps that are not exact, in families of their own: no other family counts them."""
     stats = pong.engine.reasoning
-    steps = CounterMetricFamily(
-        "outrider_reasoning_steps", "Reasoning steps that the draft began, by what became of them.", labels=["outcome"]
-    )
-    tokens = CounterMetricFamily(
-        "outrider_reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", labels=["outcome"]
-    )
-    for outcome in ("accepted", "rejected", "abandoned"):
-        steps.add_metric([outcome], getattr(stats, f"num_{outcome}"))
-    for outcome in ("accepted", "rejected"):
-        tokens.add_metric([outcome], getattr(stats, f"num_{outcome}_tokens"))
-    yield steps
-    yield tokens
+    ends = {"accepted": stats.num_accepted, "rejected": stats.num_rejected, "abandoned": stats.num_abandoned}
+    yield _counters("reasoning_steps", "Reasoning steps that the draft began, by what became of them.", "outcome", ends)
+    num_tokens = {"accepted": stats.num_accepted_tokens, "rejected": stats.num_rejected_tokens}
+    yield _counters("reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", "outcome", num_tokens)
     yield _counter("reasoning_step_score", "Sum of the scores of judged reasoning steps, 0 to 9.", stats.total_score)
 
 
@@ -113,12 +101,8 @@ def _cache(pong: Pong) -> Iterable[Family]:
     yield _counter("prefill_local_tokens", "Prompt tokens this pair computed.", queried - hits - remote.num_tokens)
     yield _counter("prefill_remote_tokens", "Prompt tokens a prefill replica computed.", remote.num_tokens)
     yield _counter("prefill_transfers", "Prompts a prefill replica was asked to read.", remote.num_fetches)
-    failures = CounterMetricFamily(
-        "outrider_prefill_transfers_failed", "Transfers that ended in local prefill, by cause.", labels=["cause"]
-    )
-    for cause in FetchFailure:
-        failures.add_metric([cause], remote.failures.get(cause, 0))
-    yield failures
+    failures = {str(cause): remote.failures.get(cause, 0) for cause in FetchFailure}
+    yield _counters("prefill_transfers_failed", "Transfers that ended in local prefill, by cause.", "cause", failures)
     yield _counter("prefill_transfer_seconds", "Time KV blocks were under way.", remote.transfer_s)
     yield _counter("prefill_remote_seconds", "Time from orders to their last blocks.", remote.fetch_s)
     yield _gauge("prefill_num_requests_fetching", "Sequences that wait for KV blocks.", remote.num_fetching)
@@ -131,16 +115,23 @@ def _requests(pong: Pong) -> Iterable[Family]:
         "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
     )
     times = pong.engine.times
-    seconds = CounterMetricFamily("outrider_step_seconds", "Time of the engine's steps, by part.", labels=["part"])
-    for part in ("receive", "schedule", "draft", "forward", "sample", "commit"):
-        seconds.add_metric([part], getattr(times, f"{part}_s"))
-    yield seconds
+    parts = ("receive", "schedule", "draft", "forward", "sample", "commit")
+    seconds = {part: getattr(times, f"{part}_s") for part in parts}
+    yield _counters("step_seconds", "Time of the engine's steps, by part.", "part", seconds)
     yield _counter("num_steps", "Steps of the engine.", times.num_steps)
     yield _counter(
         "num_overlapped_passes",
         "Passes that began before the host had seen their tokens.",
         pong.engine.num_overlapped_passes,
     )
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    """Return a counter with one sample per entry of `values`, whose keys are the values of its label."""
+    family = CounterMetricFamily(f"outrider_{name}", text, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

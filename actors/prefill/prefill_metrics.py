@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -16,10 +16,8 @@ class PrefillMetrics(Collector):
     """All `outrider_prefill_replica_*` metrics."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
         self._stats: EngineStats | None = None
         self._direct = DirectStats()
-        self._registry.register(self)
 
     def update(self, stats: EngineStats, direct: DirectStats) -> None:
         """Take in the engine's present numbers, and those of the blocks kept for pairs to read."""
@@ -27,10 +25,10 @@ class PrefillMetrics(Collector):
 
     def text(self) -> str:
         """Return all metrics in Prometheus text format."""
-        return generate_latest(self._registry).decode()
+        return generate_latest(self).decode()
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield every metric; called by the registry."""
+        """Yield every metric."""
         stats = self._stats
         if stats is None:
             return
