@@ -20,10 +20,14 @@ class Section(BaseModel):
         """Yield what contradicts itself in this section, each with its remedy; the first is reported."""
         return ()
 
-    @model_validator(mode="after")
-    def _is_accepted(self) -> Self:
+    def check(self) -> None:
+        """Raise ValueError for the first conflict."""
         for conflict in self.conflicts():
             raise ValueError(conflict)
+
+    @model_validator(mode="after")
+    def _is_accepted(self) -> Self:
+        self.check()
         return self
 
 
@@ -34,11 +38,11 @@ class EngineSection(Section):
         """Return the engine's dataclass. Raises ConfigError for what the engine refuses."""
         raise NotImplementedError
 
-    @model_validator(mode="after")
-    def _is_accepted(self) -> Self:
+    def check(self) -> None:
+        """Raise ValueError for what the engine refuses, then for the first conflict."""
         with reported():
             self.to_engine()
-        return super()._is_accepted()
+        super().check()
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class RemotePrefill:
 
     def _fetch(self, sequence: Sequence, load: PrefillLoad) -> bool:
         num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
-        if num_blocks == 0 or not self._meter.is_open:
+        if num_blocks == 0 or not self._meter.gate.is_open:
             return False
         placement = self._place(num_blocks * self._blocks.block_size, load)
         logger.debug("request %s: %s", sequence.request_id, placement)
@@ -190,7 +190,7 @@ class RemotePrefill:
         elif fetch.num_missing_blocks > 0:
             self._fail(fetch, FetchFailure.GARBLED, "it ended without them")
         else:
-            self._meter.succeeded()
+            self._meter.gate.succeeded()
             self._drop(fetch)
 
     def _give_up_late(self) -> None:
@@ -204,7 +204,7 @@ class RemotePrefill:
 
     def _fail(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
         self._failures[cause] += 1
-        self._meter.failed()
+        self._meter.gate.failed()
         level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # a mismatch stays until redeployed
         if cause is FetchFailure.MISMATCH:
             self._last_mismatch = detail

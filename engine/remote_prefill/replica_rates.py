@@ -45,6 +45,7 @@ class ReplicaRates:
     """Queue and rate per replica, the cost of a call and of moving a token, and a pause after failures.
 
     A failure closes the way for a second, the next one for twice as long, up to half a minute; a success reopens it.
+    Several that fail together are one failure (`gate`).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,12 +54,7 @@ class ReplicaRates:
         self._call_s = _Fading(clock)
         self._transfer_s_per_token = _Fading(clock)
         self._num_unheard_tokens: dict[int, int] = {}  # of orders that no replica has accepted yet
-        self._gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
-
-    @property
-    def is_open(self) -> bool:
-        """False for a while after a failure."""
-        return self._gate.is_open
+        self.gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
 
     def outlook(self) -> RemoteOutlook:
         """Predict for the next order: the shortest known queue, drained since, and our own unacknowledged orders."""
@@ -91,14 +87,6 @@ class ReplicaRates:
     def ended(self, fetch_id: int) -> None:
         """Record that the fetch is over, or was cancelled."""
         self._num_unheard_tokens.pop(fetch_id, None)
-
-    def succeeded(self) -> None:
-        """Record that a fetch brought all its blocks."""
-        self._gate.succeeded()
-
-    def failed(self) -> None:
-        """Record that a fetch did not; several that fail together are one failure."""
-        self._gate.failed()
 
     def _hear(self, load: RemoteLoad) -> None:
         self._heard[load.replica_id] = _Heard(load, self._clock())

@@ -46,8 +46,7 @@ class TextProposer:
         self._special_ids = pair.special_ids()
         self._end_ids = frozenset(pair.draft_tokens.eos_token_ids)
         self._readings: dict[str, _Reading] = {}
-        self._num_tokens = 0
-        self._num_lost = 0
+        self.counts = TranslationCounts()  # tokens that the draft model said; those of them whose text no draft has
 
     @property
     def model_version(self) -> str:
@@ -57,11 +56,6 @@ class TextProposer:
     def check_integrity(self) -> None:
         """Assert the invariants of the draft model's pool; for tests, O(N)."""
         self._model.sequences.check_integrity()
-
-    @property
-    def counts(self) -> TranslationCounts:
-        """Tokens that the draft model said, and those of them whose text no draft has."""
-        return TranslationCounts(self._num_tokens, self._num_lost)
 
     def open(self, sequence: RequestTokens) -> None:
         """Begin to read the sequence's text."""
@@ -109,9 +103,9 @@ class TextProposer:
         data = self._pair.draft.spell(drafted_ids[:num_drafted])
         reading = self._readings[query.sequence.request_id]
         token_ids = self._continue(query.sequence.token_ids, reading.reader.held, data)
-        self._num_tokens += num_drafted
         num_kept = len(_complete(data).encode()) if token_ids else 0
-        self._num_lost += sum(end > num_kept for end in self._pair.draft.ends(drafted_ids[:num_drafted]))
+        num_lost = sum(end > num_kept for end in self._pair.draft.ends(drafted_ids[:num_drafted]))
+        self.counts += TranslationCounts(num_drafted, num_lost)
         if num_drafted < len(drafted_ids) and (token_ids or not data):
             token_ids += self._pair.target_tokens.eos_token_ids[:1]
         return Draft(tuple(token_ids[: query.max_draft_tokens]))

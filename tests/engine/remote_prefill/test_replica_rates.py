@@ -63,16 +63,16 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> 
     clock = Clock()
     meter = ReplicaRates(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        assert meter.is_open
+        assert meter.gate.is_open
         for _ in range(5):
-            meter.failed()
+            meter.gate.failed()
         clock.now_s += pause_s - 0.01
-        assert not meter.is_open
+        assert not meter.gate.is_open
         clock.now_s += 0.02
-    meter.succeeded()
-    meter.failed()
+    meter.gate.succeeded()
+    meter.gate.failed()
     clock.now_s += 1.01
-    assert meter.is_open
+    assert meter.gate.is_open
 
 
 def test_the_measured_cost_of_a_call_fades() -> None:
