@@ -1,4 +1,4 @@
-"""What each layer of a stock model passes to its attention: the KV it keeps, and whether a paged pool can keep it.
+"""Probe of the attention of each layer of a stock model: its KV, or a refusal if a paged pool cannot keep it.
 
 Families that do not call the function, call it in some layers only (the others keep a recurrent state), call it twice,
 or hide a sliding window in a mask are refused by name.
@@ -30,7 +30,7 @@ class LayerRecord:
 
 @dataclass(slots=True)
 class RecordingPass:
-    """An `AttentionPass` that computes nothing and remembers what every layer passed to it."""
+    """An `AttentionPass` that computes nothing and records the call of every layer."""
 
     records: list[LayerRecord] = field(default_factory=list)
 

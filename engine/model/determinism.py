@@ -1,8 +1,8 @@
-"""What `deterministic: true` asks of a model: the bits of a row's logits depend on the text before it and nothing else.
+"""Conditions of `deterministic: true`: the bits of a row's logits depend on the text before it and nothing else.
 
 Then speculation, batches, chunks and prefix hits change no token in any dtype.
 `engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or `engine.attention.batch_invariant`) bring
-it about; here is what they cannot do, and the look at the whole model, at every start.
+it about; this module refuses models for which they cannot, and checks the whole model at every start.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.model.attention_probe import LayerRecord
 from engine.span import Span
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_LENGTH = 24  # tokens of the look
+_LENGTH = 24  # tokens of the checked text
 _OTHER_LENGTH = 11
 
 Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 
 
 def obstacle(model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool) -> str | None:
-    """Why the model cannot be made deterministic, with our own attention kernel or torch's; None if it can."""
+    """Return the reason against a deterministic model, by our own attention kernel or torch's; None without one."""
     config = model.config.get_text_config()
     if model.device.type != "cpu":
         return f"it runs on {model.device}, whose products are not deterministic yet; use device cpu"
@@ -42,12 +42,12 @@ def obstacle(model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kerne
 
 
 def first_difference(forward: Forward, vocab_size: int) -> str | None:
-    """The first kind of pass that gives a row other bits than a prefill does; None where there is none.
+    """Name the first kind of pass that gives a row other bits than a prefill does; None if none does.
 
     `forward` has a pool of three blocks of at least `_LENGTH` slots.
     """
-    text = [(5 + 11 * place) % vocab_size for place in range(_LENGTH)]
-    other = Span([(2 + 3 * place) % vocab_size for place in range(_OTHER_LENGTH)], 0, [2], 0)
+    text = [(5 + 11 * position) % vocab_size for position in range(_LENGTH)]
+    other = Span([(2 + 3 * position) % vocab_size for position in range(_OTHER_LENGTH)], 0, [2], 0)
     expected = forward([_span(text, 0, _LENGTH)])
     passes = {
         "chunks": [[_span(text, 0, 10)], [_span(text, 10, _LENGTH)]],

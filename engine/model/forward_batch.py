@@ -18,7 +18,7 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What one forward takes; valid for one forward, and only while the blocks of its spans stay theirs."""
+    """Input of one forward; valid for that forward, and only while the blocks of its spans stay theirs."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
@@ -56,7 +56,7 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
 
 
 def logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
-    """The rows of a pass of `num_rows` whose logits are wanted, [R] int64; None where all are."""
+    """Rows of a pass of `num_rows` that are asked for their logits, [R] int64; None if all are."""
     rows: list[int] = []
     end = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says of its texts: how they end, and how they are sampled by default."""
+"""Contents of a checkpoint's generation_config.json: the tokens that end a text, and the sampling defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANGES = {
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text, from the generation config where there is one."""
+    """Tokens that end a text, from the generation config if there is one."""
     config = model.generation_config
     ids = config.eos_token_id if config is not None else model.config.eos_token_id
     if ids is None:
@@ -30,7 +30,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:
-    """What requests leave out, by the generation config (`source` auto) or by OpenAI's API alone (none).
+    """Values of what a request leaves out, by the generation config (`source` auto) or by OpenAI's API alone (none).
 
     Raises:
         ConfigError: `source` is another, or the checkpoint's value is out of range.

@@ -1,4 +1,4 @@
-"""Which hidden states of the target a head reads; a target without one computes nothing for it."""
+"""Hidden states of the target that a head reads; a target without a head computes nothing for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNKNOWN = -1e4
 
 
 def joined(parts: Seq[Tensor]) -> Tensor | None:
-    """What was tapped of one pass, [T, F]; None where nothing was."""
+    """Tapped states of one pass side by side, [T, F]; None without any."""
     if len(parts) <= 1:
         return parts[0] if parts else None
     return torch.cat(tuple(parts), dim=-1)

@@ -1,7 +1,6 @@
-"""Loads a causal language model from a folder or the Hub, or says exactly why it cannot be served.
+"""Loading of a causal language model from a folder or the Hub, or a refusal with its reason.
 
-What comes back is transformers' own model with its stock attention; `engine.model.paged_model` turns it into a paged
-one.
+The model is transformers' own, with its stock attention; `engine.model.paged_model` turns it into a paged one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from engine.config import ModelConfig, ModelDtype
 from protos.errors import ConfigError
@@ -63,7 +62,8 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
             f"{list(wanted)} by the configuration ({len(info['mismatched_keys'])} tensors differ)"
         )
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
-    return model.to(device).eval().requires_grad_(False)
+    placed: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return placed
 
 
 def resolve_device(name: str) -> torch.device:
@@ -97,9 +97,10 @@ def load_config(path: str) -> PreTrainedConfig:
     if _looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {error}") from error
+    return config
 
 
 def _looks_local(path: str) -> bool:
@@ -110,7 +111,7 @@ def model_version(path: str, quantization: str = "none") -> str:
     """A digest that tells any two sets of weights apart and is the same on every machine that holds the same files.
 
     It covers the configuration, and of each weight file its name, its size and evenly spaced pages, so that a fine-tune
-    with the same shapes differs, and a 100 GB model is named in milliseconds.
+    with the same shapes differs, and a 100 GB model is hashed in milliseconds.
     """
     folder = _folder_of(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
@@ -127,7 +128,7 @@ def model_version(path: str, quantization: str = "none") -> str:
 
 
 def tokenizer_file(path: str) -> Path | None:
-    """The tokenizer.json that came with the model, if one did."""
+    """The model's tokenizer.json, if it has one."""
     file = _folder_of(path) / "tokenizer.json"
     return file if file.is_file() else None
 

@@ -19,14 +19,14 @@ from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.attention_probe import record_attention, refusal
+from engine.model.attention_probe import LayerRecord, record_attention, refusal
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.determinism import first_difference, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
-from engine.model.linear.packed_linear import Linear, pack_linears
+from engine.model.linear.packed_linear import Linear, LinearFactory, pack_linears
 from engine.model.linear.quantized_linear import linear_factory
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel.rank import ALONE, Rank
@@ -82,25 +82,10 @@ class PagedModel:
         self._dtype, self._device = model.dtype, rank.device or model.device
         if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
             raise _not_deterministic(model, reason)
-        self._decoder: LlamaDecoder | StockDecoder
-        if LlamaDecoder.fits(model):
-            options = [record.options for record in records]
-            self._decoder = LlamaDecoder(
-                model, options, linear_factory(quantization), taps, rank, is_deterministic=is_deterministic
-            )
-            self.rank_shapes = [
-                replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in self.layer_shapes
-            ]
-        else:
-            if rank.size > 1:
-                self.rank_shapes = shard_model(model, rank)
-            make_linear = linear_factory(quantization)
-            pack_linears(model, batch_invariant_factory(make_linear) if is_deterministic else make_linear)
-            self._decoder = StockDecoder(model, taps)
-        error = self._relative_error(stock_logits, plan_attention)
-        if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
-            place = f" on {rank.size} ranks" if rank.size > 1 else ""
-            raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
+        self._decoder, self.rank_shapes = _decoder(
+            model, records, linear_factory(quantization), taps, rank, is_deterministic=is_deterministic
+        )
+        self._check_agreement(model, stock_logits, plan_attention, quantization, rank.size)
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
@@ -111,12 +96,12 @@ class PagedModel:
 
     @property
     def lm_head(self) -> Linear:
-        """From the states behind the final norm to logits."""
+        """Linear function from the states behind the final norm to logits."""
         return self._decoder.lm_head
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a forward is the same kernels whatever its numbers are, so that a recording of it may be replayed."""
+        """True if a forward runs the same kernels for any numbers, so that a recording of it may be replayed."""
         return isinstance(self._decoder, LlamaDecoder)
 
     def new_cache(
@@ -132,8 +117,21 @@ class PagedModel:
         logits = self._decoder.logits(batch)
         return logits.float() if out is None else out.copy_(logits)
 
+    def _check_agreement(
+        self,
+        model: PreTrainedModel,
+        stock_logits: Tensor,
+        plan_attention: PlanAttention,
+        quantization: Quantization,
+        num_ranks: int,
+    ) -> None:
+        error = self._relative_error(stock_logits, plan_attention)
+        if not error <= _MAX_RELATIVE_ERROR[self._dtype] + _QUANTIZATION_ERROR[quantization]:
+            place = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+            raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
+
     def _relative_error(self, stock_logits: Tensor, plan_attention: PlanAttention) -> float:
-        """How far the probe's logits lie from `stock_logits`, against their spread.
+        """Distance of the probe's logits from `stock_logits`, relative to their spread.
 
         The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
         """
@@ -159,6 +157,27 @@ class PagedModel:
         )
 
 
+def _decoder(
+    model: PreTrainedModel,
+    records: Seq[LayerRecord],
+    make_linear: LinearFactory,
+    taps: HiddenStateTaps,
+    rank: Rank,
+    *,
+    is_deterministic: bool,
+) -> tuple[LlamaDecoder | StockDecoder, list[LayerShape]]:
+    """Return the decoder of `rank` over `model`, which it takes over, and the KV of each layer on this rank."""
+    shapes = [record.shape for record in records]
+    if LlamaDecoder.fits(model):
+        options = [record.options for record in records]
+        decoder = LlamaDecoder(model, options, make_linear, taps, rank, is_deterministic=is_deterministic)
+        return decoder, [replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in shapes]
+    if rank.size > 1:
+        shapes = shard_model(model, rank)
+    pack_linears(model, batch_invariant_factory(make_linear) if is_deterministic else make_linear)
+    return StockDecoder(model, taps), shapes
+
+
 def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
         f"target.deterministic is true, and model type {model.config.model_type!r} cannot be made so here: {reason}; "
@@ -173,7 +192,7 @@ def _probe_token_ids(vocab_size: int) -> tuple[list[int], list[int]]:
 
 @torch.inference_mode()
 def _stock_logits(model: PreTrainedModel) -> Tensor:
-    """Logits of the probe sequences, end to end, by the model as transformers has it; [sum of lengths, V] float32."""
+    """Logits of the probe sequences, end to end, by the stock model; [sum of lengths, V] float32."""
     vocab_size = model.config.get_text_config().vocab_size
     sequences = (torch.tensor([ids], device=model.device) for ids in _probe_token_ids(vocab_size))
     return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in sequences])

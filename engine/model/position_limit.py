@@ -1,4 +1,4 @@
-"""How far a model's positions reach before a token's distribution would depend on the sequences computed beside it."""
+"""Limit of a model's positions: past it a token's distribution would depend on the sequences computed beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return how many positions keep a token's distribution free of its batch mates; None where nothing limits them.
+    """Return the number of positions that keep a token's distribution free of its batch mates; None without a limit.
 
     Rotary scalings that depend on the longest sequence of a pass are held below the length where they begin to change,
     and chunked attention below its first chunk.

@@ -1,4 +1,4 @@
-"""What a served model keeps in memory: its packed weights and what is not packed, and no page of the checkpoint beside.
+"""Memory of a served model: its packed weights and all that is not packed, and no page of the checkpoint beside them.
 
 transformers' tensors on a processor lie in a mapping of their file, and a single one that is left holds the pages of
 all the others.
@@ -14,10 +14,10 @@ from engine.model.linear.packed_linear import LinearFactory, gains
 
 
 def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
-    """Give every tensor that packing with `make_linear` will leave memory of its own, one after the other, in place.
+    """Copy every tensor that packing with `make_linear` will leave out of the files, one after the other, in place.
 
-    The files are unmapped when the last linear layer is packed. Parameters that modules share (a tied embedding) they
-    still share.
+    The files are unmapped when the last linear layer is packed. Modules that share a parameter
+    (a tied embedding) share its copy.
     """
     for module in model.modules():
         is_packed = gains(module, make_linear)
@@ -29,7 +29,7 @@ def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
 
 
 def trim_heap() -> None:
-    """Give back what packing and probing have freed: glibc keeps such memory for later, a quarter of a small model."""
+    """Return freed memory to the system; after packing and probing glibc keeps a quarter of a small model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -21,7 +21,7 @@ from protos.errors import ConfigError
 
 
 def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
-    """Leave of `model`, which has our attention, what `rank` computes, in place and on the rank's device.
+    """Reduce `model`, which has our attention, to the part that `rank` computes, in place and on the rank's device.
 
     All ranks call this together, and the model's forward from now on. Returns the KV that each layer keeps on this
     rank: its heads, or all of them in families whose attention every rank computes.
@@ -49,7 +49,7 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
 
 
 def _factory(cut: Cut, rank: Rank) -> LinearFactory:
-    """What makes a rank's function of a whole weight and its bias."""
+    """Factory of a rank's linear function from a whole weight and its bias."""
     if cut in (Cut.INPUTS, Cut.SPLIT_INPUTS):
         return partial(_summed, rank, cut is Cut.SPLIT_INPUTS)
     return partial(_joined, rank) if cut is Cut.JOINED_OUTPUTS else partial(_outputs, rank, cut)
@@ -60,10 +60,8 @@ def _outputs(rank: Rank, cut: Cut, weight: Tensor, bias: Tensor | None) -> Linea
 
 
 def _joined(rank: Rank, weight: Tensor, bias: Tensor | None) -> Linear:
-    compute, num_outputs = (
-        linear_of(rank.shard_vocab(weight), None if bias is None else rank.shard_vocab(bias)),
-        len(weight),
-    )
+    compute = linear_of(rank.shard_vocab(weight), None if bias is None else rank.shard_vocab(bias))
+    num_outputs = len(weight)
     return lambda x: rank.all_gather(compute(x), num_outputs)
 
 
@@ -75,7 +73,7 @@ def _summed(rank: Rank, is_whole: bool, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _part(rank: Rank, cut: Cut, tensor: Tensor) -> Tensor:
-    """This rank's part of a weight [..., out, in] or of what there is one of for each output, [out]."""
+    """This rank's part of a weight [..., out, in], or of a vector with an element for each output, [out]."""
     if cut is Cut.PACKED_OUTPUTS:
         dim = max(tensor.ndim - 2, 0)
         return torch.cat([_part(rank, Cut.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)

@@ -3,8 +3,8 @@
       3 spans of a pass, 7 rows         bucket of 4 spans x 3 rows: 12 rows
       A A A B C C C               ->    A A A B C C C | . . .  . .        the rest: spans on the scratch block
 
-Padding is whole spans that read and write one block which belongs to nobody. What a row of the pass computes does not
-depend on them, and no block that is anybody's is written.
+Padding is whole spans that read and write the scratch block alone, which belongs to no sequence. No row of the pass
+depends on them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class GraphBucket:
 
 def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: SpeculationConfig) -> GraphConfig:
     """`graphs` for the decodes and verifications of an engine with these limits: 1 row per sequence, and K + 1."""
-    most = scheduler.max_num_sequences
     return replace(
         graphs,
-        batches=tuple(sorted({min(batch, most) for batch in graphs.batches})),
+        batches=tuple(sorted({min(batch, scheduler.max_num_sequences) for batch in graphs.batches})),
         row_counts=tuple(_row_counts(speculation)),
         max_rows=scheduler.max_tokens_per_step,
         has_trees=speculation.tree is not None,
@@ -44,7 +43,10 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
 def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
     """The buckets to be recorded, smallest first."""
     buckets = [GraphBucket(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
-    return sorted((s for s in buckets if s.num_rows <= graphs.max_rows), key=lambda bucket: (bucket.num_rows, bucket))
+    return sorted(
+        (bucket for bucket in buckets if bucket.num_rows <= graphs.max_rows),
+        key=lambda bucket: (bucket.num_rows, bucket),
+    )
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
@@ -59,7 +61,7 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
 
 
 def _longest_of_many(speculation: SpeculationConfig) -> int:
-    """The most drafts of a pass where every length up to them is usual; 0 where K is."""
+    """Largest number of drafts of a pass if all lengths up to it are usual; 0 if passes have K."""
     if speculation.adaptive:
         return speculation.max_num_tokens
     has_guesses = speculation.method in (SpeculationMethod.SUFFIX, SpeculationMethod.HYBRID)
@@ -74,12 +76,12 @@ def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket |
 
 
 def pad(spans: Seq[Span], bucket: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
-    """`spans`, and spans on the scratch block that make the pass as long as `bucket` says. Logits of all rows."""
+    """`spans`, and spans on the scratch block that fill the pass up to the rows of `bucket`. Logits of all rows."""
     padded = list(spans)
-    missing = bucket.num_rows - sum(len(span.token_ids) for span in spans)
-    most = padding_rows(bucket, block_size)
-    for first in range(0, missing, most):
-        num_rows = min(most, missing - first)
+    num_missing = bucket.num_rows - sum(len(span.token_ids) for span in spans)
+    max_rows = padding_rows(bucket, block_size)
+    for first in range(0, num_missing, max_rows):
+        num_rows = min(max_rows, num_missing - first)
         padded.append(Span([0] * num_rows, 0, [scratch_block], num_rows))
     return padded
 
@@ -89,6 +91,6 @@ def padding_rows(bucket: GraphBucket, block_size: int) -> int:
     return min(bucket.rows_per_span, block_size)
 
 
-def most_spans(bucket: GraphBucket, block_size: int) -> int:
-    """Spans that a padded pass has at most, those of the padding included."""
+def max_spans(bucket: GraphBucket, block_size: int) -> int:
+    """Largest number of spans of a padded pass, those of the padding included."""
     return bucket.num_spans + -(-bucket.num_rows // padding_rows(bucket, block_size))

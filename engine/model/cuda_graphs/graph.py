@@ -14,7 +14,7 @@ _WARM_UP_PASSES = 2  # kernels are compiled and libraries have their workspaces 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What a pass has computed: `logits` [R, V] float32, and `features` [T, F] where a head reads them."""
+    """Results of a pass: `logits` [R, V] float32, and `features` [T, F] if a head reads them."""
 
     logits: Tensor
     features: Tensor | None = None
@@ -28,7 +28,7 @@ class ForwardGraph(Protocol):
     """A pass over tensors that stay where they are."""
 
     def replay(self) -> ForwardOutput:
-        """What it gives for what the tensors hold now; valid until the next replay of any graph."""
+        """Compute the pass on the tensors' present contents; the output is valid until the next replay of any graph."""
 
 
 class EagerGraph:
@@ -46,7 +46,7 @@ class CudaGraph:
 
     def __init__(self, compute: Callable[[], ForwardOutput], pool: Any) -> None:
         """Record; `pool` is the memory that graphs share which are never replayed at the same time."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_PASSES):

@@ -34,15 +34,6 @@ Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where i
 
 
 @dataclass(frozen=True, slots=True)
-class StaticLimits:
-    """What all recorded passes have in common; block `scratch_block` of the pool belongs to nobody else."""
-
-    scratch_block: int
-    max_model_len: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class RecordedStep:
     """One token of each span, in a recorded pass; `input_ids` [B] are filled in place before it is run."""
 
@@ -51,7 +42,7 @@ class RecordedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedBatch:
     static: StaticBatch
     graph: ForwardGraph
 
@@ -65,34 +56,44 @@ class CudaGraphRunner:
         cache: KVCache,
         plan_attention: PlanAttention,
         graphs: GraphConfig,
-        limits: StaticLimits,
+        max_model_len: int,
+        vocab_size: int,
     ) -> None:
         """Record every bucket of `graphs`; on a GPU this takes about a second for each.
 
-        `plan_attention` other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are
-        padded all the same, and computed call by call.
+        Attention other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are padded
+        all the same, and computed call by call.
+
+        Args:
+            forward: the model's.
+            cache: its last block is the scratch block of the padding, and belongs to no sequence.
+            plan_attention: of the passes that are not recorded.
+            graphs: the buckets.
+            max_model_len: bounds the positions of all passes.
+            vocab_size: columns of the logits.
         """
         self._buckets = graph_buckets(graphs)
         self._has_trees = graphs.has_trees
         self._device = cache.device
-        self._passes: dict[GraphBucket, _Recorded] = {}
+        self._passes: dict[GraphBucket, _RecordedBatch] = {}
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        largest_first = list(reversed(self._buckets))  # whose memory the others use again
-        most_rows = largest_first[0].num_rows if largest_first else 0
-        self._logits = torch.zeros(most_rows, limits.vocab_size, device=cache.device)
+        largest_first = self._buckets[::-1]  # the others use the memory of the largest again
+        max_rows = largest_first[0].num_rows if largest_first else 0
+        self._logits = torch.zeros(max_rows, vocab_size, device=cache.device)
+        scratch_block = cache.num_blocks - 1
         for bucket in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
-            attention = _static_attention(bucket, cache, plan_attention, limits.max_model_len, graphs.has_trees)
-            static = StaticBatch(bucket, cache, limits.scratch_block, limits.max_model_len, attention)
-            static.fill([Span([0], 0, [limits.scratch_block], 1)])
+            attention = _static_attention(bucket, cache, plan_attention, max_model_len, graphs.has_trees)
+            static = StaticBatch(bucket, cache, scratch_block, max_model_len, attention)
+            static.fill([Span([0], 0, [scratch_block], 1)])
             compute = partial(forward, static.batch, self._logits[: bucket.num_rows])
-            compute()  # attention finds what it needs
+            compute()  # attention finds its windows and head sizes
             graph = EagerGraph(compute) if pool is None else CudaGraph(compute, pool)
-            self._passes[bucket] = _Recorded(static, graph)
+            self._passes[bucket] = _RecordedBatch(static, graph)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
-        """What a pass over `spans` gives, or None where they fit no bucket; valid until the next call.
+        """Compute a pass over `spans`; None if they fit no bucket. The output is valid until the next call.
 
         `input_ids` [T], if given, replace the tokens of the spans.
         """
@@ -108,7 +109,7 @@ class CudaGraphRunner:
         return output if rows is None else ForwardOutput(output.logits.index_select(0, rows), output.features)
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
-        """As `ModelRunner.plan_steps`, or None where there are more spans than in any recorded pass."""
+        """As `ModelRunner.plan_steps`; None if there are more spans than in any recorded pass."""
         if fitting_bucket([_token(span, 0) for span in spans], self._buckets) is None:
             return None
         input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
@@ -123,7 +124,7 @@ class CudaGraphRunner:
         recorded.static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
         return recorded.graph.replay().logits[: len(step.spans)]
 
-    def _fitting(self, spans: Seq[Span]) -> _Recorded | None:
+    def _fitting(self, spans: Seq[Span]) -> _RecordedBatch | None:
         if not self._has_trees and any(span.parents for span in spans):
             return None
         bucket = fitting_bucket(spans, self._buckets)
@@ -131,7 +132,7 @@ class CudaGraphRunner:
 
 
 def _token(span: Span, index: int) -> Span:
-    """One of the span's tokens, whose logits are wanted."""
+    """One token of the span, with its logits."""
     return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1)
 
 

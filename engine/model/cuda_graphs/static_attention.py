@@ -23,7 +23,7 @@ from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
 from engine.indexing import copy_into
 from engine.kv_cache.pool import KVCache
-from engine.model.cuda_graphs.buckets import GraphBucket, most_spans
+from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
 from engine.span import Span
 
@@ -41,7 +41,7 @@ class TiledAttention(StaticAttention):
         self._bucket = bucket
         self._cache = cache
         self._has_trees = has_trees
-        self._num_spans = most_spans(bucket, cache.block_size)
+        self._num_spans = max_spans(bucket, cache.block_size)
         num_blocks = bucket.num_spans * -(-max_model_len // cache.block_size) + self._num_spans
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         self._launches: dict[_Key, Launch] = {}
@@ -99,6 +99,6 @@ class TiledAttention(StaticAttention):
 
 def _filled(rows: list[tuple[int, ...]], buffer: Tensor) -> list[tuple[int, ...]]:
     """`rows`, and rows of zeros behind them."""
-    missing = len(buffer) - len(rows)
-    assert missing >= 0, f"{len(rows)} programs in a launch of {len(buffer)}"
-    return rows + [(0,) * buffer.shape[1]] * missing
+    num_missing = len(buffer) - len(rows)
+    assert num_missing >= 0, f"{len(rows)} programs in a launch of {len(buffer)}"
+    return rows + [(0,) * buffer.shape[1]] * num_missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 
-_FINAL = -1  # the place of the states behind the final norm
+_FINAL = -1  # index of the states behind the final norm
 
 
 class StockDecoder:
@@ -38,7 +38,7 @@ class StockDecoder:
     @property
     def lm_head(self) -> Linear:
         """From the states behind the final norm to logits."""
-        return self._model.get_output_embeddings()
+        return cast(Linear, self._model.get_output_embeddings())  # type: ignore[no-untyped-call]  # transformers'
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
@@ -46,32 +46,32 @@ class StockDecoder:
         keywords: dict[str, Any] = {PASS_KEYWORD: batch.attention}
         if rows is not None and self._keeps_rows:
             keywords["logits_to_keep"] = rows
-        logits = self._model(
+        logits: Tensor = self._model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **keywords
         ).logits[0]
-        self.features = joined([self._tapped[place] for place in self._places])
+        self.features = joined([self._tapped[layer] for layer in self._tapped_layers])
         return logits if rows is None or self._keeps_rows else logits[rows]
 
     @property
-    def _places(self) -> tuple[int, ...]:
+    def _tapped_layers(self) -> tuple[int, ...]:
         return (*self._taps.layers, *((_FINAL,) if self._taps.is_final else ()))
 
     def _hook(self) -> None:
-        decoder = self._model.get_decoder()
+        decoder = self._model.get_decoder()  # type: ignore[no-untyped-call]  # transformers'
         layers = getattr(decoder, "layers", None)
         if self._taps.layers and not isinstance(layers, nn.ModuleList):
             raise refusal(self._model, "its layers cannot be tapped for a head")
-        for place in self._taps.layers:
+        for layer in self._taps.layers:
             assert layers is not None, "checked above"
-            if place < len(layers):
-                layers[place].register_forward_pre_hook(partial(self._see_input, place), with_kwargs=True)
+            if layer < len(layers):
+                layers[layer].register_forward_pre_hook(partial(self._see_input, layer), with_kwargs=True)
             else:
-                layers[-1].register_forward_hook(partial(self._see_output, place))
+                layers[-1].register_forward_hook(partial(self._see_output, layer))
         if self._taps.is_final:
             decoder.register_forward_hook(partial(self._see_output, _FINAL))
 
-    def _see_input(self, place: int, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._tapped[place] = (inputs[0] if inputs else keywords["hidden_states"])[0]
+    def _see_input(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._tapped[layer] = (inputs[0] if inputs else keywords["hidden_states"])[0]
 
-    def _see_output(self, place: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._tapped[place] = (output if isinstance(output, Tensor) else output[0])[0]
+    def _see_output(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._tapped[layer] = (output if isinstance(output, Tensor) else output[0])[0]

@@ -97,7 +97,7 @@ class Weights:
 
     @property
     def unused(self) -> list[str]:
-        """Names that nobody has taken."""
+        """Names of the tensors that are not taken yet."""
         return sorted(self._left)
 
     def num_rows(self, name: str) -> int | None:

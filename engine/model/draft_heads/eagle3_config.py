@@ -1,4 +1,4 @@
-"""What an EAGLE-3 checkpoint says of itself, in either of the layouts in which they are published.
+"""Configuration of an EAGLE-3 checkpoint, in either of the layouts in which they are published.
 
     original      the layer's fields at the top of config.json, `draft_vocab_size`, perhaps `eagle_config`; `midlayer.*`
     speculators   `speculators_model_type`: eagle3, the layer's fields in `transformer_layer_config`; `layers.0.*`
@@ -25,7 +25,7 @@ _LONG_ROPES = ("dynamic", "longrope")  # they change early positions when a sequ
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a head must fit."""
+    """Sizes of the target that a head must fit."""
 
     vocab_size: int
     hidden_size: int
@@ -76,7 +76,7 @@ def _original(config: Mapping[str, Any], target: TargetShape, path: str) -> Eagl
             f"{path!r} reads the target's last states alone (use_aux_hidden_state); EAGLE-3 heads read three"
         )
     ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    # Whoever writes the ids in this layout counts outputs of layers (SGLang, SpecForge); a tap counts inputs.
+    # Ids of this layout count outputs of layers (SGLang, SpecForge); a tap counts inputs.
     taps = None if ids is None else tuple(layer + 1 for layer in ids)
     flags = {**config, **eagle}
     return _config(config, config, flags, taps, target, "midlayer.", path)

@@ -92,7 +92,7 @@ class Eagle3Reader:
             return None
         target_ids = torch.arange(num_drafted) + self._weights.take("d2t", (num_drafted,)).long()
         if (
-            len(target_ids.unique()) < num_drafted
+            len(set(target_ids.tolist())) < num_drafted
             or not 0 <= int(target_ids.min()) <= int(target_ids.max()) < num_tokens
         ):
             raise ConfigError(

@@ -30,7 +30,7 @@ _PREFIXES = ("medusa_head.", "medusa_heads.")  # of checkpoints that hold the he
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What a format calls its tensors; `{h}` is the head, `{l}` the layer, `{n}` the number of layers."""
+    """Names of a format's tensors; `{h}` is the head, `{l}` the layer, `{n}` the number of layers."""
 
     weight: str
     bias: str
@@ -122,8 +122,8 @@ class _Reader:
     ) -> None:
         self._weights, self._names, self._num_layers = weights, names, num_layers
         self._has_one_lm_head = bool(config.get("original_lm_head"))
-        target_head = target.get_output_embeddings().weight
-        self._vocab_size, self._hidden_size = target_head.shape
+        target_head: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers'
+        self._vocab_size, self._hidden_size = target_head.weight.shape
         self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
         self._place: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)
         self._device = target.device

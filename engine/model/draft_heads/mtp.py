@@ -11,7 +11,7 @@ with the first alone, again and again, as those with one do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class MtpHead:
             past_key_values=None,
             **{PASS_KEYWORD: attention},
         )
-        return self._finish(found)[0]
+        return cast(Tensor, self._finish(found)[0])
 
     @torch.inference_mode()
     def _record_shapes(self, first_layer: int) -> list[LayerShape]:

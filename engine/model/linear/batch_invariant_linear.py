@@ -1,4 +1,4 @@
-"""Makes a function of rows give each row the same bits, however many rows it is called with.
+"""Batch-invariant linear functions: a row has the same bits, however many rows the function is called with.
 
 Matrix kernels choose the order of their sums by the number of rows, so the same row has other roundings in a pass of
 one row than in a pass of forty: in bfloat16 that changes tokens. Here rows are computed in tiles of a few heights,
@@ -35,7 +35,7 @@ def batch_invariant_factory(make_linear: LinearFactory) -> LinearFactory:
 
 
 def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
-    """`function` of rows [..., num_inputs], each of which gets the same result in whatever company it comes.
+    """`function` of rows [..., num_inputs], each of which has the same result beside any other rows.
 
     Our own kernels give it anyway.
 
@@ -60,7 +60,7 @@ def batch_invariant_heights(function: Linear, num_inputs: int, dtype: torch.dtyp
     """The heights, ascending, in which `function` gives every row the bits that it has in the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)
-    expected = torch.cat([function(tile) for tile in rows.split(_BASE_HEIGHT)])
+    expected = torch.cat([function(tile) for tile in torch.split(rows, _BASE_HEIGHT)])
     heights = tuple(height for height in _HEIGHTS if _is_batch_invariant(function, rows[:height], expected[:height]))
     if _BASE_HEIGHT not in heights:
         raise ConfigError(
@@ -89,5 +89,5 @@ def _cut(rows: Tensor, heights: Seq[int]) -> list[tuple[Tensor, int]]:
 
 
 def _padded(tile: Tensor, height: int) -> Tensor:
-    missing = height - len(tile)
-    return torch.cat((tile, tile.new_zeros(missing, tile.shape[1]))) if missing else tile
+    num_missing = height - len(tile)
+    return torch.cat((tile, tile.new_zeros(num_missing, tile.shape[1]))) if num_missing else tile

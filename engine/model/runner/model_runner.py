@@ -20,7 +20,7 @@ from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.cuda_graphs.graph import ForwardOutput
-from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep, StaticLimits
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.draft_heads.loader import Head, load_head
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
@@ -47,12 +47,12 @@ class ModelRunner:
         vocab_size: columns of the logits, padding rows of the embedding included.
         max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
         num_blocks, block_size: the pool.
-        bytes_per_block: what a block of it is to other engines, all layers together.
-        kv_layout: what a block of the pool is, for engines that exchange them.
+        bytes_per_block: size of an exported block, all layers together.
+        kv_layout: describes a block of the pool to engines that exchange blocks.
         model_version: names these weights; equal on every machine that holds the same files.
         eos_token_ids: tokens that end a text, from the model's generation config.
-        sampling_defaults: how requests that do not say are sampled.
-        head: what drafts from the model's hidden states, its KV in the same pool; None where there is none.
+        sampling_defaults: sampling parameters of requests that leave them out.
+        head: drafts from the model's hidden states, its KV in the same pool; None without one.
     """
 
     def __init__(
@@ -63,9 +63,17 @@ class ModelRunner:
         head: HeadConfig | None = None,
         rank: Rank = ALONE,
     ) -> None:
-        """Load, check and pack; takes as long as reading the weights. Raises ConfigError for what cannot be served.
+        """Load, check and pack; takes as long as reading the weights.
 
-        Where `rank` has others beside it, all construct theirs and call its methods together, in one order.
+        Args:
+            model: the checkpoint, and its device and kernels.
+            cache: the size of the pool.
+            max_model_len: in tokens, at most the model's positions; None is those.
+            head: drafts from the model's hidden states.
+            rank: with others beside it, all construct theirs and call its methods together, in one order.
+
+        Raises:
+            ConfigError: the model cannot be served so.
         """
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
@@ -77,27 +85,26 @@ class ModelRunner:
         check_kv_kind(kind, self._plan_attention, device)
         self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
-        self.model_version = model_version(model.path, model.quantization)
         self.eos_token_ids = eos_token_ids(stock)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
         self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
-        version = _kv_version(self.model_version, head)
-        layers = (*self._model.layer_shapes, *self._head_layers)
-        self.kv_layout = KVLayout(version, kv_name(kind, stock.dtype), cache.block_size, layers, _rounding(model))
+        self.model_version = model_version(model.path, model.quantization)
+        self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype))
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
         if device.type == "cuda":
             warm_up(self._compute, self.block_size, self.max_model_len)
         if has_graphs:
-            limits = StaticLimits(self.num_blocks, self.max_model_len, self.vocab_size)
-            self._graphs = CudaGraphRunner(self._pass, self._cache, self._plan_attention, model.graphs, limits)
+            self._graphs = CudaGraphRunner(
+                self._pass, self._cache, self._plan_attention, model.graphs, self.max_model_len, self.vocab_size
+            )
 
     def _take_weights(
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
     ) -> None:
-        """Make `stock` and its head what computes here, packed and checked; nothing of its files is kept in memory."""
+        """Take over `stock` and its head, packed and checked; no page of their files stays in memory."""
         quantization = _quantization(model, device)
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
@@ -117,7 +124,7 @@ class ModelRunner:
         return [] if self.head is None else self.head.layer_shapes
 
     def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:
-        """`has_padding`: one block more for the padding of recorded passes, within the budget where there is one."""
+        """Make the pool; `has_padding` adds a block for the padding of recorded passes, within a budget of bytes."""
         shapes = [*self._model.layer_shapes, *self._head_layers]
         rank_shapes = [*self._model.rank_shapes, *self._head_layers]
         num_ranks = self._rank.size
@@ -127,6 +134,11 @@ class ModelRunner:
         self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
         self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
+
+    def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str) -> KVLayout:
+        version = _kv_version(self.model_version, head)
+        layers = (*self._model.layer_shapes, *self._head_layers)
+        return KVLayout(version, dtype, self.block_size, layers, _rounding(model))
 
     @property
     def can_overlap(self) -> bool:
@@ -143,13 +155,13 @@ class ModelRunner:
         of this very pass writes. Block tables must cover every position of their span. The logits may be overwritten by
         the next pass.
 
-        Where the host does not know the tokens, `input_ids` [T] int64 are what the spans' tokens stand for.
+        `input_ids` [T] int64, if given, replace the spans' tokens: the host does not know them yet.
         """
         return self._compute(spans, input_ids)
 
     @property
     def features(self) -> Tensor | None:
-        """What the head reads of every row of the last `forward`, [T, F]; None without a head."""
+        """Hidden states that the head reads, of every row of the last `forward`, [T, F]; None without a head."""
         return self._features
 
     def lay_out(self, spans: Seq[Span]) -> ForwardBatch:
@@ -210,7 +222,7 @@ class ModelRunner:
         return self._kv_sharding.join(parts) if parts else part
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with what another engine of the same `kv_layout` has exported."""
+        """Overwrite these blocks with those exported by another engine of the same `kv_layout`."""
         if self._rank.size > 1:
             blocks = self._kv_sharding.of_rank(self._rank.broadcast(blocks.cpu()), self._rank.index)
         self._cache.import_blocks(block_ids, blocks)
@@ -248,7 +260,7 @@ def _kv_version(target_version: str, head: HeadConfig | None) -> str:
 
 
 def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, plan_attention: PlanAttention) -> bool:
-    """Whether small passes are recorded, and a line in the log where they could be and are not."""
+    """True if small passes are recorded; a line in the log says why a GPU does not record them."""
     if graphs.kind is GraphKind.OFF or not graphs.row_counts:
         return False
     if graphs.kind is GraphKind.EAGER:

@@ -1,4 +1,4 @@
-"""What rank 0 of a sharded model tells the others over a pipe, and how a rank joins them.
+"""Messages from rank 0 of a sharded model to the others, over a pipe, and the joining of a rank.
 
 Messages are pickled: both ends are processes of one user and one program, the second started by the first.
 """
@@ -20,12 +20,12 @@ from engine.config import CacheConfig, ModelConfig
 from engine.model.loader import resolve_device
 from protos.errors import ConfigError
 
-_LOOPBACK = "lo"  # all ranks are on one machine, and nobody else has to reach them
+_LOOPBACK = "lo"  # all ranks are on one machine, and no other machine has to reach them
 
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """The first message: who the rank is, and what it is to load. `folder` is where the ranks meet."""
+    """First message: the rank's index and what it loads. The ranks find each other by a file in `folder`."""
 
     index: int
     model: ModelConfig
@@ -37,7 +37,7 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A rank runs, or has read its weights and waits for the others, or could not: `failure` says why."""
+    """A rank runs, or has its weights and waits for the others, or could not load: `failure` is the reason."""
 
     failure: str | None = None
 
@@ -77,16 +77,17 @@ def join_ranks(message: RankMessage, device: torch.device) -> None:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     num_ranks = message.model.tensor_parallel_size
-    store = dist.FileStore(str(Path(message.folder) / "store"), num_ranks)
+    path = str(Path(message.folder) / "store")
+    store = dist.FileStore(path, num_ranks)  # type: ignore[attr-defined]  # torch exports it by another name
     timeout = timedelta(seconds=message.timeout_s)
     dist.init_process_group(backend, store=store, rank=message.index, world_size=num_ranks, timeout=timeout)
 
 
 def send(connection: Connection, message: object) -> None:
-    """Send one message; raises OSError where nobody reads."""
+    """Send one message; raises OSError if the other end is closed."""
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> Any:
-    """The next message; raises EOFError or OSError where there can be none."""
+    """Return the next message; raise EOFError or OSError if the other end is closed."""
     return pickle.loads(connection.recv_bytes())

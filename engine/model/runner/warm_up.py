@@ -13,19 +13,19 @@ from engine.span import Span
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 128  # no tile of the attention kernel is higher
+_MAX_ROWS = 128  # no tile of the attention kernel is higher
 _CONTEXT_TOKENS = 600  # enough that one sequence is read in splits
 
 
 def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_len: int) -> None:
     """Run passes of 1, 2, 4 ... rows; call it before the pool holds anything, as they write to its first block."""
-    began = time.monotonic()
+    began_s = time.monotonic()
     num_rows = 1
-    while num_rows <= min(_MOST_ROWS, max_model_len):
+    while num_rows <= min(_MAX_ROWS, max_model_len):
         start = min(_CONTEXT_TOKENS, max_model_len - num_rows)
         table = [0] * (-(-(start + num_rows) // block_size))
         logits = forward([Span([0] * num_rows, start, table, 1)])
         num_rows *= 2
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
-    logger.info("compiled and warmed up in %.1f s", time.monotonic() - began)
+    logger.info("compiled and warmed up in %.1f s", time.monotonic() - began_s)

@@ -1,1 +1,1 @@
-"""How a model is sharded over ranks, and what ranks exchange."""
+"""Plan by which a model is sharded over ranks, and the exchanges of a rank."""

@@ -1,4 +1,4 @@
-"""How a model is sharded over ranks: the plan that transformers ships for its family, or a refusal by name.
+"""Sharding of a model over ranks: the plan that transformers ships for its family, or a refusal by name.
 
 A family's plan names modules and parameters and says by a word how each is cut ("colwise": by outputs). Families that
 `engine.model.decoders.llama_decoder` computes are cut by its own code, along the same lines; the plan says for all of
@@ -20,7 +20,7 @@ from protos.errors import ConfigError
 
 
 class Cut(StrEnum):
-    """What becomes of a linear layer, a parameter or a module; the values are transformers' words."""
+    """Cut of a linear layer, a parameter or a module; the values are transformers' words."""
 
     OUTPUTS = "colwise"  # a rank has its outputs
     PACKED_OUTPUTS = "packed_colwise"  # of two products whose outputs lie side by side, its outputs of each
@@ -50,7 +50,7 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
 
 
 def shard_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
-    """How each linear layer, parameter or module that is named is cut; what is not named stays whole on every rank.
+    """Cuts of linear layers, parameters and modules by name; all others stay whole on every rank.
 
     Raises:
         ConfigError: transformers has no plan for the family, or one that needs more than is done here.
@@ -78,7 +78,7 @@ def not_sharded(model: PreTrainedModel, size: int, reason: str) -> ConfigError:
 def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # its own
     except (ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ConfigError(f"model type {config.model_type!r} cannot be built: {error}") from error
     return model
@@ -115,7 +115,7 @@ def _sharded_sizes(model: PreTrainedModel, size: int) -> Mapping[str, int]:
 
 
 def _width(tensor: Tensor, cut: Cut) -> int:
-    """How many inputs or outputs of a weight [..., out, in], or elements of [out], the ranks divide."""
+    """Number of inputs or outputs of a weight [..., out, in], or of elements of [out], that the ranks divide."""
     if cut in (Cut.INPUTS, Cut.SPLIT_INPUTS) or tensor.ndim == 1:
         return tensor.shape[-1]
     return tensor.shape[-2] // 2 if cut is Cut.PACKED_OUTPUTS else tensor.shape[-2]

@@ -34,7 +34,7 @@ class Rank:
 
     @property
     def load_device(self) -> torch.device | None:
-        """Where weights that are to be sharded are read to; None is the configured device."""
+        """Device that weights are read to before they are sharded; None is the configured one."""
         return None if self.size == 1 else torch.device("cpu")
 
     def shard_rows(self, weight: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class Rank:
 
     def shard_vocab(self, weight: Tensor) -> Tensor:
         """`shard_rows` of a vocabulary of any size: zero rows behind it make it divisible."""
-        missing = -weight.shape[0] % self.size
-        padded = weight if not missing else torch.cat((weight, weight.new_zeros(missing, *weight.shape[1:])))
+        num_missing = -weight.shape[0] % self.size
+        padded = torch.cat((weight, weight.new_zeros(num_missing, *weight.shape[1:]))) if num_missing else weight
         return self.shard_rows(padded)
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Rank:
         return tensor.contiguous() if self.device is None else tensor.to(self.device).contiguous()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of what all ranks have, in place."""
+        """Sum the tensors of all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(partial)
         return partial
@@ -87,7 +87,7 @@ class Rank:
         return parts or []
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has, a tensor in main memory; the others give one of its shape and dtype to be filled."""
+        """Return rank 0's tensor (in main memory); the others pass one of its shape and dtype, which is filled."""
         dist.broadcast(tensor, src=0)
         return tensor
 

@@ -73,13 +73,13 @@ def test_logits_have_the_same_bits_however_the_text_is_cut(folders: dict[str, Pa
             assert torch.equal(in_pieces(runner, ends, beside=beside), expected)
 
 
-def test_without_the_option_they_have_not(folders: dict[str, Path]) -> None:
+def test_logits_of_a_model_that_is_not_deterministic_depend_on_the_cut(folders: dict[str, Path]) -> None:
     runner = load(folders["llama"], deterministic=False, attention="torch")
     assert not torch.equal(in_pieces(runner, range(1, LENGTH + 1), beside=False), runner.forward([span(0, LENGTH)]))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_long_contexts_cross_units_of_keys(tmp_path: Path, family: str) -> None:
+def test_logits_of_long_contexts_have_the_same_bits_across_units_of_keys(tmp_path: Path, family: str) -> None:
     config = SERVED[family]()
     config.max_position_embeddings = 2048
     if family == "mistral":
@@ -112,7 +112,9 @@ def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(folders: dic
     ("family", "reason"),
     [("gemma2", "softcap"), ("gpt_oss", "expert"), ("mixtral", "expert"), ("deepseek_v3", "expert")],
 )
-def test_what_cannot_be_made_deterministic_is_refused(folders: dict[str, Path], family: str, reason: str) -> None:
+def test_a_family_that_cannot_be_made_deterministic_is_refused(
+    folders: dict[str, Path], family: str, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"target.deterministic is true.*{reason}.*set it to false"):
         load(folders[family], "float32", attention="torch")
 
@@ -127,7 +129,7 @@ def test_our_own_kernel_takes_softcaps_too(folders: dict[str, Path], dtype: str)
         assert torch.equal(in_pieces(runner, ends, beside=True), expected)
 
 
-def test_a_model_that_is_not_deterministic_after_all_is_refused(
+def test_a_model_that_fails_the_determinism_check_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_runner, "choose_attention", lambda *_, **__: TorchAttention)
@@ -135,7 +137,7 @@ def test_a_model_that_is_not_deterministic_after_all_is_refused(
         load(folders["llama"])
 
 
-def test_prefill_replicas_must_compute_alike(folders: dict[str, Path]) -> None:
+def test_deterministic_and_other_engines_do_not_exchange_blocks(folders: dict[str, Path]) -> None:
     alike, plain = load(folders["llama"]), load(folders["llama"], deterministic=False)
     difference = plain.kv_layout.difference(alike.kv_layout)
     assert difference is not None

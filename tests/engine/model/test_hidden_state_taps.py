@@ -1,4 +1,4 @@
-"""What a head reads of a pass is what transformers reports as hidden states, in every decoder that we have."""
+"""Features of a pass are the hidden states that transformers reports, in every decoder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_features_are_the_hidden_states_of_all_rows(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_path: Path) -> None:
+def test_the_tapped_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED[family]())
     norm = copy.deepcopy(stock.model.norm)
     model = PagedModel(stock, taps=HiddenStateTaps((2,), is_final=True))
@@ -56,7 +56,7 @@ def test_the_raw_output_of_the_last_layer_lies_before_the_norm(family: str, tmp_
     torch.testing.assert_close(norm(raw), final, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tap_changes_no_logit_and_none_keeps_nothing(tmp_path: Path) -> None:
+def test_taps_change_no_logit_and_a_model_without_them_keeps_no_features(tmp_path: Path) -> None:
     stock = write_family(tmp_path, SERVED["llama"]())
     logits = []
     for taps in (HiddenStateTaps(), HiddenStateTaps((1,)), HiddenStateTaps(is_final=True)):
@@ -82,13 +82,13 @@ def runner(folder: Path, head: HeadConfig) -> ModelRunner:
     return ModelRunner(ModelConfig(str(folder), dtype="float32"), CACHE, head=head)
 
 
-def test_a_target_without_the_layer_is_refused(tmp_path: Path) -> None:
+def test_a_target_without_an_mtp_layer_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "plain", seed=0)
     with pytest.raises(ConfigError, match=r"has no num_nextn_predict_layers in its config.json"):
         runner(tmp_path / "plain", HeadConfig(HeadKind.MTP))
 
 
-def test_a_layer_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_mtp_layer_that_is_configured_and_missing_is_refused(tmp_path: Path) -> None:
     write_llama_with_mtp(tmp_path / "target")
     config = tmp_path / "target" / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
@@ -96,7 +96,7 @@ def test_a_layer_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
         runner(tmp_path / "target", HeadConfig(HeadKind.MTP))
 
 
-def test_of_several_layers_the_first_drafts(tmp_path: Path) -> None:
+def test_of_several_mtp_layers_the_first_drafts(tmp_path: Path) -> None:
     write_llama_with_mtp(tmp_path / "target", num_mtp_layers=2)
     assert len(runner(tmp_path / "target", HeadConfig(HeadKind.MTP)).kv_layout.layers) == 3
 

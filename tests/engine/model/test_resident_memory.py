@@ -51,7 +51,7 @@ def test_no_page_of_the_checkpoint_stays_mapped(tmp_path: Path, config: PreTrain
 
 @pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="no int8 units")
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
-def test_nor_does_it_where_weights_are_quantized(tmp_path: Path, quantization: Quantization) -> None:
+def test_no_page_of_a_quantized_checkpoint_stays_mapped(tmp_path: Path, quantization: Quantization) -> None:
     write(tmp_path, BIASED, torch.bfloat16)
     runner = runner_of(tmp_path, "bfloat16", quantization)
     assert runner.num_blocks == 2
@@ -59,7 +59,7 @@ def test_nor_does_it_where_weights_are_quantized(tmp_path: Path, quantization: Q
 
 
 @pytest.mark.parametrize("kind", list(HeadKind))
-def test_nor_does_it_where_a_head_drafts(tmp_path: Path, kind: HeadKind) -> None:
+def test_no_page_of_a_head_or_its_target_stays_mapped(tmp_path: Path, kind: HeadKind) -> None:
     target, path = tmp_path / "target", tmp_path / "head"
     write_checkpoint(target, seed=1)
     if kind is HeadKind.EAGLE3:
@@ -82,7 +82,7 @@ def test_a_tied_embedding_stays_one_tensor(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_what_will_be_packed_is_not_copied() -> None:
+def test_weights_that_will_be_packed_are_not_copied() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024)).bfloat16().requires_grad_(False)
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     leave_checkpoint(model, lambda weight, bias: linear_of(weight, bias))

@@ -1,4 +1,4 @@
-"""Passes that are padded to a bucket compute what they would alone, and write nothing that is anybody's."""
+"""Passes that are padded to a bucket have the results of unpadded ones, and write no block of a sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets, most_spans, pad, sized
+from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets, max_spans, pad, sized
 from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -79,38 +79,38 @@ def _span(rng: random.Random, start: int, num_rows: int, table: Seq[int], num_lo
 
 
 @pytest.mark.parametrize("attention", ["torch", "triton"])
-def test_padded_passes_have_the_logits_and_the_blocks_of_passes_that_are_not(folders: Folders, attention: str) -> None:
+def test_padding_changes_no_logit_and_no_block_of_a_pass(folders: Folders, attention: str) -> None:
     """With `triton` these are the very buffers and lists of work that a GPU replays; where there is one, it does."""
     device = "cuda" if attention == "triton" and torch.cuda.is_available() else "cpu"
     graphs = replace(GRAPHS, kind=GraphKind.AUTO) if device == "cuda" else GRAPHS
     plain = runner(folders.target, GraphConfig(GraphKind.OFF), device=device)
     padded = runner(folders.target, graphs, attention, device)
     assert padded.num_blocks == plain.num_blocks == NUM_BLOCKS
-    everyone = list(range(NUM_BLOCKS))
+    all_blocks = list(range(NUM_BLOCKS))
     for spans in random_passes(seed=0, num_passes=4 if attention == "triton" else 16):
         expected, logits = plain.forward(spans), padded.forward(spans)
         assert logits.shape == expected.shape
         assert torch.allclose(logits, expected, atol=1e-4), spans  # before the next pass overwrites them
-        blocks = padded.export_blocks(everyone).view(torch.float32)
-        assert torch.allclose(blocks, plain.export_blocks(everyone).view(torch.float32), atol=1e-5), spans
+        blocks = padded.export_blocks(all_blocks).view(torch.float32)
+        assert torch.allclose(blocks, plain.export_blocks(all_blocks).view(torch.float32), atol=1e-5), spans
     assert padded._graphs is not None
     assert any(fitting_bucket(spans, graph_buckets(GRAPHS)) for spans in random_passes(0, 4))
 
 
-def test_padding_lies_in_the_scratch_block_and_makes_the_pass_as_long_as_its_shape() -> None:
+def test_padding_lies_in_the_scratch_block_and_fills_its_bucket() -> None:
     bucket = GraphBucket(4, 9)
     spans = [Span([1] * 9, 3, [0, 1, 2], 9), Span([1], 7, [5, 6], 1)]
     padded = pad(spans, bucket, scratch_block=63, block_size=BLOCK_SIZE)
     assert padded[:2] == spans
     assert sum(len(span.token_ids) for span in padded) == bucket.num_rows
-    assert len(padded) <= most_spans(bucket, BLOCK_SIZE)
+    assert len(padded) <= max_spans(bucket, BLOCK_SIZE)
     for span in padded[2:]:
         assert span.block_table == [63]
         assert span.end <= BLOCK_SIZE
 
 
 @pytest.mark.parametrize("window", [None, 8])
-def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
+def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
@@ -130,7 +130,7 @@ def test_no_pass_of_a_shape_needs_more_programs_than_were_recorded(
             assert len(rows) >= len(contexts)
 
 
-def test_shapes_follow_from_the_limits_of_the_engine() -> None:
+def test_buckets_follow_from_the_limits_of_the_engine() -> None:
     limits = SchedulerConfig(max_num_sequences=24, max_tokens_per_step=64)
     graphs = sized(GraphConfig(batches=(1, 16, 32)), limits, SpeculationConfig(3))
     assert graph_buckets(graphs) == [
@@ -155,7 +155,7 @@ def test_shapes_follow_from_the_limits_of_the_engine() -> None:
         GraphConfig(batches=(1, 0))
 
 
-def test_the_smallest_shape_with_room_is_taken() -> None:
+def test_the_smallest_bucket_with_room_is_taken() -> None:
     buckets = graph_buckets(GRAPHS)
     one, four = Span([1], 0, [0], 1), Span([1] * 4, 0, [0], 4)
     assert fitting_bucket([one], buckets) == GraphBucket(1, 1)
@@ -215,7 +215,7 @@ def test_a_budget_in_bytes_pays_for_the_block_of_the_padding_too(folders: Folder
     assert ModelRunner(model, budget).num_blocks == ModelRunner(off, budget).num_blocks - 1
 
 
-def test_other_families_are_computed_as_they_are(tmp_path: Path) -> None:
+def test_padding_changes_no_logit_of_a_family_that_is_not_recorded(tmp_path: Path) -> None:
     """Nothing is recorded on a processor, whatever the family; `eager` pads for every one of them."""
     write_family(tmp_path, SERVED["gpt2"]())
     span = Span([5], 0, [1], 1)

@@ -50,7 +50,7 @@ def tensors(target: Path) -> dict[str, Tensor]:
 
 
 class Told:
-    """What a loaded head says behind every pair of a text, and behind one step more on its own state."""
+    """Logits of a loaded head behind every pair of a text, and behind one step more on its own state."""
 
     def __init__(self, target: Path, head: Path) -> None:
         config = HeadConfig(HeadKind.EAGLE3, str(head))
@@ -203,7 +203,7 @@ def test_a_head_for_another_target_is_refused(
         ),
     ],
 )
-def test_what_a_speculators_checkpoint_asks_in_vain_is_refused(
+def test_unsupported_options_of_a_speculators_checkpoint_are_refused(
     config: dict[str, Any], said: str, target: Path, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     assert said in refused(target, write_speculators(tmp_path / "head", tensors, TAPS, **config))

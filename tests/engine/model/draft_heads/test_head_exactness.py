@@ -144,7 +144,7 @@ def reference(world: World) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What was drafted behind which tokens."""
+    """A draft, and the tokens it was drafted behind."""
 
     token_ids: tuple[int, ...]
     draft: Draft

@@ -178,7 +178,7 @@ def test_a_configuration_that_cannot_be_followed_is_refused(
         load(tmp_path / "m", target)
 
 
-def test_a_lossy_key_that_is_off_is_none_of_our_business(tmp_path: Path, target_folder: Path, target: Any) -> None:
+def test_a_lossy_key_that_is_off_is_accepted(tmp_path: Path, target_folder: Path, target: Any) -> None:
     write_medusa(tmp_path / "m", target_folder, typical_acceptance=False)
     assert load(tmp_path / "m", target).num_heads == 3
 
@@ -225,7 +225,7 @@ class TabularHeads:
 def draft(
     model: TabularModel, sequences: Seq[Sequence], num_drafts: int, tree: TreeConfig | None = None
 ) -> list[Draft]:
-    """What a Medusa proposer drafts where the states are as `TabularHeads` reads them."""
+    """Medusa proposer over the states that `TabularHeads` reads."""
     states = torch.tensor([[len(s.token_ids) % NUM_PHASES, s.token_ids[-1]] for s in sequences], dtype=torch.float32)
     proposer = MedusaProposer(
         cast(Any, SimpleNamespace(features=states)), cast(Any, TabularHeads(model, num_drafts)), tree

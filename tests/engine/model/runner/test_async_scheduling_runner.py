@@ -1,4 +1,4 @@
-"""What a runner and a verifier do for a host that is one step behind: tokens stay on the device, texts the same."""
+"""Runner and verifier serve a host that is one step behind: tokens stay on the device, texts are the same."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def generate(folder: Path, *, is_behind: bool, graphs: GraphConfig = GRAPHS) -> 
     return texts, core.stats().num_overlapped_passes
 
 
-def test_a_recorded_models_texts_are_the_same_and_the_switch_switches(folder: Path) -> None:
+def test_async_scheduling_changes_no_text_and_can_be_switched_off(folder: Path) -> None:
     texts, num_passes = generate(folder, is_behind=True)
     assert num_passes > 10
     assert generate(folder, is_behind=False) == (texts, 0)

@@ -56,7 +56,7 @@ def sharded(folders: Folders) -> Iterator[TensorParallelRunner]:
 
 
 def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = None) -> dict[str, list[int]]:
-    """What four requests get; the pool is small enough that blocks are used again."""
+    """Texts of four requests; the pool is small enough that blocks are used again."""
     limits = SchedulerConfig(max_num_sequences=3, max_tokens_per_step=16)
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
     scheduler = Scheduler(limits, blocks, runner.max_model_len, tree=tree)
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_ends_the_engine_without_a_hang(sharded: TensorParallel
     assert "rank 1 of the target has ended with code -9" in reasons[0]
 
 
-def test_the_engine_divides_what_its_configuration_says(folders: Folders) -> None:
+def test_the_engine_shards_its_target_as_configured(folders: Folders) -> None:
     """After the shared runner has been closed or killed, its place is free."""
     with pytest.raises(ConfigError, match="does not divide"):
         EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
