@@ -19,7 +19,7 @@ from bench.simulator.trace import Trace
 from bench.simulator.worker import Job, SimulatedWorker, WorkerPorts
 from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
-from router.routing.audit import RouteAudit, RouteOutcome
+from router.routing.audit import RouteAudit, RouteForecast, RouteOutcome
 from router.routing.load import LoadTable
 from router.routing.policy import Decision
 from router.routing.prefix_index import PrefixIndex
@@ -217,14 +217,14 @@ def route_outcome(decision: Decision, achieved_blocks: int) -> RouteOutcome:
     block_size = decision.request.block_size
     best = decision.ranked(1)[0]
     others_s = np.delete(decision.terms.total_s, decision.order[0])
-    return RouteOutcome(
+    forecast = RouteForecast(
         predicted_blocks=best.cached_tokens // block_size,
         achievable_blocks=int(decision.terms.cached_tokens.max()) // block_size,
-        achieved_blocks=achieved_blocks,
         cost_s=best.total_s,
         runner_up_cost_s=float(others_s.min()) if len(others_s) else float("inf"),
         block_prefill_s=block_size / float(decision.fleet.prefill_tokens_per_s[decision.order[0]]),
     )
+    return RouteOutcome(forecast, achieved_blocks)
 
 
 def _call(action: Callable[[], None]) -> None:

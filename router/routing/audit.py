@@ -12,13 +12,12 @@ _MIN_REQUESTS_FOR_ALARM = 20
 
 
 @dataclass(frozen=True, slots=True)
-class RouteOutcome:
-    """One routed request: the router's expectation, and the engine's finding.
+class RouteForecast:
+    """The router's expectation of one request.
 
     Attributes:
-        predicted_blocks: leading blocks the index gave for the chosen worker.
-        achievable_blocks: the most it gave for any candidate.
-        achieved_blocks: blocks the engine took from its cache.
+        predicted_blocks: leading blocks of the request that the chosen worker holds or will soon.
+        achievable_blocks: the most that any candidate holds.
         cost_s: predicted cost of the chosen worker.
         runner_up_cost_s: predicted cost of the best other candidate; infinite where there is none.
         block_prefill_s: seconds the chosen worker needs to compute one block.
@@ -26,26 +25,33 @@ class RouteOutcome:
 
     predicted_blocks: int
     achievable_blocks: int
-    achieved_blocks: int
     cost_s: float
     runner_up_cost_s: float
     block_prefill_s: float
 
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    """One routed request: the forecast, and the blocks that the engine took from its cache."""
+
+    forecast: RouteForecast
+    achieved_blocks: int
+
     @property
     def is_stale(self) -> bool:
         """True if the index promised blocks that the engine no longer had."""
-        return self.achieved_blocks < self.predicted_blocks
+        return self.achieved_blocks < self.forecast.predicted_blocks
 
     @property
     def is_misroute(self) -> bool:
         """True if another worker would have been cheaper, had the router known the engine's blocks."""
-        lost_s = (self.predicted_blocks - self.achieved_blocks) * self.block_prefill_s
-        return self.is_stale and self.cost_s + lost_s > self.runner_up_cost_s
+        lost_s = (self.forecast.predicted_blocks - self.achieved_blocks) * self.forecast.block_prefill_s
+        return self.is_stale and self.forecast.cost_s + lost_s > self.forecast.runner_up_cost_s
 
     @property
     def is_unforeseen(self) -> bool:
         """True if the engine hit where the router thought every block cold."""
-        return self.predicted_blocks == 0 < self.achieved_blocks
+        return self.forecast.predicted_blocks == 0 < self.achieved_blocks
 
 
 @dataclass(slots=True)
@@ -61,10 +67,10 @@ class RouteAudit:
     def observe(self, outcome: RouteOutcome) -> None:
         """Add one request."""
         self.num_requests += 1
-        self.num_achievable_blocks += outcome.achievable_blocks
+        self.num_achievable_blocks += outcome.forecast.achievable_blocks
         self.num_achieved_blocks += outcome.achieved_blocks
         self.num_unforeseen_hits += outcome.is_unforeseen
-        self.num_expected_hits += min(outcome.predicted_blocks, outcome.achieved_blocks) > 0
+        self.num_expected_hits += min(outcome.forecast.predicted_blocks, outcome.achieved_blocks) > 0
 
     @property
     def efficiency(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.routing.audit import RouteOutcome
-from router.routing.index.index_messages import RouteReply
 from router.routing.prompt_keys import PromptKeys
 from router.routing.routed_call import RoutedCall
 from router.routing.router_metrics import RouterMetrics
@@ -35,7 +34,7 @@ class RequestRouting:
         self._metrics.record_choice(call.route)
         if call.route.reply is not None:
             achieved = first.num_cached_tokens // self._block_size
-            self._metrics.record_outcome(_outcome(call.route.reply, achieved))
+            self._metrics.record_outcome(RouteOutcome(call.route.reply, achieved))
 
     def refused(self, call: RoutedCall) -> None:
         """Record that the attempt ended before its first chunk; its reservation ends."""
@@ -43,14 +42,3 @@ class RequestRouting:
             call.withdraw()
         if call.route is not None:
             self._metrics.record_choice(call.route)
-
-
-def _outcome(reply: RouteReply, achieved_blocks: int) -> RouteOutcome:
-    return RouteOutcome(
-        predicted_blocks=reply.predicted_blocks,
-        achievable_blocks=reply.achievable_blocks,
-        achieved_blocks=achieved_blocks,
-        cost_s=reply.cost_s,
-        runner_up_cost_s=reply.runner_up_cost_s,
-        block_prefill_s=reply.block_prefill_s,
-    )

@@ -59,10 +59,10 @@ class RouterMetrics:
         was_blind = self._audit.is_blind
         self._audit.observe(outcome)
         self._hit.inc(outcome.achieved_blocks)
-        self._achievable.inc(outcome.achievable_blocks)
-        self._predicted.inc(outcome.predicted_blocks)
+        self._achievable.inc(outcome.forecast.achievable_blocks)
+        self._predicted.inc(outcome.forecast.predicted_blocks)
         self._hit_histogram.observe(outcome.achieved_blocks)
-        self._achievable_histogram.observe(outcome.achievable_blocks)
+        self._achievable_histogram.observe(outcome.forecast.achievable_blocks)
         self._stale.inc(outcome.is_stale)
         self._misroutes.inc(outcome.is_misroute)
         self._unforeseen.inc(outcome.is_unforeseen)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.routing.audit import RouteForecast
+
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
@@ -26,26 +28,17 @@ class RouteQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteReply:
+class RouteReply(RouteForecast):
     """The candidates that serve, best first, and the index's knowledge at the choice.
 
     Attributes:
-        worker_ids: the first of them is reserved.
-        predicted_blocks: leading blocks of the request that the first one holds or will soon.
-        achievable_blocks: the most that any candidate holds.
-        cost_s: of the first one; `runner_up_cost_s` is the second's, infinite where there is none.
-        block_prefill_s: seconds the first one computes on one block.
+        worker_ids: the first of them is reserved, and the forecast is for it.
         formula: the cost with its numbers, where the query `is_explained`.
         num_known_blocks: distinct blocks in the index.
         num_doubtful_workers: workers whose snapshot is still to come.
     """
 
     worker_ids: tuple[str, ...]
-    predicted_blocks: int
-    achievable_blocks: int
-    cost_s: float
-    runner_up_cost_s: float
-    block_prefill_s: float
     formula: str
     num_known_blocks: int
     num_doubtful_workers: int

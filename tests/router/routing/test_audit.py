@@ -1,15 +1,11 @@
 from dataclasses import replace
 
-from router.routing.audit import RouteAudit, RouteOutcome
+from router.routing.audit import RouteAudit, RouteForecast, RouteOutcome
 
-OUTCOME = RouteOutcome(
-    predicted_blocks=8,
-    achievable_blocks=10,
-    achieved_blocks=8,
-    cost_s=1.0,
-    runner_up_cost_s=1.5,
-    block_prefill_s=0.1,
+FORECAST = RouteForecast(
+    predicted_blocks=8, achievable_blocks=10, cost_s=1.0, runner_up_cost_s=1.5, block_prefill_s=0.1
 )
+OUTCOME = RouteOutcome(FORECAST, achieved_blocks=8)
 
 
 def audit_of(*outcomes: RouteOutcome) -> RouteAudit:
@@ -33,11 +29,11 @@ def test_a_prediction_that_the_engine_refutes_is_stale():
 
 def test_a_misroute_is_a_stale_prediction_that_changed_the_choice():
     assert replace(OUTCOME, achieved_blocks=2).is_misroute
-    assert not replace(OUTCOME, achieved_blocks=2, runner_up_cost_s=float("inf")).is_misroute
+    assert not RouteOutcome(replace(FORECAST, runner_up_cost_s=float("inf")), achieved_blocks=2).is_misroute
 
 
 def test_repeated_hits_on_blocks_thought_cold_are_blindness():
-    unforeseen = replace(OUTCOME, predicted_blocks=0, achieved_blocks=5)
+    unforeseen = RouteOutcome(replace(FORECAST, predicted_blocks=0), achieved_blocks=5)
     assert not audit_of(*[unforeseen] * 19).is_blind
     assert audit_of(*[unforeseen] * 20).is_blind
     assert not audit_of(OUTCOME, *[unforeseen] * 20).is_blind

@@ -26,7 +26,7 @@ class Ingress:
 
     def serve(self, predicted: int, achievable: int, achieved: int, cost_s: float = 1.0, other_s: float = 9.0) -> None:
         call = self.routing.open(REQUEST)
-        reply = RouteReply(("a",), predicted, achievable, cost_s, other_s, 0.5, "", 77, 1)
+        reply = RouteReply(predicted, achievable, cost_s, other_s, 0.5, ("a",), "", 77, 1)
         call.route = Route(0.002, reply)
         self.routing.accepted(call, TokenChunk("r", (1,), num_cached_tokens=16 * achieved))
 
@@ -86,7 +86,7 @@ def test_choices_without_the_index_are_counted_by_their_reason_and_not_audited(i
 def test_a_refused_request_gives_its_reservation_back(ingress: Ingress):
     withdrawn: list[RoutedCall] = []
     call = ingress.routing.open(REQUEST)
-    reply = RouteReply(("a",), 0, 0, 1.0, math.inf, 0.5, "", 0, 0)
+    reply = RouteReply(0, 0, 1.0, math.inf, 0.5, ("a",), "", 0, 0)
     call.route = Route(0.002, reply)
     call.withdraw = lambda: withdrawn.append(call)
     ingress.routing.refused(call)

@@ -29,7 +29,7 @@ class FakeIndex:
         self.queries.append(query)
         if self.error is not None:
             raise self.error
-        return RouteReply(self.order, 3, 5, 0.1, 0.2, 0.01, "", 7, 0)
+        return RouteReply(3, 5, 0.1, 0.2, 0.01, self.order, "", 7, 0)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         self.withdrawn.append((worker_id, request_id))

@@ -49,7 +49,7 @@ class FakeIndex:
         await asyncio.sleep(0.001)
         if self.is_gone:
             raise UnavailableError("gone")
-        return RouteReply(self.order, 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
+        return RouteReply(0, 0, 0.0, 0.0, 0.0, self.order, "", 0, 0)
 
     def withdraw(self, worker_id: str, request_id: str) -> None: ...
 

@@ -97,7 +97,7 @@ async def test_a_late_reply_ends_the_pause_and_its_reservation():
     await cluster.impatient(0.3)
     actor = cluster.actors[0]
     actor.select.delay_s = 0.5
-    actor.select.reply = RouteReply(("b", "a"), 0, 0, 0.0, 0.0, 0.0, "", 0, 0)
+    actor.select.reply = RouteReply(0, 0, 0.0, 0.0, 0.0, ("b", "a"), "", 0, 0)
     with pytest.raises(IndexTimeoutError):
         await cluster.client.select(QUERY)
     actor.select.delay_s = 0.0
