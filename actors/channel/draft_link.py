@@ -25,19 +25,15 @@ class DraftLink:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.generation = 0
+        self.is_connected = False
         self._path = path
         self._clock = clock
         self._connection: FrameConnection[DraftMessage] | None = None
-        self._is_greeted = False
         self._retry_at_s = 0.0
-
-    @property
-    def is_connected(self) -> bool:
-        return self._is_greeted
 
     def send(self, news: Round) -> bool:
         """Send a round; False when no draft is there to hear it."""
-        if self._connection is None or not self._is_greeted:
+        if self._connection is None or not self.is_connected:
             return False
         try:
             self._connection.send(news, _SEND_TIMEOUT_S)
@@ -52,7 +48,7 @@ class DraftLink:
         if self._connection is None:
             return []
         try:
-            return self._hear(self._connection.receive(timeout_s if self._is_greeted else 0.0))
+            return self._hear(self._connection.receive(timeout_s if self.is_connected else 0.0))
         except ConnectionLostError as error:
             self._drop(error)
             return []
@@ -62,7 +58,7 @@ class DraftLink:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
-        self._is_greeted = False
+        self.is_connected = False
         self._retry_at_s = float("inf")
 
     def _reconnect(self) -> None:
@@ -83,7 +79,7 @@ class DraftLink:
     def _greet(self, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ConnectionLostError(f"it speaks protocol {hello.protocol_version}, not {PROTOCOL_VERSION}")
-        self._is_greeted = True
+        self.is_connected = True
         self.generation += 1
         logger.info("draft connected: version=%s generation=%d", hello.draft_version, self.generation)
 
@@ -92,4 +88,4 @@ class DraftLink:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
-        self._is_greeted = False
+        self.is_connected = False

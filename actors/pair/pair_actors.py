@@ -29,16 +29,12 @@ class PairActors:
     def __init__(
         self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle[Any] | None
     ) -> None:
+        self.target_socket = folder / TARGET_SOCKET
         self._settings = settings
         self._folder = folder
         self._devices = devices
         self._prefill = prefill
         self._actors: list[Any] = []
-
-    @property
-    def target_socket(self) -> Path:
-        """Path of the socket on which the target listens."""
-        return self._folder / TARGET_SOCKET
 
     async def start(self) -> None:
         """Create the actors and wait until both serve.

@@ -26,12 +26,7 @@ class GrammarMatcher:
         """Take over `matcher`, which is at the beginning of its grammar; `end_ids` end a text."""
         self._matcher = matcher
         self._end_ids = frozenset(end_ids)
-        self._has_failed = False
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the parser hit one of its limits; from then on only end tokens are allowed."""
-        return self._has_failed
+        self.has_failed = False  # the parser hit one of its limits: from then on only end tokens are allowed
 
     def read(self, token_ids: Seq[int]) -> bool:
         """Advance over committed tokens for good; False if the grammar forbids one of them."""
@@ -88,11 +83,11 @@ class GrammarMatcher:
 
     def _mask(self) -> TokenMask:
         mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error() and not self._has_failed:
-            self._has_failed = True
+        if self._matcher.is_error() and not self.has_failed:
+            self.has_failed = True
             logger.warning("a grammar ended its sequence early: %s", self._matcher.get_error())
         return mask
 
     def _roll_back(self, num_tokens: int) -> None:
-        if num_tokens and not self._has_failed:
+        if num_tokens and not self.has_failed:
             self._matcher.rollback(num_tokens)

@@ -15,7 +15,6 @@ from router.generation.tool_calls import ToolCallParser
 from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.generate_params import GenerateParams
-from router.requests.generation_fields import GenerationFields
 from router.requests.tool_format import ToolFormat
 from router.tokenizer.tokenizer import Tokenizer
 
@@ -34,27 +33,18 @@ class Generation:
         model_version: str,
         tool_format: ToolFormat | None = None,
     ) -> None:
-        self.params = params
+        self.id = params.request_id
+        self.fields = params.fields
+        self.num_choices = len(requests)
         self.model_version = model_version
         self.created_s = int(time.time())
+        self._params = params
         self._requests = requests
         self._backend = backend
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tool_format = tool_format
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
-
-    @property
-    def id(self) -> str:
-        return self.params.request_id
-
-    @property
-    def fields(self) -> GenerationFields:
-        return self.params.fields
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._requests)
 
     @property
     def usage(self) -> Usage:
@@ -75,7 +65,7 @@ class Generation:
         return [join_deltas(deltas_of_choice) for deltas_of_choice in gained]
 
     def _choice(self, index: int, request: GenerateRequest) -> Choice:
-        echo = echo_delta(index, request, self.params, self._tokenizer) if self.params.has_echo else None
+        echo = echo_delta(index, request, self._params, self._tokenizer) if self._params.has_echo else None
         text = ChoiceText(
             index,
             request,
@@ -88,6 +78,6 @@ class Generation:
         return Choice(index, batches, text, echo, self._tool_calls(), self._meter, self._metrics.token_clock())
 
     def _tool_calls(self) -> ToolCallParser | None:
-        if self._tool_format is None or not self.params.tool_names:
+        if self._tool_format is None or not self._params.tool_names:
             return None
-        return ToolCallParser(self._tool_format, self.params.tool_names)
+        return ToolCallParser(self._tool_format, self._params.tool_names)
