@@ -36,11 +36,11 @@ class Draft:
     parents: tuple[int, ...] = ()
 
     def head(self, num_tokens: int) -> Draft:
-        """The first `num_tokens` tokens, which are a chain or a tree themselves."""
+        """Return the first `num_tokens` tokens, which are a chain or a tree themselves."""
         return Draft(self.token_ids[:num_tokens], self.distributions[:num_tokens], self.parents[:num_tokens])
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The tokens from the first draft down to `node`, itself included; none for -1."""
+        """Return the tokens from the first draft down to `node`, itself included; none for -1."""
         if not self.parents:
             return self.token_ids[: node + 1]
         return tuple(self.token_ids[each] for each in path_to(self.parents, node))
@@ -55,7 +55,7 @@ NO_DRAFT = Draft()
 
 
 def path_to(parents: Seq[int], node: int) -> list[int]:
-    """The ancestors of a tree's node from the root on, and itself; none for -1."""
+    """Return the ancestors of a tree's node from the root on, and itself; none for -1."""
     path = []
     while node >= 0:
         path.append(node)

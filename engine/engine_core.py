@@ -35,13 +35,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.proposer import HeadProposer, Proposer
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.proposer.adaptive.request_limits import (
-    check_steps,
-    has_fixed_length,
-    is_adaptive,
-    num_draft_tokens,
-    num_guess_tokens,
-)
+from engine.proposer.adaptive.request_limits import check_steps, draft_rule, is_adaptive
 from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.dispatch.methods import proposer_of
@@ -73,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What the engine needs of a model; `engine.model.runner.model_runner.ModelRunner` is the real one."""
+    """A model as the engine needs it; `engine.model.runner.model_runner.ModelRunner` is the real one."""
 
     vocab_size: int
 
@@ -88,13 +82,13 @@ class Runner(Protocol):
 class Speculation:
     """The source of an engine's drafts and their judge.
 
-    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` speculate in reasoning steps
-    and pass everything else on to `proposer` and `verifier`; None: every request is exact. `overlap` None: no pass
-    begins before the one before is committed; one that does knows neither heads nor steps.
+    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` are both `proposer` and
+    `verifier` where reasoning steps are speculated on; None: every request is exact. `overlap` None: no pass begins
+    before the one before is committed; one that does knows neither heads nor steps.
     """
 
-    proposer: Proposer
-    verifier: Verifier
+    proposer: Proposer | StepSpeculation
+    verifier: Verifier | StepSpeculation
     config: SpeculationConfig
     head: HeadProposer | None = None
     steps: StepSpeculation | None = None
@@ -143,8 +137,8 @@ class EngineCore:
         self.on_computed: Callable[[Batch], None] = _ignore
         self._source = source or NoPrefillSource()
         self._steps = speculation.steps
-        self._proposer: Proposer | StepSpeculation = speculation.steps or speculation.proposer
-        self._verifier = speculation.steps or speculation.verifier
+        self._proposer = speculation.proposer
+        self._verifier = speculation.verifier
         self._head = speculation.head
         self._overlap: Overlap = speculation.overlap or SyncScheduling()
         self._speculation = config = speculation.config
@@ -178,9 +172,8 @@ class EngineCore:
         """
         model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
         runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
-        use_prefix_caching = config.cache.enable_prefix_caching
         blocks = BlockManager(
-            runner.num_blocks, runner.block_size, runner.model_version, event_sink, use_prefix_caching
+            runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
         )
         rates = RateMeter()
         source = None
@@ -217,13 +210,9 @@ class EngineCore:
         check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
-            num_draft_tokens=num_draft_tokens(request, self._speculation),
-            num_guess_tokens=num_guess_tokens(request, self._speculation),
-            has_fixed_length=has_fixed_length(request, self._speculation),
-            verify=request.speculation.verify or self._speculation.verify,
-            method=request.speculation.method or self._speculation.method,
-            arrival_s=self._clock() if arrival_s is None else arrival_s,
-            matcher=self._grammars.matcher(request),
+            draft_rule(request, self._speculation),
+            self._clock() if arrival_s is None else arrival_s,
+            self._grammars.matcher(request),
         )
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
@@ -391,7 +380,8 @@ class EngineCore:
     @timed("draft_s")
     def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
         """Report what was committed, but not before the last of the passes that go without drafts is."""
-        grown = [scheduled.sequence for scheduled in sampled if _will_be_drafted(scheduled.sequence)]
+        running = [each.sequence for each in sampled if each.sequence.status is SequenceStatus.RUNNING]
+        grown = [sequence for sequence in running if sequence.num_wanted_drafts > 0]
         if grown and not self._overlap.has_pass:
             self._proposer.commit(grown)
         for chunk in chunks:
@@ -415,36 +405,21 @@ def _speculation(
     proposer: Proposer | None,
     step_writer: Proposer | None,
 ) -> Speculation:
-    """Return what drafts and judges: the head of the configuration, or else `proposer`."""
-    verifier = Verifier(Sampler())
-    head = head_proposer(runner, config.speculation.tree)
+    """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
+    speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
+    head = head_proposer(runner, speculation.tree)
     if head is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"
-        proposer = proposer_of(config.speculation.methods, head, SpeculationMethod(config.head.kind))
-        steps = None
-    elif proposer is not None:
-        steps = _steps(config, runner.vocab_size, proposer, step_writer or proposer, verifier)
-    else:
-        steps = None
+        proposer = proposer_of(speculation.methods, head, SpeculationMethod(config.head.kind))
+    elif proposer is not None and speculation.steps is not None and speculation.can_draft:
+        tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
+        steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
     can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
     overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
     if proposer is None:
-        return Speculation(NoProposer(), verifier, config.speculation.without_drafts(), overlap=overlap)
-    return Speculation(proposer, verifier, config.speculation, head, steps, overlap)
-
-
-def _steps(
-    config: EngineConfig, vocab_size: int, proposer: Proposer, writer: Proposer, verifier: Verifier
-) -> StepSpeculation | None:
-    steps = config.speculation.steps
-    if steps is None or not config.speculation.can_draft:
-        return None
-    return step_speculation(steps, tokenizer_file(config.model.path), vocab_size, proposer, writer, verifier)
+        return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
+    return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
 
 
 def _ignore(batch: Batch) -> None:
     """Do nothing with a batch."""
-
-
-def _will_be_drafted(sequence: Sequence) -> bool:
-    return sequence.status is SequenceStatus.RUNNING and sequence.num_wanted_drafts > 0

@@ -14,7 +14,7 @@ Index = slice | Tensor
 
 
 def index_of(values: Seq[int], device: torch.device) -> Index:
-    """`values` (at least one) as a slice if each is one more than the last: a slice costs no copy."""
+    """Return `values` (at least one) as a slice if each is one more than the last: a slice costs no copy."""
     return slice(values[0], values[0] + len(values)) if is_run(values) else index_tensor(values, device)
 
 
@@ -25,17 +25,17 @@ def is_run(values: Seq[int]) -> bool:
 
 
 def index_tensor(values: Iterable[int], device: torch.device) -> Tensor:
-    """[n] int64 on `device`."""
+    """Return `values` as [n] int64 on `device`."""
     return upload(list(values), torch.long, device)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of main memory on `device`; to a GPU through pinned memory, and the host does not wait for it."""
+    """Return a tensor of main memory on `device`; to a GPU through pinned memory, and the host does not wait for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of (nested) numbers; to a GPU they go through pinned memory, and the host does not wait for it."""
+    """Return a tensor of (nested) numbers; to a GPU they go through pinned memory, without a wait."""
     if device.type == "cuda" and values:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
@@ -50,6 +50,6 @@ def copy_into(buffer: Tensor, values: Seq[object]) -> None:
 
 
 def slots_of(span: Span, block_size: int) -> list[int]:
-    """The slot of each of the span's rows."""
+    """Return the slot of each of the span's rows."""
     table = span.block_table
     return [table[at // block_size] * block_size + at % block_size for at in range(span.start, span.end)]

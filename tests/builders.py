@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.batch import ScheduledSequence
+from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 
@@ -29,9 +30,7 @@ def sequence_of(
     matcher: GrammarMatcher | None = None,
 ) -> Sequence:
     """A sequence of the request, of which nothing is computed."""
-    return Sequence(
-        request, num_draft_tokens=num_drafts, verify=verify, arrival_s=arrival_s, method=method, matcher=matcher
-    )
+    return Sequence(request, DraftRule(num_drafts, verify, method), arrival_s, matcher)
 
 
 def make_scheduled(sequence: Sequence, num_drafts: int = 4, num_nodes: int = 0) -> ScheduledSequence:

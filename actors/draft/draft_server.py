@@ -19,7 +19,7 @@ from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.draft_query import UnscheduledQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -222,4 +222,4 @@ def _sequence(opening: Open) -> RequestTokens:
         sampling=opening.sampling,
         sample_index=opening.sample_index,
     )
-    return RequestTokens(request, num_draft_tokens=opening.num_drafts, verify=opening.verify)
+    return RequestTokens(request, DraftRule(opening.num_drafts, opening.verify))

@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.padded_pair import DEMO
 from bench.speculation.suite.workload import Turn, agent_sessions
 from engine.proposer.text_match.suffix import SuffixProposer
+from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
@@ -51,7 +52,7 @@ def replay(turns: Seq[Turn], num_drafts: int, proposer: SuffixProposer) -> Count
     count = Count()
     for index, turn in enumerate(turns):
         request = GenerateRequest(str(index), turn.prompt, SamplingParams(temperature=0.0))
-        sequence = Sequence(request, num_draft_tokens=num_drafts, verify=VerifyMode.COUPLED, arrival_s=0.0)
+        sequence = Sequence(request, DraftRule(num_drafts, VerifyMode.COUPLED), arrival_s=0.0)
         proposer.open(sequence)
         if turn.is_run:
             _walk(sequence, turn.answer or (), num_drafts, proposer, count)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from engine.sequence.draft_query import UnscheduledQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.request_tokens import DraftRule, RequestTokens
 from engine.sequence.sequence import Sequence, SequenceStatus
 from protos.messages import SpeculationMethod, SpeculationParams, StepStats
 
@@ -108,9 +108,7 @@ class ReasoningSequence:
                 speculation=SpeculationParams(),
                 prediction_token_ids=(),
             ),
-            num_draft_tokens=self.sequence.num_draft_tokens,
-            verify=self.sequence.verify,
-            method=SpeculationMethod.MODEL,
+            DraftRule(self.sequence.num_draft_tokens, self.sequence.verify, SpeculationMethod.MODEL),
         )
         return self.draft_sequence
 

@@ -1,8 +1,8 @@
 """Storage of each head of each token in the KV pool: its D numbers as the model computes them, or a byte for each.
 
     auto   [ D x dtype of the model ]
-    int8   [ D x int8 | unit ]           `engine.kv_cache.int8_heads`; the attention on processors reads it
-    fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no unit; our Triton kernel reads it
+    int8   [ D x int8 | scale]           `engine.kv_cache.int8_heads`; the attention on processors reads it
+    fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no scale; our Triton kernel reads it
 
 Storage depends on the token alone, never on what is computed beside it, so that speculation is exact with respect
 to the pool. `engine.attention.backend.check_kv_kind` says which attention reads which.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.config import KVDtype
-from engine.kv_cache.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
+from engine.kv_cache.int8_heads import SCALE_BYTES, from_int8_heads, to_int8_heads
 
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST_FLOAT8 = torch.finfo(_FLOAT8).max
@@ -32,7 +32,7 @@ def memory_dtype(kind: KVDtype, dtype: torch.dtype) -> torch.dtype:
 
 def head_width(kind: KVDtype, dim: int) -> int:
     """Count the numbers of `memory_dtype` in which a head of `dim` is stored."""
-    return dim + UNIT_BYTES if kind is KVDtype.INT8 else dim
+    return dim + SCALE_BYTES if kind is KVDtype.INT8 else dim
 
 
 def head_bytes(kind: KVDtype, dim: int, dtype: torch.dtype) -> int:

@@ -109,9 +109,9 @@ class KVCache:
                 by_slot.index_copy_(0, target, by_slot.index_select(0, source))
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
-        """A copy of these blocks on the pool's device, [n, bytes of a block] uint8: by layer its keys, then its values.
+        """Return a copy of these blocks on the pool's device, [n, bytes of a block] uint8.
 
-        No pass may write to these blocks while they are copied.
+        A row has by layer the block's keys, then its values. No pass may write to these blocks while they are copied.
         """
         index = index_of(block_ids, self.device)
         parts = [pool[index].flatten(1) for pool in chain.from_iterable(self._pools)]
@@ -135,13 +135,13 @@ class KVCache:
 
 
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
-    """Bytes one block takes in all layers together, where the model computes in `dtype`."""
+    """Count the bytes of one block in all layers together, where the model computes in `dtype`."""
     heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
     return sum(num_heads * head_bytes(kind, dim, dtype) for num_heads, dim in heads) * block_size
 
 
 def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
-    """Number of blocks the configuration pays for; `num_blocks` wins over `memory_bytes`."""
+    """Return the number of blocks that the configuration pays for; `num_blocks` wins over `memory_bytes`."""
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:

@@ -1,1 +1,1 @@
-"""What is computed in each step, and what a step's outcome means for each sequence."""
+"""The plan of each step, and the consequences of its outcome for each sequence."""

@@ -12,8 +12,8 @@ Tokens of pass j + 1 are drawn when those of pass j are committed, so every samp
 as ever, and the noise is that of the position: the texts are the same with and without this.
 
 A sequence that turns out to have ended in pass j has a row in pass j + 1, which is dropped. That row has written one
-slot behind what the sequence had computed, in a block without a name. The device computes in the order in which passes,
-moves and blocks from elsewhere are issued, all by one thread, so whoever gets the block next writes to it later.
+slot behind what the sequence had computed, in a block without a key. The device computes in the order in which passes,
+moves and blocks from elsewhere are issued, all by one thread, so the next owner of the block writes to it later.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _is_plain(task: VerifyTask) -> bool:
 
 
 def _of_running(issued: InFlightBatch) -> InFlightBatch | None:
-    """Without the rows of sequences that have ended since it was issued."""
+    """Return the pass without the rows of sequences that have ended since it was issued; None if no row is left."""
     all_scheduled = issued.batch.scheduled
     rows = [row for row, scheduled in enumerate(all_scheduled) if scheduled.sequence.status is SequenceStatus.RUNNING]
     if len(rows) == len(all_scheduled) or not rows:

@@ -1,4 +1,4 @@
-"""Where a sequence ends, and the chunk that says so. Stop strings are the ingress's business."""
+"""The end of a sequence, and the chunk that reports it. It knows no stop strings: the ingress finds those."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of one pass's tokens; a stop token is the last of them."""
+    """The tokens of one pass that are kept; a stop token is the last of them."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
@@ -29,7 +29,7 @@ def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
 
 
 def finished_before_start(sequence: Sequence) -> Cut | None:
-    """The end of a sequence that has nothing left to do when it arrives, None for all others.
+    """Return the end of a sequence that has nothing left to do when it arrives, None for all others.
 
     A stream can break between its last token and its finish reason; the replica that takes over gives only the latter.
     """
@@ -43,7 +43,7 @@ def finished_before_start(sequence: Sequence) -> Cut | None:
 
 
 def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
-    """What one pass committed, in the words of the wire."""
+    """Return the tokens that one pass committed, as a message."""
     return TokenChunk(
         request_id=sequence.request_id,
         token_ids=cut.token_ids,
@@ -65,11 +65,14 @@ def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = (
 
 
 def _reason_to_stop(sequence: Sequence) -> FinishReason:
-    """An end token after the grammar's parser has failed ends a text that is not complete."""
+    """Return STOP, but LENGTH after the grammar's parser has failed: the text is not complete then."""
     has_failed = sequence.matcher is not None and sequence.matcher.has_failed
     return FinishReason.LENGTH if has_failed else FinishReason.STOP
 
 
 def _is_stop(sequence: Sequence, token_id: int, output_index: int) -> bool:
-    """The sampler masks stop tokens below min_tokens; one that a migrated prefix has there does not count either."""
+    """True if the token stops; below min_tokens none does.
+
+    The sampler masks stop tokens there, and one that a migrated prefix has there does not count either.
+    """
     return token_id in sequence.stop_token_ids and output_index >= sequence.sampling.min_tokens

@@ -1,4 +1,4 @@
-"""A pass on its way: handed to the device, its outcome not looked at."""
+"""A pass that was handed to the device and whose outcome has not been read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.verifier.verify_task import VerifyTask
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """What is needed to verify and commit a pass.
+    """A pass, with all that its verification and its commit need.
 
     `drafts` has one for each sampled sequence. `logits` [R, V] float32 are those of the batch's rows, None if it is
     empty. If `is_ahead`, the pass was issued before the host had seen the tokens that it computes.
@@ -33,7 +33,7 @@ class InFlightBatch:
         return [draft.num_valid for draft in self.drafts]
 
     def tasks(self) -> list[VerifyTask]:
-        """The verifier's, one for each sampled sequence."""
+        """Return the verifier's tasks, one for each sampled sequence."""
         tasks = []
         first_row = 0
         for scheduled, draft in zip(self.batch.sampled, self.drafts, strict=True):
@@ -42,7 +42,7 @@ class InFlightBatch:
         return tasks
 
     def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:
-        """What makes the accepted paths of trees look like chains. Later passes of any sequence may read them."""
+        """Return the moves that make chains of the accepted paths of trees; any later pass may read them."""
         pairs = zip(self.batch.sampled, verified, strict=True)
         moves = [compaction(each.sequence.block_table, each.draft_start, outcome.path) for each, outcome in pairs]
         return [move for move in moves if move is not None]

@@ -1,4 +1,4 @@
-"""How long a sequence may become: the model's positions and the pool's slots, and what to say of a longer prompt."""
+"""The greatest length of a sequence, by the model's positions and the pool's slots."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class LengthLimit:
 
     @property
     def num_tokens(self) -> int:
+        """The lower of the two limits."""
         return min(self.max_model_len, self.num_slots)
 
     def check_prompt(self, num_tokens: int) -> None:

@@ -28,7 +28,7 @@ def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
 
 
 def _queries(scheduled: ScheduledSequence, first_row: int) -> list[LogprobQuery]:
-    """One per prompt token that follows a scheduled row and is not scored yet (a preempted prompt is read twice)."""
+    """Return a query for each unscored prompt token behind a scheduled row; preempted prompts are read twice."""
     sequence = scheduled.sequence
     num_top = sequence.sampling.num_prompt_logprobs
     if num_top is None or not scheduled.num_scored_rows:

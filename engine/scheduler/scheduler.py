@@ -1,4 +1,4 @@
-"""Who computes how many tokens in the next step, and what a step's outcome means for each sequence.
+"""The tokens that each sequence computes in the next step, and the consequences of a step's outcome.
 
 There is no prefill phase and no decode phase: every sequence has computed tokens that catch up with its committed ones.
 The scheduler knows no model, no tensor and no proposer, and its clock is injected.
@@ -50,7 +50,7 @@ class Scheduler:
     4. When a slot is missing, blocks kept for drafts are given back first; then the least urgent running sequence is
        preempted. The most urgent one never is, so there is always progress.
     5. `source` may bring blocks of a new sequence from elsewhere. Meanwhile it computes nothing, holds its slots and a
-       token of the budget, and is in nobody's way.
+       token of the budget, and delays no other sequence.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def request_ids(self) -> Seq[str]:
-        """Of all sequences that wait or run."""
+        """Ids of all sequences that wait or run."""
         return tuple(self._sequences)
 
     @property
@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def prefill_load(self) -> PrefillLoad:
-        """What one more prompt would wait for here, and what would wait for it."""
+        """The work that one more prompt would wait for here, and the work that would wait for it."""
         decoding = [len(sequence.token_ids) for sequence in self._running if _is_ready(sequence)]
         num_queued_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
         return PrefillLoad(num_queued_tokens, len(decoding), sum(decoding))
@@ -160,7 +160,7 @@ class Scheduler:
         return Batch((*decodes, *self._schedule_prefills(budget)))
 
     def follow(self, batch: Batch) -> Batch | None:
-        """Plan the step after `batch`, whose tokens nobody knows yet: one more of each sequence that they may not end.
+        """Plan the step after `batch`, whose tokens are not known yet: one more of each sequence that they may not end.
 
         Its slots are reserved. Before it is committed, sequences that have ended meanwhile are to be left
         out. None where the step might be another than this: commit `batch`, and call `schedule`.
@@ -172,9 +172,8 @@ class Scheduler:
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
-            self._blocks.publish(
-                sequence, len(sequence.token_ids)
-            )  # as `_schedule_rows` could not: a token was not known
+            # `_schedule_rows` could not publish these: a token was not known.
+            self._blocks.publish(sequence, len(sequence.token_ids))
         if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
             return None
         return Batch(tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on))
@@ -206,7 +205,7 @@ class Scheduler:
         assert len(self._running) <= self._max_num_sequences
 
     def _has_news(self) -> bool:
-        """Somebody can be admitted, or has to be ended."""
+        """True if a sequence can be admitted, or has to be ended."""
         if self._deadlines and self._deadlines[0][0] <= self._clock():
             return True
         if not self._waiting or self.num_running >= self._max_num_sequences:
@@ -222,7 +221,7 @@ class Scheduler:
                 self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
 
     def _secure_ready(self) -> list[Sequence]:
-        """The sequences that sample in this step whatever else happens, each with a slot for its last token.
+        """Return the sequences that sample in this step in any case, each with a slot for its last token.
 
         They never exceed the budget: each was admitted when it had a token left beside all that ran before.
         """
@@ -264,7 +263,7 @@ class Scheduler:
         return self._tree.num_nodes_for(num_ready, sequence.verify)
 
     def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
-        """Chunks without drafts: a draft model may still be reading the prompt, and the first token must not wait.
+        """Return chunks without drafts: a draft model may still read the prompt, and the first token must not wait.
 
         A chunk stops short of its sequence's last token only where it takes all that is left of the budget (so at most
         one does, and it is the last) or where its prompt's log-probabilities are wanted.
@@ -310,7 +309,7 @@ class Scheduler:
         return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens, max_tree_nodes)
 
     def _prefilling(self) -> Iterator[Sequence]:
-        """Sequences that have tokens to catch up, and do it here."""
+        """Iterate over the sequences that have tokens to catch up, and do it here."""
         return (sequence for sequence in self._running if not _is_ready(sequence) and not sequence.is_fetching)
 
     def _stop_fetching(self, sequence: Sequence) -> None:
@@ -322,7 +321,10 @@ class Scheduler:
         insort(self._waiting, sequence, key=_by_urgency)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue: its committed tokens are its whole state. What it computed stays cached while it can."""
+        """Put a sequence back into the queue with its committed tokens, which are its whole state.
+
+        Its full blocks stay cached while there is room.
+        """
         self._stop_fetching(sequence)
         logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
         self._blocks.publish(sequence, sequence.num_computed_tokens)
@@ -358,5 +360,5 @@ class Scheduler:
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """It has caught up with its tokens, so its next pass samples."""
+    """True if it has caught up with its tokens, so its next pass samples."""
     return sequence.num_uncomputed_tokens == 1 and not sequence.is_fetching

@@ -26,7 +26,7 @@ class DraftQuery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnscheduledQuery:
-    """A `DraftQuery` outside the target's scheduler: what a draft process or a draft of a draft is asked."""
+    """A `DraftQuery` outside the target's scheduler: the query to a draft process, or to a draft of a draft."""
 
     sequence: RequestTokens
     max_draft_tokens: int

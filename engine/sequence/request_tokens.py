@@ -6,10 +6,26 @@ It knows nothing of scheduling.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.token_blocks import TokenBlocks
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRule:
+    """The drafts of one request: their number, their verification and their source.
+
+    `num_draft_tokens` is K that a pass may have; 0 is plain decoding. `num_guess_tokens` is K of drafts that cost
+    nothing to make; None is as of any. If `has_fixed_length`, no pass has another K.
+    """
+
+    num_draft_tokens: int
+    verify: VerifyMode
+    method: SpeculationMethod = SpeculationMethod.NONE
+    num_guess_tokens: int | None = None
+    has_fixed_length: bool = False
 
 
 class RequestTokens(TokenBlocks):
@@ -19,32 +35,21 @@ class RequestTokens(TokenBlocks):
 
     Args:
         request: its prompt and output are the first tokens.
-        num_draft_tokens: K that a pass may have; 0 is plain decoding.
-        num_guess_tokens: K of drafts that cost nothing to make; None is as of any.
-        verify: rule by which the target accepts drafts.
-        method: selects the proposers.
+        rule: its drafts.
         matcher: the grammar of the output; None where any text will do.
     """
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        *,
-        num_draft_tokens: int,
-        num_guess_tokens: int | None = None,
-        verify: VerifyMode,
-        method: SpeculationMethod = SpeculationMethod.NONE,
-        matcher: GrammarMatcher | None = None,
-    ) -> None:
+    def __init__(self, request: GenerateRequest, rule: DraftRule, matcher: GrammarMatcher | None = None) -> None:
         super().__init__([*request.prompt_token_ids, *request.output_token_ids], request.cache_salt)
         self.request = request
         self.sampling = request.sampling
-        self.verify = verify
-        self.method = method
+        self.verify = rule.verify
+        self.method = rule.method
         self.matcher = matcher
-        self.num_draft_tokens = num_draft_tokens
-        self.num_guess_tokens = num_guess_tokens
-        self.draft_allowance = num_draft_tokens  # K of its next pass, never more
+        self.num_draft_tokens = rule.num_draft_tokens
+        self.num_guess_tokens = rule.num_guess_tokens
+        self.has_fixed_length = rule.has_fixed_length
+        self.draft_allowance = rule.num_draft_tokens  # K of its next pass, never more
         self.num_matched = 0  # drafts of its next pass that are made already, where it may have more of them than K
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold

@@ -5,16 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
-from engine.sequence.request_tokens import RequestTokens
-from protos.messages import (
-    FinishReason,
-    GenerateRequest,
-    SpeculationMethod,
-    SpeculationStats,
-    StepStats,
-    TokenLogprobs,
-    VerifyMode,
-)
+from engine.sequence.request_tokens import DraftRule, RequestTokens
+from protos.messages import FinishReason, GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -33,31 +25,13 @@ class Sequence(RequestTokens):
 
     Args:
         request: as of `RequestTokens`, like all that is not named here.
-        has_fixed_length: `draft_allowance` stays what it is.
-        arrival_s: when the request came, on the engine's clock.
+        arrival_s: time of the request's arrival on the engine's clock.
     """
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        *,
-        num_draft_tokens: int,
-        num_guess_tokens: int | None = None,
-        has_fixed_length: bool = False,
-        verify: VerifyMode,
-        arrival_s: float,
-        method: SpeculationMethod = SpeculationMethod.NONE,
-        matcher: GrammarMatcher | None = None,
+        self, request: GenerateRequest, rule: DraftRule, arrival_s: float, matcher: GrammarMatcher | None = None
     ) -> None:
-        super().__init__(
-            request,
-            num_draft_tokens=num_draft_tokens,
-            num_guess_tokens=num_guess_tokens,
-            verify=verify,
-            method=method,
-            matcher=matcher,
-        )
-        self.has_fixed_length = has_fixed_length
+        super().__init__(request, rule, matcher)
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
         self.status = SequenceStatus.WAITING
@@ -79,7 +53,7 @@ class Sequence(RequestTokens):
 
     @property
     def is_scoring(self) -> bool:
-        """Log-probabilities of its prompt are wanted and not complete: every row of the prompt must be computed."""
+        """True while its prompt's log-probabilities are wanted and not complete: no row of the prompt is left out."""
         is_wanted = self.sampling.num_prompt_logprobs is not None
         return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 

@@ -34,5 +34,5 @@ class TokenBlocks:
 
     @property
     def is_scoring(self) -> bool:
-        """Logits of every token are wanted: no block may come from the cache, which has none."""
+        """True if logits of every token are wanted: no block may come from the cache, which has none."""
         return False

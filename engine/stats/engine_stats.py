@@ -9,7 +9,7 @@ from engine.stats.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """What speculation did since the engine started; plain decoding passes count nowhere.
+    """Sums of all speculation since the engine started; plain decoding passes count nowhere.
 
     `num_accepted_tokens_per_pos[i]` is the number of passes that accepted more than i drafts, so the conditional
     acceptance at a position is the ratio of neighbours. Of a tree every node is a draft token, a position is a depth.
@@ -72,7 +72,7 @@ class ReasoningStats:
 
     @classmethod
     def of_verdict(cls, num_tokens: int, score: float, *, is_accepted: bool) -> ReasoningStats:
-        """One step that was judged."""
+        """Return the counts of one judged step."""
         if is_accepted:
             return cls(num_accepted=1, num_accepted_tokens=num_tokens, total_score=score)
         return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
@@ -112,7 +112,7 @@ class EngineStats:
     num_queued_prefill_tokens: int  # accepted, not cached and not yet computed
     num_running_decode_tokens: int  # context of the sequences that decode
     num_blocks: int
-    num_used_blocks: int  # held by sequences; cached blocks that nobody holds are free
+    num_used_blocks: int  # held by sequences; cached blocks that no sequence holds are free
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int

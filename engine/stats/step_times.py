@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The parts of a step, and the time that each takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepTimes:
         return self._by_field(other, add)
 
     def __sub__(self, other: StepTimes) -> StepTimes:
-        """The steps since `other`, an earlier total."""
+        """Return the steps since `other`, an earlier total."""
         return self._by_field(other, sub)
 
     def _by_field(self, other: StepTimes, operation: Callable[[Any, Any], Any]) -> StepTimes:
@@ -46,7 +46,7 @@ class StepTimer:
         self._parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
-        """The time since the last lap went into `part`, a field of `StepTimes`."""
+        """Count the time since the last lap for `part`, a field of `StepTimes`."""
         now_s = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s

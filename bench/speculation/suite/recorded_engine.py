@@ -9,6 +9,7 @@ from bench.speculation.suite.recorded_verifier import RecordedVerifier
 from engine.config import SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
+from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest
 
@@ -24,13 +25,8 @@ class RecordedEngine:
 
     def remember(self, request: GenerateRequest, answer: Seq[int]) -> None:
         """Let the proposer see a request that ended with this answer, as if it had been served here."""
-        sequence = Sequence(
-            request,
-            num_draft_tokens=self.speculation.num_tokens,
-            verify=self.speculation.verify,
-            arrival_s=0.0,
-            method=self.speculation.method,
-        )
+        rule = DraftRule(self.speculation.num_tokens, self.speculation.verify, self.speculation.method)
+        sequence = Sequence(request, rule, arrival_s=0.0)
         if sequence.num_draft_tokens > 0:
             self.proposer.open(sequence)
             sequence.append(answer)

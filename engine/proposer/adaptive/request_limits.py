@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from engine.config import SpeculationConfig
+from engine.sequence.request_tokens import DraftRule
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 
-def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
+def draft_rule(request: GenerateRequest, deployment: SpeculationConfig) -> DraftRule:
+    """Return the drafts of a request.
+
+    K of its free drafts is None where the request or the budget sets one K for all. K may not follow a clock where a
+    seed promises the text and the verification makes the text depend on K.
+    """
+    asked = request.speculation
+    has_one_length = asked.num_tokens is not None or _is_planned(request, deployment)
+    return DraftRule(
+        num_draft_tokens=_num_draft_tokens(request, deployment),
+        verify=asked.verify or deployment.verify,
+        method=asked.method or deployment.method,
+        num_guess_tokens=None if has_one_length else deployment.guess_limit,
+        has_fixed_length=_has_fixed_length(request, deployment),
+    )
+
+
+def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
     """Return K of a request: what it asks for, within what the deployment allows."""
     asked = request.speculation
     method = asked.method or deployment.method
@@ -20,35 +38,27 @@ def num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) ->
     return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
-def num_guess_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int | None:
-    """Return K of a request's free drafts; None where the request or the budget sets one K for all."""
-    if request.speculation.num_tokens is not None or _is_planned(request, deployment):
-        return None
-    return deployment.guess_limit
-
-
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
     """Raise RequestError for a request that wants reasoning steps which cannot be had here."""
     if not request.speculation.is_approximate:
         return
-    if not is_allowed or num_draft_tokens(request, deployment) == 0:
+    if not is_allowed or _num_draft_tokens(request, deployment) == 0:
         raise RequestError(
             "speculation.mode is 'approximate', and this engine drafts no reasoning steps; leave it out",
             param="speculation.mode",
         )
 
 
-def has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
-    """True if K may not follow a clock: a seed promises the text, and its verification makes the text depend on K."""
+def _has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
     verify = request.speculation.verify or deployment.verify
     is_matched = verify is VerifyMode.COUPLED or request.sampling.is_greedy
     return request.is_seeded and not is_matched
 
 
 def is_adaptive(speculation: SpeculationConfig) -> bool:
-    """True if every pass gets its own K, except for requests with a fixed length (`has_fixed_length`)."""
+    """True if every pass gets its own K, except for requests with a fixed length."""
     return speculation.adaptive and speculation.num_tokens > 0
 
 
 def _is_planned(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
-    return is_adaptive(deployment) and not has_fixed_length(request, deployment)
+    return is_adaptive(deployment) and not _has_fixed_length(request, deployment)

@@ -17,7 +17,7 @@ from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
 from engine.sequence.draft_query import DraftQuery, UnscheduledQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 
 _WINDOW_TOKENS = 16  # of the target's, behind which a draft is encoded
@@ -63,7 +63,7 @@ class TextProposer:
         request = replace(
             sequence.request, prompt_token_ids=(), output_token_ids=(), sampling=_LIKELIEST, sample_index=0
         )
-        draft_sequence = RequestTokens(request, num_draft_tokens=0, verify=VerifyMode.COUPLED)
+        draft_sequence = RequestTokens(request, DraftRule(0, VerifyMode.COUPLED))
         draft_sequence.token_ids = reader.token_ids
         self._readings[sequence.request_id] = _Reading(reader, draft_sequence)
         self._model.open(draft_sequence)

@@ -60,7 +60,7 @@ def test_a_number_is_off_by_a_sixteenth_at_most_and_saturates_beyond_the_range(d
     assert restored(-beyond).tolist() == [-448.0] * 3
 
 
-def test_what_is_stored_depends_on_the_token_alone() -> None:
+def test_stored_float8_heads_depend_on_the_token_alone() -> None:
     heads = torch.randn(40, 2, 64)
     assert torch.equal(stored(FP8, heads), torch.cat([stored(FP8, token[None]) for token in heads]))
 
@@ -147,7 +147,7 @@ def test_a_block_that_was_sent_is_the_same_to_the_bit_and_read_alike(folder: Pat
 
 
 @needs_triton
-def test_recorded_passes_write_and_read_it(folder: Path) -> None:
+def test_recorded_passes_write_and_read_a_float8_pool(folder: Path) -> None:
     """Padded to a bucket, by the launches that a GPU replays."""
     graphs = GraphConfig(GraphKind.EAGER, batches=(2,), row_counts=(4,))
     plain, padded = load(folder, "fp8"), load(folder, "fp8", graphs=graphs)
@@ -159,7 +159,7 @@ def test_recorded_passes_write_and_read_it(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How drafts are made."""
+    """The making of drafts."""
 
     method: SpeculationMethod = SpeculationMethod.NONE
     head: HeadConfig | None = None
@@ -167,7 +167,7 @@ class Way:
 
 
 def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
-    """What two requests get, one greedy and one sampled, and how many drafts were accepted."""
+    """The tokens that two requests get, one greedy and one sampled, and how many drafts were accepted."""
     config = EngineConfig(
         ModelConfig(str(folder), "float32", DEVICE.type, attention="triton", graphs=GraphConfig(GraphKind.OFF)),
         CacheConfig(8, num_blocks=64, dtype="fp8"),
@@ -187,7 +187,7 @@ def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
 
 
 @needs_triton
-def test_speculation_changes_no_token(folder: Path) -> None:
+def test_speculation_changes_no_token_with_a_float8_pool(folder: Path) -> None:
     """Drafts of an MTP layer, whose own KV lies in the same pool, as chains and as trees that are compacted."""
     plain, _ = texts(folder, Way())
     assert all(plain.values())
@@ -207,7 +207,7 @@ def test_engines_with_different_pools_exchange_no_blocks(folder: Path) -> None:
         assert difference == "dtype is torch.float32 as fp8 here and torch.float32 as int8 there"
 
 
-def test_attention_in_torch_refuses_it_and_names_what_fits(folder: Path) -> None:
+def test_attention_in_torch_refuses_a_float8_pool_and_names_what_fits(folder: Path) -> None:
     model = ModelConfig(str(folder), "float32", "cpu", attention="torch")
     with pytest.raises(ConfigError, match=r"cache.dtype is 'fp8', .*runs on cpu with torch attention; set it to int8"):
         ModelRunner(model, CacheConfig(num_blocks=4, dtype="fp8"))
@@ -218,7 +218,7 @@ def test_attention_in_torch_refuses_it_and_names_what_fits(folder: Path) -> None
 
 
 @needs_triton
-def test_a_gpu_without_float8_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_float8_refuses_a_float8_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.attention.triton_attention import TritonAttention
 
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "A100")

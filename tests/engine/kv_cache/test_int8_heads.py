@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, KVDtype, ModelConfig
-from engine.kv_cache.int8_heads import UNIT_BYTES, from_int8_heads, to_int8_heads
+from engine.kv_cache.int8_heads import SCALE_BYTES, from_int8_heads, to_int8_heads
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_number_is_off_by_half_a_unit_and_its_rounding_at_most(dtype: torch.dtype) -> None:
+def test_a_number_is_off_by_half_a_scale_and_its_rounding_at_most(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = (torch.randn(50, 3, 64) * torch.logspace(-4, 4, 50)[:, None, None]).to(dtype)
     restored = from_int8_heads(to_int8_heads(heads), dtype)
@@ -31,12 +31,12 @@ def test_a_number_is_off_by_half_a_unit_and_its_rounding_at_most(dtype: torch.dt
     assert ((restored.float() - heads.float()).abs() <= largest * (0.5 / 127 + 2**-7)).all()
 
 
-def test_zeros_stay_zeros() -> None:
+def test_zeros_stay_zeros_as_int8() -> None:
     assert not from_int8_heads(to_int8_heads(torch.zeros(2, 2, 8)), torch.float32).any()
-    assert not from_int8_heads(torch.zeros(2, 2, 8 + UNIT_BYTES, dtype=torch.int8), torch.float32).any()
+    assert not from_int8_heads(torch.zeros(2, 2, 8 + SCALE_BYTES, dtype=torch.int8), torch.float32).any()
 
 
-def test_what_is_stored_depends_on_the_token_alone() -> None:
+def test_stored_int8_heads_depend_on_the_token_alone() -> None:
     heads = torch.randn(40, 2, 64)
     assert torch.equal(to_int8_heads(heads), torch.cat([to_int8_heads(token[None]) for token in heads]))
 
@@ -83,7 +83,7 @@ def test_logits_are_near_those_of_the_full_pool_and_not_equal(folder: Path) -> N
     assert 0 < float((quantised - full).norm() / full.norm()) < 0.1
 
 
-def test_a_deterministic_model_stays_so(folder: Path) -> None:
+def test_a_deterministic_model_stays_so_with_an_int8_pool(folder: Path) -> None:
     runner = load(folder, "bfloat16", "int8", deterministic=True)
     text, table = list(range(1, 41)), [7, 3, 9, 1, 5]
     expected = runner.forward([Span(text, 0, table, 40)])
@@ -91,7 +91,7 @@ def test_a_deterministic_model_stays_so(folder: Path) -> None:
         assert torch.equal(runner.forward([Span(text[start:end], start, table, end - start)]), expected[start:end])
 
 
-def test_speculation_changes_no_token(folder: Path) -> None:
+def test_speculation_changes_no_token_with_an_int8_pool(folder: Path) -> None:
     check_drafts_change_no_token(ModelConfig(str(folder), "float32", "cpu"), CacheConfig(num_blocks=64, dtype="int8"))
 
 
@@ -100,7 +100,7 @@ def test_engines_with_different_pools_exchange_no_blocks(folder: Path) -> None:
     assert difference == "dtype is torch.float32 as int8 here and torch.float32 there"
 
 
-def test_the_triton_kernel_refuses_it(folder: Path) -> None:
+def test_the_triton_kernel_refuses_an_int8_pool(folder: Path) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     model = ModelConfig(str(folder), "float32", DEVICE.type, attention="triton")
     with pytest.raises(ConfigError, match=r"cache.dtype is 'int8'.*with Triton attention; set it to auto, or to fp8"):

@@ -87,7 +87,7 @@ def request(name: str, *, k: int | None = None, timeout_s: float | None = None, 
 
 @dataclass
 class Life:
-    """What a client sees of a request; it goes away once it has `patience` tokens."""
+    """A client's view of a request; it goes away once it has `patience` tokens."""
 
     patience: int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -176,7 +176,7 @@ def check_mix(seed: int, num_blocks: int, max_tokens_per_step: int = 256) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_blocks", "max_tokens_per_step"), [(200, 256), (18, 256), (25, 9)])
-def test_texts_endings_and_cache_are_the_same(seed: int, num_blocks: int, max_tokens_per_step: int) -> None:
+def test_async_scheduling_changes_no_text_ending_or_cache(seed: int, num_blocks: int, max_tokens_per_step: int) -> None:
     check_mix(seed, num_blocks, max_tokens_per_step)
 
 
@@ -250,7 +250,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_of_async_scheduling_are_seen(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, IndexError, ValueError)):
         check_mix(0, num_blocks=200)
@@ -279,7 +281,7 @@ def test_the_next_pass_is_issued_before_the_host_waits_and_it_waits_once(monkeyp
         (chunk,) = core.step()
         events.append(f"commit {len(chunk.token_ids)}")
     turn = ["issue ahead", "wait", "commit 1"]
-    assert events == ["issue", *turn, *turn, *turn, "commit 1"], "nobody follows the pass that ends the text"
+    assert events == ["issue", *turn, *turn, *turn, "commit 1"], "no pass follows the one that ends the text"
     assert core.stats().num_overlapped_passes == 3
 
 
@@ -293,7 +295,7 @@ def test_the_next_pass_is_issued_before_the_host_waits_and_it_waits_once(monkeyp
         ({"temperature": 0.0}, VerifyMode.REJECTION, 7),
     ],
 )
-def test_what_must_be_looked_at_is_waited_for(
+def test_a_pass_whose_logits_are_read_is_waited_for(
     sampling: dict[str, object], verify: VerifyMode | None, num_passes: int
 ) -> None:
     core = make_core(True)
@@ -303,7 +305,7 @@ def test_what_must_be_looked_at_is_waited_for(
     assert core.stats().num_overlapped_passes == num_passes
 
 
-def test_a_newcomer_is_admitted_by_the_second_step() -> None:
+def test_a_new_request_is_admitted_by_the_second_step() -> None:
     core = make_core(True)
     core.add(request("a", max_tokens=50))
     for _ in range(5):
@@ -312,7 +314,7 @@ def test_a_newcomer_is_admitted_by_the_second_step() -> None:
     assert [chunk.request_id for _ in range(2) for chunk in core.step()] == ["a", "a", "b"]
 
 
-def test_whoever_waits_for_room_stops_nobody() -> None:
+def test_a_request_that_waits_for_room_stops_no_overlap() -> None:
     core = make_core(True, max_num_sequences=1)
     core.add(request("a", max_tokens=10))
     core.add(request("b", max_tokens=10))
@@ -360,7 +362,7 @@ def test_no_row_is_computed_behind_a_texts_last_token() -> None:
 # ---- with drafts --------------------------------------------------------------------------------------------------
 
 
-def test_who_is_drafted_for_is_waited_for_and_told_all_when_drafts_begin_again() -> None:
+def test_passes_with_drafts_are_waited_for_and_the_proposer_hears_all_when_drafts_begin_again() -> None:
     told: list[int] = []
     proposer = ScriptedProposer(lambda sequence, max_tokens: [7] * max_tokens)
     proposer.commit = lambda sequences: told.extend(len(each.token_ids) for each in sequences)  # type: ignore[method-assign]
@@ -403,7 +405,7 @@ class ScriptedBudget:
             self.num_wanted += sequence.num_wanted_drafts
 
 
-def test_a_plan_is_kept_until_somebody_drafts_by_it() -> None:
+def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:
     core = make_core(True, num_drafts=1, proposer=ScriptedProposer(lambda sequence, max_tokens: [7]))
     core._budget = budget = ScriptedBudget()  # type: ignore[assignment]
     core.add(request("a", max_tokens=60))

@@ -1,4 +1,4 @@
-"""What is said of a prompt's tokens is what the model says of them, however the prompt was computed."""
+"""A prompt's log-probabilities are the model's own, however the prompt was computed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def values(chunk: TokenChunk) -> list[float]:
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [7, 2048])
-def test_they_are_the_models_own_in_chunks_and_whole(
+def test_prompt_logprobs_are_the_models_own_in_chunks_and_whole(
     folder: Path, expected: list[float], max_tokens_per_step: int
 ) -> None:
     core = engine(folder, max_tokens_per_step=max_tokens_per_step)
@@ -89,7 +89,7 @@ def test_a_cached_prefix_is_computed_again_and_the_next_request_still_hits_it(
     assert run(core)[0].num_cached_tokens == 44
 
 
-def test_no_token_is_generated_where_none_is_wanted(folder: Path, expected: list[float]) -> None:
+def test_a_prompt_can_be_scored_without_generating_a_token(folder: Path, expected: list[float]) -> None:
     core = engine(folder)
     core.add(scoring("a", max_tokens=0))
     chunks = run(core)
@@ -97,7 +97,7 @@ def test_no_token_is_generated_where_none_is_wanted(folder: Path, expected: list
     assert values(chunks[0]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_preemption_and_neighbours_change_neither_scores_nor_text(folder: Path, expected: list[float]) -> None:
+def test_preemption_and_neighbours_change_neither_prompt_logprobs_nor_text(folder: Path, expected: list[float]) -> None:
     core = engine(folder, num_blocks=22, max_tokens_per_step=16)
     plain = engine(folder)
     for each in (core, plain):

@@ -34,7 +34,7 @@ def next_token(prefix: Seq[int | None]) -> int:
 
 
 def expected_output(request: GenerateRequest, max_len: int) -> tuple[list[int], FinishReason]:
-    """What plain decoding of this request alone gives."""
+    """The tokens that plain decoding of this request alone gives."""
     output = list(request.output_token_ids)
     sampling = request.sampling
     while True:
@@ -194,7 +194,7 @@ def test_lower_priority_numbers_then_earlier_arrivals_are_admitted_first() -> No
     assert [scheduled.sequence.request_id for scheduled in bench.scheduler.schedule().scheduled] == ["1", "3"]
 
 
-def test_nobody_overtakes_a_large_prompt_that_waits_for_blocks() -> None:
+def test_no_request_overtakes_a_large_prompt_that_waits_for_blocks() -> None:
     bench = Bench(num_blocks=8)
     bench.add(range(16), max_tokens=8)
     bench.step()
@@ -229,7 +229,7 @@ def test_no_more_is_drafted_than_is_left_to_generate() -> None:
     assert scheduled_of(bench.scheduler.schedule()) == [("0", 2, 1, 2)]
 
 
-def test_drafts_shrink_before_anyone_is_preempted() -> None:
+def test_drafts_shrink_before_a_sequence_is_preempted() -> None:
     bench = Bench(num_blocks=3)
     for prompt in ([1, 2], [3, 4]):
         bench.add(prompt, num_drafts=6, max_tokens=9)

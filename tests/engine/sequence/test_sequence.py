@@ -1,4 +1,4 @@
-"""What a sequence knows of itself between two steps, and where it ends."""
+"""The state of a sequence between two steps, and its end."""
 
 from __future__ import annotations
 
