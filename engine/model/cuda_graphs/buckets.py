@@ -30,7 +30,7 @@ class GraphBucket:
 
 
 def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: SpeculationConfig) -> GraphConfig:
-    """`graphs` for the decodes and verifications of an engine with these limits: 1 row per sequence, and K + 1."""
+    """Return `graphs` with the sizes of an engine's decodes and verifications: 1 row per sequence, and K + 1."""
     return replace(
         graphs,
         batches=tuple(sorted({min(batch, scheduler.max_num_sequences) for batch in graphs.batches})),
@@ -41,7 +41,7 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
 
 
 def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
-    """The buckets to be recorded, smallest first."""
+    """Buckets to be recorded, smallest first."""
     buckets = [GraphBucket(batch, num_rows) for batch in graphs.batches for num_rows in graphs.row_counts]
     return sorted(
         (bucket for bucket in buckets if bucket.num_rows <= graphs.max_rows),
@@ -69,7 +69,7 @@ def _longest_of_many(speculation: SpeculationConfig) -> int:
 
 
 def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket | None:
-    """The first of `buckets`, which are sorted, that has room; None where there is none."""
+    """First of the sorted `buckets` that has room; None if none has."""
     num_rows = max(len(span.token_ids) for span in spans)
     fitting = (bucket for bucket in buckets if bucket.num_spans >= len(spans) and bucket.rows_per_span >= num_rows)
     return next(fitting, None)

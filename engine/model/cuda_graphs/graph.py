@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +20,8 @@ class ForwardOutput:
     features: Tensor | None = None
 
     def head(self, num_logits: int, num_rows: int) -> ForwardOutput:
-        """The first rows of both, without copying."""
+        """Return the first rows of both, without copying."""
         return ForwardOutput(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
-
-
-class ForwardGraph(Protocol):
-    """A pass over tensors that stay where they are."""
-
-    def replay(self) -> ForwardOutput:
-        """Compute the pass on the tensors' present contents; the output is valid until the next replay of any graph."""
-
-
-class EagerGraph:
-    """No recording: every replay computes the pass call by call."""
-
-    def __init__(self, compute: Callable[[], ForwardOutput]) -> None:
-        self._compute = compute
-
-    def replay(self) -> ForwardOutput:
-        return self._compute()
 
 
 class CudaGraph:
@@ -56,8 +39,9 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Only this thread's calls are held to the rules of recording: others copy KV blocks meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._passed = compute()
+            self._output = compute()
 
     def replay(self) -> ForwardOutput:
+        """Compute the pass on the tensors' present contents; the output is valid until the next replay of any graph."""
         self._graph.replay()
-        return self._passed
+        return self._output

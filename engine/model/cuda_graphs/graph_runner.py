@@ -2,7 +2,7 @@
 
 On a GPU a step of a large model is some hundreds of kernels of microseconds each; issued one by one, the host is late.
 A recording keeps the addresses of weights, pool and buffers: none of them moves while the runner lives. The draft is
-another process, so its end, its return and its exchange for another change nothing here.
+another process: its end, its return and its replacement change nothing here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.attention.base import PlanAttention
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
-from engine.model.cuda_graphs.graph import CudaGraph, EagerGraph, ForwardGraph, ForwardOutput
+from engine.model.cuda_graphs.graph import CudaGraph, ForwardOutput
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.span import Span
@@ -44,11 +44,11 @@ class RecordedStep:
 @dataclass(frozen=True, slots=True)
 class _RecordedBatch:
     static: StaticBatch
-    graph: ForwardGraph
+    replay: Callable[[], ForwardOutput]  # computes the batch, from a recording or call by call
 
 
 class CudaGraphRunner:
-    """The recorded passes of one model over one pool, which leave their logits in one place."""
+    """Recorded passes of one model over one pool; all write their logits to one buffer."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class CudaGraphRunner:
             static.fill([Span([0], 0, [scratch_block], 1)])
             compute = partial(forward, static.batch, self._logits[: bucket.num_rows])
             compute()  # attention finds its windows and head sizes
-            graph = EagerGraph(compute) if pool is None else CudaGraph(compute, pool)
-            self._passes[bucket] = _RecordedBatch(static, graph)
+            replay = compute if pool is None else CudaGraph(compute, pool).replay
+            self._passes[bucket] = _RecordedBatch(static, replay)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
@@ -105,7 +105,7 @@ class CudaGraphRunner:
         if input_ids is not None:
             recorded.static.batch.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)
-        output = recorded.graph.replay().head(num_rows, num_rows)
+        output = recorded.replay().head(num_rows, num_rows)
         return output if rows is None else ForwardOutput(output.logits.index_select(0, rows), output.features)
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
@@ -117,12 +117,12 @@ class CudaGraphRunner:
         return [RecordedStep(input_ids, [_token(span, step) for span in spans]) for step in range(num_steps)]
 
     def run(self, step: RecordedStep) -> Tensor:
-        """The logits of a step, valid until the next pass."""
+        """Compute the logits of a step, valid until the next pass."""
         recorded = self._fitting(step.spans)
-        assert recorded is not None, "it was planned"
+        assert recorded is not None, "plan_steps found a bucket"
         recorded.static.fill(step.spans)
         recorded.static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
-        return recorded.graph.replay().logits[: len(step.spans)]
+        return recorded.replay().logits[: len(step.spans)]
 
     def _fitting(self, spans: Seq[Span]) -> _RecordedBatch | None:
         if not self._has_trees and any(span.parents for span in spans):

@@ -9,7 +9,7 @@
                       + <-- attention -----+       attends to the pairs of all positions up to p
                       + <-- feed-forward
                       |
-                next state, from which the head's own vocabulary tells t(p+2)
+                next state, whose logits over the head's own vocabulary are of t(p+2)
 
 The drafts behind the first have no state of the target: the head has learned to go on from its own.
 """
@@ -43,7 +43,7 @@ class Eagle3Head:
         self.taps = config.taps
         self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
         self.lm_head: Linear = linear_of(weights.lm_head, None)  # until the runner puts the target's in its place
-        self._tell = self.lm_head
+        self._own_lm_head = self.lm_head
         self._config = config
         self._first_layer = first_layer
         self._options = LayerOptions(layer.head_dim**-0.5)
@@ -86,7 +86,7 @@ class Eagle3Head:
         """[R, S] -> [R, V of the target] float32; a token that the head does not know has minus infinity."""
         if not self._config.norm_output:
             states = self._norm(states, self._final_norm)
-        drafted = self._tell(states).float()  # [R, draft vocabulary]
+        drafted = self._own_lm_head(states).float()  # [R, draft vocabulary]
         if self._target_ids is None:
             return drafted
         logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), float("-inf"))

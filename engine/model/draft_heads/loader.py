@@ -1,4 +1,4 @@
-"""From a head's configuration to the head."""
+"""Loading of a head by its configuration."""
 
 from __future__ import annotations
 

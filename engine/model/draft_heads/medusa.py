@@ -125,7 +125,7 @@ class _Reader:
         target_head: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers'
         self._vocab_size, self._hidden_size = target_head.weight.shape
         self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
-        self._place: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)
+        self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)
         self._device = target.device
 
     def read(self, num_heads: int) -> MedusaHeads:
@@ -145,18 +145,18 @@ class _Reader:
         size = self._hidden_size
         weight = self._weights.take(self._name(self._names.weight, head, layer), (size, size))
         bias = self._weights.take_if_there(self._name(self._names.bias, head, layer), (size,))
-        return linear_of(self._place(weight), None if bias is None else self._place(bias))
+        return linear_of(self._to_target(weight), None if bias is None else self._to_target(bias))
 
     def _lm_head(self, name: str, token_map: Tensor | None) -> Linear:
-        """A head over the cut vocabulary may be stored whole: then the map chooses its rows."""
+        """Linear layer of a head; one over a cut vocabulary may be stored whole, and the map then chooses its rows."""
         num_rows = self._vocab_size if token_map is None else self._cut_size
         if token_map is not None and self._weights.num_rows(name) == self._vocab_size:
             whole = self._weights.take(name, (self._vocab_size, self._hidden_size))
-            return linear_of(self._place(whole[token_map.to(whole.device)]), None)
-        return linear_of(self._place(self._weights.take(name, (num_rows, self._hidden_size))), None)
+            return linear_of(self._to_target(whole[token_map.to(whole.device)]), None)
+        return linear_of(self._to_target(self._weights.take(name, (num_rows, self._hidden_size))), None)
 
     def _shared_lm_head(self, token_map: Tensor | None) -> Linear | None:
-        """One linear layer for all heads where the configuration says so; None: that of the target."""
+        """One linear layer for all heads if the configuration has it; None: that of the target."""
         if not self._has_one_lm_head:
             return None
         stored = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in self._weights]

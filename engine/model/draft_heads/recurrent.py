@@ -18,7 +18,7 @@ class RecurrentHead(Protocol):
             position       p           p + 1        p + 2
             target       feature p   feature p+1
             token        t(p)        t(p+1)       t(p+2)
-            pair p:     (feature p, t(p+1))  ->  state p, which tells t(p+2)
+            pair p:     (feature p, t(p+1))  ->  state p, whose logits are of t(p+2)
 
     Pair p has its keys and values in slot p of the sequence, in layers behind the target's own: what the target's
     block tables share, evict, move or fetch, they do with the head's. S is the width of a state, F that of a feature.

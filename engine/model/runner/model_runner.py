@@ -199,14 +199,14 @@ class ModelRunner:
         return plan_steps(spans, self._cache, self._plan_attention)
 
     def plan_own_steps(self, spans: Seq[Span]) -> Seq[ForwardBatch | RecordedStep]:
-        """`plan_steps` for passes of this very model, by `run`: recorded ones where they fit."""
+        """`plan_steps` for passes of this model, by `run`: recorded ones if they fit."""
         recorded = None if self._graphs is None else self._graphs.plan_steps(spans)
         return self.plan_steps(spans) if recorded is None else recorded
 
     def run(self, step: ForwardBatch | RecordedStep) -> Tensor:
         """`forward` for a pass laid out beforehand."""
         if isinstance(step, RecordedStep):
-            assert self._graphs is not None, "it comes from there"
+            assert self._graphs is not None, "recorded steps come from it"
             return self._graphs.run(step)
         return self._model.forward(step)
 
@@ -243,7 +243,7 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
 
 
 def _rounding(model: ModelConfig) -> str:
-    """Kernels divide sums among threads and choose by processor, so that other machines may round otherwise."""
+    """Name the rounding of a deterministic model: kernels cut sums by thread and processor, so machines may differ."""
     if not model.deterministic:
         return "any"
     instructions = native_instructions()
@@ -253,7 +253,7 @@ def _rounding(model: ModelConfig) -> str:
 
 
 def _kv_version(target_version: str, head: HeadConfig | None) -> str:
-    """Names all weights that a block depends on: those of the head too, where it has files of its own."""
+    """Version of all weights that a block depends on: those of the head too, if it has files of its own."""
     if head is None or head.path is None or not head.kind.keeps_kv:
         return target_version
     return f"{target_version} with head {model_version(head.path)}"

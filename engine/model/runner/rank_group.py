@@ -1,4 +1,4 @@
-"""The ranks of a sharded model as rank 0 sees them: started, watched, told what to compute, ended."""
+"""Ranks of a sharded model, for rank 0: it starts, watches, calls and ends the others."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from protos.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
-_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's patience with a step, so that the log names the cause
+_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's limit for a step, so that the log names the cause
 _LOAD_TIMEOUT_S = 1800.0
 
 
 class RankGroup:
     """Processes of ranks 1, 2, ...; this process is rank 0, in the thread that constructs this.
 
-    When a rank dies, what waits for it raises at once where gloo connects the ranks; between GPUs it may wait until the
-    time for sums is up, and the process is better ended (`watch`). The ranks die with the thread that has started them.
+    When a rank dies, a call that waits for it raises at once if gloo connects the ranks. Between GPUs it may wait until
+    the timeout of a collective, and the process is better ended (`watch`). The ranks die with the thread that started
+    them.
 
     Attributes:
         rank: this process.
@@ -61,14 +62,14 @@ class RankGroup:
         try:
             for message in messages[1:]:
                 self._start(message)
-            self._hear_all()  # else a rank that cannot even start would be waited for until the time is up
+            self._await_progress()  # else a rank that cannot start would be waited for until the timeout
             join_ranks(messages[0], device)
         except BaseException:
             self.close()
             raise
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Have every other rank call this method of its runner now. Raises EngineError where one is gone or stuck."""
+        """Have every other rank call this method of its runner now. Raises EngineError if one is gone or stuck."""
         for index, connection in enumerate(self._connections, start=1):
             try:
                 send(connection, Call(method, arguments))
@@ -114,12 +115,12 @@ class RankGroup:
         threading.Thread(target=self._watch, args=(message.index, process), name="rank-watch", daemon=True).start()
 
     def _barrier(self) -> None:
-        """Wait until every rank has its weights, and let all go on. Raises ConfigError with what kept one from it."""
-        self._hear_all()
+        """Wait until every rank has its weights, and let all go on. Raises ConfigError with the failure of one."""
+        self._await_progress()
         for connection in self._connections:
             send(connection, Progress())
 
-    def _hear_all(self) -> None:
+    def _await_progress(self) -> None:
         for index, connection in enumerate(self._connections, start=1):
             try:
                 if not connection.poll(_LOAD_TIMEOUT_S):

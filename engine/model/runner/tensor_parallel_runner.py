@@ -1,4 +1,4 @@
-"""A model runner whose model is sharded over several processes: rank 0, which the others follow call by call."""
+"""Model runner of a model that is sharded over several processes: this is rank 0, and the others follow its calls."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def load_runner(
 
 
 class TensorParallelRunner(ModelRunner):
-    """To the engine a `ModelRunner` like any other: passes, moves and whole blocks in and out are those of all ranks.
+    """A `ModelRunner` whose passes, moves and exchanged blocks are those of all ranks.
 
-    Every call is told to the other ranks first and then made here, so all meet in the sums between their layers.
+    Every call is sent to the other ranks first and then made here, so all meet in the collectives of their layers.
     Scheduling, sampling and verification are here alone. Blocks are exported with all heads: engines with another
     number of ranks, or none, can read them.
     """
@@ -45,7 +45,7 @@ class TensorParallelRunner(ModelRunner):
             raise
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Have `on_lost` called, in another thread, with the reason, when a rank dies: nothing can be computed then."""
+        """Have `on_lost` called with the reason, in another thread, when a rank dies: nothing can be computed then."""
         self._ranks.watch(on_lost)
 
     def close(self) -> None:

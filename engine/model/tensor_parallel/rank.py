@@ -1,4 +1,4 @@
-"""One process's place among those that compute a model together, and what it exchanges with the others.
+"""One process among those that compute a model together, and its exchanges with the others.
 
 Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are sharded over the ranks. The products
 before them are cut by outputs, those behind them by inputs, whose results are partial and summed: two sums per layer.

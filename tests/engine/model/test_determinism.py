@@ -122,7 +122,7 @@ def test_a_family_that_cannot_be_made_deterministic_is_refused(
 @needs_kernels
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_our_own_kernel_takes_softcaps_too(folders: dict[str, Path], dtype: str) -> None:
+def test_our_own_kernel_makes_models_with_softcaps_deterministic(folders: dict[str, Path], dtype: str) -> None:
     runner = load(folders["gemma2"], dtype)
     expected = runner.forward([span(0, LENGTH)])
     for ends in ((30, 35, 36, 41, LENGTH), (17, *range(18, LENGTH + 1))):

@@ -49,7 +49,7 @@ def tensors(target: Path) -> dict[str, Tensor]:
     return head_tensors(target, len(TAPS))
 
 
-class Told:
+class HeadLogits:
     """Logits of a loaded head behind every pair of a text, and behind one step more on its own state."""
 
     def __init__(self, target: Path, head: Path) -> None:
@@ -66,7 +66,7 @@ class Told:
         self.next_logits = runner.head.logits(runner.head.forward(step, states[-1:]))[0]
 
 
-def check_like_reference(told: Told, reference: PlainEagle3) -> None:
+def check_like_reference(told: HeadLogits, reference: PlainEagle3) -> None:
     states = reference.states(TEXT[:-1])
     for num_pairs in range(1, len(TEXT)):
         logits, last = reference.step(states[:num_pairs], TEXT[1 : num_pairs + 1])
@@ -78,14 +78,14 @@ def check_like_reference(told: Told, reference: PlainEagle3) -> None:
 def test_both_layouts_are_one_function_and_that_of_the_paper(
     target: Path, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    original = Told(target, write_original(tmp_path / "a", tensors, TAPS))
+    original = HeadLogits(target, write_original(tmp_path / "a", tensors, TAPS))
     check_like_reference(original, PlainEagle3(target, tensors, TAPS))
     others = (
         write_original(tmp_path / "b", tensors, TAPS, is_pickled=True),
         write_speculators(tmp_path / "c", tensors, TAPS),
     )
     for folder in others:
-        told = Told(target, folder)
+        told = HeadLogits(target, folder)
         assert torch.equal(told.logits, original.logits)
         assert torch.equal(told.next_logits, original.next_logits)
 
@@ -93,7 +93,7 @@ def test_both_layouts_are_one_function_and_that_of_the_paper(
 def test_tokens_outside_of_the_drafts_vocabulary_are_never_drafted(
     target: Path, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    told = Told(target, write_original(tmp_path / "a", tensors, TAPS))
+    told = HeadLogits(target, write_original(tmp_path / "a", tensors, TAPS))
     assert torch.equal(told.logits.isfinite().all(dim=0), tensors["t2d"])
 
 
@@ -115,13 +115,13 @@ def test_the_variants_of_the_speculators_library_are_computed(
         tensors["input_norm.weight"] = 1 + random(len(TAPS) * HIDDEN_SIZE, seed=30)
     if "fc_norm" in flags:
         tensors |= {f"fc_norm.{tap}.weight": 1 + random(HIDDEN_SIZE, seed=40 + tap) for tap in range(len(TAPS))}
-    told = Told(target, write_speculators(tmp_path / "head", tensors, TAPS, **flags))
+    told = HeadLogits(target, write_speculators(tmp_path / "head", tensors, TAPS, **flags))
     check_like_reference(told, PlainEagle3(target, tensors, TAPS, **flags))
 
 
 def test_a_head_may_have_embeddings_of_its_own(target: Path, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     tensors = {**tensors, "embed_tokens.weight": random(VOCAB_SIZE, HIDDEN_SIZE, seed=50)}
-    told = Told(target, write_speculators(tmp_path / "head", tensors, TAPS))
+    told = HeadLogits(target, write_speculators(tmp_path / "head", tensors, TAPS))
     check_like_reference(told, PlainEagle3(target, tensors, TAPS))
 
 

@@ -60,7 +60,7 @@ def test_a_quantized_gate_is_that_of_its_two_products(
 
 @needs_kernels
 @pytest.mark.parametrize("shape", [(33, 48), (96, 48)])
-def test_what_is_not_made_of_whole_tiles_is_left_to_two_products(shape: tuple[int, int]) -> None:
+def test_weights_without_whole_tiles_are_left_to_two_products(shape: tuple[int, int]) -> None:
     gate, up = _layers(shape, False, torch.bfloat16)
     assert gated_of(gate, up) is None
     assert gated_of(gate, up, linear_factory(Quantization.INT8)) is None

@@ -198,7 +198,7 @@ def test_leading_dimensions_and_strides_are_those_of_the_input() -> None:
     ],
     ids=["float32 that was none", "float16", "48 inputs", "48 outputs"],
 )
-def test_other_weights_are_left_to_torch(weight: torch.Tensor) -> None:
+def test_weights_that_the_kernels_do_not_take_are_left_to_torch(weight: torch.Tensor) -> None:
     assert not NativeProduct.fits(weight)
     x = torch.ones(3, weight.shape[1], dtype=weight.dtype)
     assert torch.equal(linear_of(weight, None)(x), F.linear(x, weight))
@@ -221,7 +221,7 @@ def test_the_kernels_can_be_switched_off_and_held_to_avx512(switch: str, expecte
 @needs_kernels
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_that_are_not_the_weights_are_refused(dtype: torch.dtype) -> None:
+def test_rows_of_another_width_or_dtype_than_the_weight_are_refused(dtype: torch.dtype) -> None:
     multiply = NativeProduct(_weight(32, 64).to(dtype), None)
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
     with pytest.raises(TypeError, match="64"):

@@ -68,7 +68,7 @@ def test_every_plain_linear_layer_of_a_model_is_packed() -> None:
     torch.testing.assert_close([model["linear"](x), model["conv"](x)], expected)
 
 
-def test_the_plain_weight_is_freed() -> None:
+def test_packing_frees_the_plain_weight() -> None:
     model = nn.Sequential(nn.Linear(8, 16))
     weight = weakref.ref(model[0].weight)
     pack_linears(model)

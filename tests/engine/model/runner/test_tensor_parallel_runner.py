@@ -88,7 +88,7 @@ def test_texts_are_those_of_an_unsharded_model_with_and_without_drafts(
     assert generate(sharded, folders.draft, tree) == expected
 
 
-def test_blocks_come_out_with_all_heads_and_go_in_again(alone: ModelRunner, sharded: TensorParallelRunner) -> None:
+def test_exported_blocks_have_all_heads_and_can_be_imported(alone: ModelRunner, sharded: TensorParallelRunner) -> None:
     span = Span(list(range(1, 11)), 0, [5, 2, 7], 1)
     expected, logits = alone.forward([span]), sharded.forward([span])
     assert torch.allclose(logits, expected, atol=1e-4)
