@@ -19,17 +19,23 @@ CORES = sorted(os.sched_getaffinity(0))  # the first ones are the target's, the 
 CONNECT_TIMEOUT_S = 120.0
 
 
-def start_draft(settings: PairSettings, stack: ExitStack) -> ChannelProposer:
-    """Return the connected channel to a new draft process on the last core; `stack` ends the process."""
+def start_draft(
+    settings: PairSettings, stack: ExitStack, cores: Seq[int] = CORES[-1:], timeout_s: float = CONNECT_TIMEOUT_S
+) -> ChannelProposer:
+    """Return the connected channel to a new draft process on `cores`; `stack` ends the process."""
     folder = private_folder()
-    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(settings, folder), daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_serve, args=(settings, folder, cores), daemon=True)
     process.start()
+    stack.callback(process.join)
     stack.callback(process.kill)
     channel = ChannelProposer(folder / DRAFT_SOCKET)
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     while not channel.stats.is_connected:
+        if not process.is_alive():
+            raise ConnectionError(f"the draft's process has ended with code {process.exitcode}")
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the draft was not there after {CONNECT_TIMEOUT_S} s")
+            raise TimeoutError(f"the draft was not there after {timeout_s} s")
         time.sleep(0.05)
         channel.flush()
     return channel
@@ -40,6 +46,6 @@ def own_cores(cores: Seq[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
-def _serve(settings: PairSettings, folder: Path) -> None:
-    own_cores(CORES[-1:])
+def _serve(settings: PairSettings, folder: Path, cores: Seq[int]) -> None:
+    own_cores(cores)
     serve_draft(settings, folder, lambda: None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import DRAFT_SOCKET
-from actors.draft.draft_process import serve_draft
-from actors.process.socket_folder import private_folder
 from actors.settings import DraftSettings, PairSettings
+from bench.contenders.draft_child import CORES, start_draft
 from bench.gpu.floor import DeviceSpeed, ModelCost
 from bench.gpu.table import EngineLine
 from engine.config import (
@@ -199,23 +196,8 @@ def drafting(
         EngineConfig(target, scheduler=SchedulerConfig(most_sequences, _PREFILL_TOKENS), speculation=speculation),
         DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.fan_out),
     )
-    folder = private_folder()
-    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(settings, folder), daemon=True)
-    process.start()
-    try:
-        channel = ChannelProposer(folder / DRAFT_SOCKET)
-        deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
-        while not channel.stats.is_connected:
-            if not process.is_alive():
-                raise ConnectionError(f"the draft's process has ended with code {process.exitcode}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"the draft was not there after {_CONNECT_TIMEOUT_S} s")
-            time.sleep(0.05)
-            channel.flush()
-        yield channel
-    finally:
-        process.kill()
-        process.join()
+    with ExitStack() as stack:
+        yield start_draft(settings, stack, CORES, _CONNECT_TIMEOUT_S)
 
 
 def source_text(tokenizer_folder: Path, num_tokens: int) -> list[int]:
@@ -225,10 +207,6 @@ def source_text(tokenizer_folder: Path, num_tokens: int) -> list[int]:
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(token_ids) >= num_tokens, f"the sources have {len(token_ids)} tokens"
     return list(token_ids[:num_tokens])
-
-
-def _serve(settings: PairSettings, folder: Path) -> None:
-    serve_draft(settings, folder, lambda: None)
 
 
 def _load(

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import tempfile
 import time
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 
@@ -34,6 +32,7 @@ from bench.contenders.engine_contender import EngineContender
 from bench.contenders.prompts import held_out_prompts
 from bench.contenders.race import race
 from bench.contenders.table import Row, print_rows, rows_of
+from bench.padded_pair import DEMO, padded_target
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.draft import Draft
 from engine.engine_core import EngineCore
@@ -41,9 +40,7 @@ from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
-from models.fixtures.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
 
-DEMO = Path("models/demo")
 CACHE_BYTES = 1 << 28
 MAX_LENGTH = 16
 ADAPTIVE = "adaptive"
@@ -84,12 +81,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.cpu_time:
         time.perf_counter = time.thread_time  # before any engine is built
-    with ExitStack() as stack:
-        if args.padded:
-            args.target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="padded-")))
-            build_fixture(DEMO / "target", args.target, DEFAULT_LAYERS, DEFAULT_MLP)
-            args.dtype = "bfloat16"
-        _race(args)
+    if args.padded:
+        args.target, args.dtype = padded_target(), "bfloat16"
+    _race(args)
 
 
 def _race(args: argparse.Namespace) -> None:
@@ -134,7 +128,7 @@ def _proposer(args: argparse.Namespace) -> Proposer:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target model")
-    parser.add_argument("--padded", action="store_true", help="the demo target at a large model's cost, built now")
+    parser.add_argument("--padded", action="store_true", help="the demo target at a large model's cost")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="prompts at once")
     parser.add_argument(

@@ -24,17 +24,15 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, own_cores, start_draft
 from bench.contenders.prompts import held_out_prompts
+from bench.padded_pair import CACHE, DEMO, padded_target
 from bench.speculation.switched_proposer import ReplayProposer, SwitchedProposer
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.stats.step_times import StepTimes
-from models.fixtures.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
+from models.fixtures.padded_fixture import build_fixture
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
-
-DEMO = Path("models/demo")
-CACHE = Path(".cache/bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +100,15 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _target(args: argparse.Namespace) -> Path:
-    return DEMO / "target" if args.unpadded else _padded("target", DEFAULT_LAYERS, DEFAULT_MLP)
+    return DEMO / "target" if args.unpadded else padded_target()
 
 
 def _draft(args: argparse.Namespace) -> Path:
-    return _padded("draft", args.draft_layers, args.draft_mlp) if args.draft_layers else DEMO / "draft"
-
-
-def _padded(role: str, num_layers: int, mlp_size: int) -> Path:
-    is_default = (num_layers, mlp_size) == (DEFAULT_LAYERS, DEFAULT_MLP)
-    folder = CACHE / (f"padded-{role}" if is_default else f"padded-{role}-{num_layers}-{mlp_size}")
+    if not args.draft_layers:
+        return DEMO / "draft"
+    folder = CACHE / f"padded-draft-{args.draft_layers}-{args.draft_mlp}"
     if not (folder / "config.json").exists():
-        build_fixture(DEMO / role, folder, num_layers, mlp_size)
+        build_fixture(DEMO / "draft", folder, args.draft_layers, args.draft_mlp)
     return folder
 
 

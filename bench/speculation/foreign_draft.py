@@ -19,6 +19,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.contenders.prompts import held_out_prompts
+from bench.padded_pair import DEMO
 from engine.config import (
     CacheConfig,
     DraftVocabulary,
@@ -36,7 +37,6 @@ from models.training.corpus import collect
 from models.training.tokenizer import SPECIAL_TOKENS
 from protos.messages import GenerateRequest, SamplingParams
 
-DEMO = Path("models/demo")
 CACHE = CacheConfig(num_blocks=1024, memory_bytes=None)
 NUM_FILES = 200
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import logging
 from itertools import product
-from pathlib import Path
 
 from bench.contenders.prompts import held_out_prompts
+from bench.padded_pair import DEMO
 from bench.speculation.ahead_proposer import AheadProposer
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
-DEMO = Path("models/demo")
 CACHE = CacheConfig(num_blocks=2048, memory_bytes=None)
 
 
