@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
-from engine.model.decoders.rotary import RotaryTable, rotate
+from engine.model.decoders.rotary import RotaryTable
+from engine.model.decoders.row_operations import NativeRows, RowOperations, TorchRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
@@ -57,6 +58,7 @@ class LlamaDecoder:
         taps: HiddenStateTaps = NO_TAPS,
         rank: Rank = ALONE,
         *,
+        make_head: LinearFactory | None = None,
         is_deterministic: bool = False,
     ) -> None:
         """Take over `model`.
@@ -65,6 +67,7 @@ class LlamaDecoder:
             model: a model that `fits`.
             options: what each layer passes to its attention.
             make_linear: packs the weights.
+            make_head: packs that of the logits; None: `make_linear` does.
             taps: the hidden states kept as `features`.
             rank: takes its part of the weights.
             is_deterministic: a row's logits do not depend on the rows beside it, provided that its attention does not.
@@ -79,6 +82,7 @@ class LlamaDecoder:
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
+        self._rows = _row_operations(model, self._head_dim)
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         rotary = model.model.rotary_emb.to(self._embedding.device)
@@ -91,7 +95,7 @@ class LlamaDecoder:
         self._final_norm = rank.to_device(model.model.norm.weight)
         head = model.lm_head
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
-        self.lm_head = self._rowwise(make_linear(rank.shard_vocab(head.weight), bias), head.in_features)
+        self.lm_head = self._rowwise((make_head or make_linear)(rank.shard_vocab(head.weight), bias), head.in_features)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -101,46 +105,49 @@ class LlamaDecoder:
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         hidden = self._embedding.index_select(0, batch.input_ids)  # [T, hidden]
-        cos, sin = self._rotary.at(batch)
+        angles = self._rotary.at(batch)
         tapped: list[Tensor] = []
+        delta: Tensor | None = None  # of the layer before, not yet part of `hidden`
         for index, layer in enumerate(self._layers):
+            hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
             if index in self._taps.layers:
                 tapped.append(hidden)
-            hidden = hidden + self._attend(index, layer, hidden, cos, sin, batch)
-            hidden = hidden + self._feed_forward(layer, hidden)
+            attended = self._attend(index, layer, normed, angles, batch)
+            hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
+            delta = self._feed_forward(layer, normed)
+        hidden, states = self._final_states(hidden, delta, batch.logit_rows)
         if len(self._layers) in self._taps.layers:
             tapped.append(hidden)
         if self._taps.is_final:
-            hidden = self._norm(hidden, self._final_norm)
-            tapped.append(hidden)
+            tapped.append(states)
         self.features = joined(tapped)
-        if batch.logit_rows is not None:
-            hidden = hidden.index_select(0, batch.logit_rows)
-        states = hidden if self._taps.is_final else self._norm(hidden, self._final_norm)
+        if self._taps and batch.logit_rows is not None:
+            states = states.index_select(0, batch.logit_rows)
         return self._rank.all_gather(self.lm_head(states), self._vocab_size)
 
-    def _attend(
-        self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
-    ) -> Tensor:
-        num_rows = hidden.shape[0]
+    def _final_states(self, hidden: Tensor, delta: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Raw states behind the last layer and their norm: of the rows with logits, or of all where any is tapped."""
+        if rows is not None and not self._taps:
+            hidden = hidden.index_select(0, rows)
+            delta = None if delta is None else delta.index_select(0, rows)
+        return self._rows.add_norm(hidden, delta, self._final_norm)
+
+    def _attend(self, index: int, layer: _Layer, normed: Tensor, angles: Tensor, batch: ForwardBatch) -> Tensor:
+        num_rows = normed.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(num_rows, -1, self._head_dim)
-        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]  # [T, Hq + H, D], [T, H, D]
+        qkv = layer.qkv(normed).view(num_rows, -1, self._head_dim)
+        value = qkv[:, num_rotated:]  # [T, H, D]
         if layer.head_norm is not None:
-            query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._epsilon) * layer.head_norm
-        query_key = rotate(query_key, cos, sin).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+            qkv = F.rms_norm(qkv[:, :num_rotated], (self._head_dim,), eps=self._epsilon) * layer.head_norm
+        query_key = self._rows.rotate(qkv, num_rotated, angles).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
         return self._rank.all_reduce(layer.output(attended.reshape(num_rows, -1)))
 
-    def _feed_forward(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        normed = self._norm(hidden, layer.mlp_norm)
+    def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
         if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
             return self._rank.all_reduce(layer.mlp(normed))
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
 
     def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -191,3 +198,8 @@ class LlamaDecoder:
         biases: list[Tensor] = [self._rank.shard_rows(linear.bias) for linear in linears if linear.bias is not None]
         weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _row_operations(model: Any, head_dim: int) -> RowOperations:
+    weight, epsilon = model.model.norm.weight, model.config.rms_norm_eps
+    return NativeRows(epsilon) if NativeRows.fit(weight.shape[0], head_dim, weight) else TorchRows(epsilon)

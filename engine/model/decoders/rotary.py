@@ -29,12 +29,11 @@ class RotaryTable:
         self._max_positions = max_positions
         self._table = self._rows((is_whole and max_positions) or _FIRST_POSITIONS)
 
-    def at(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the pass's rows, [T, 1, D] each, for `rotate`."""
+    def at(self, batch: ForwardBatch) -> Tensor:
+        """Cosines and sines of the pass's rows, [T, 2, D], for `rotate`."""
         if batch.num_positions > self._table.shape[0]:
             self._table = self._rows(2 * batch.num_positions)
-        rows = self._table.index_select(0, batch.position_ids)  # [T, 2, D]
-        return rows[:, :1], rows[:, 1:]
+        return self._table.index_select(0, batch.position_ids)
 
     def _rows(self, num_positions: int) -> Tensor:
         """[positions, 2, D], the first half of the sines negated."""
@@ -46,6 +45,9 @@ class RotaryTable:
         return torch.stack((cos[0], sin[0]), dim=1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [T, heads, D]; sin's sign makes up for the halves that change places."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary position embedding of x [T, heads, D] by rows of the table [T, 2, D].
+
+    The halves of a head change places; the sign of the sines makes up for it.
+    """
+    return torch.addcmul(x * table[:, :1], x.roll(x.shape[-1] // 2, dims=-1), table[:, 1:])

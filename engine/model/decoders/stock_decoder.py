@@ -38,7 +38,7 @@ class StockDecoder:
     @property
     def lm_head(self) -> Linear:
         """From the states behind the final norm to logits."""
-        return cast(Linear, self._model.get_output_embeddings())  # type: ignore[no-untyped-call]  # transformers'
+        return cast(Linear, self._model.get_output_embeddings())
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
@@ -57,7 +57,7 @@ class StockDecoder:
         return (*self._taps.layers, *((_FINAL,) if self._taps.is_final else ()))
 
     def _hook(self) -> None:
-        decoder = self._model.get_decoder()  # type: ignore[no-untyped-call]  # transformers'
+        decoder = self._model.get_decoder()
         layers = getattr(decoder, "layers", None)
         if self._taps.layers and not isinstance(layers, nn.ModuleList):
             raise refusal(self._model, "its layers cannot be tapped for a head")

@@ -97,7 +97,7 @@ class Eagle3Head:
         layer = self._config.layer
         num_rotated = layer.num_attention_heads + layer.num_key_value_heads
         qkv = self._qkv(x).view(x.shape[0], -1, layer.head_dim)
-        query_key = rotate(qkv[:, :num_rotated], *self._rotary.at(batch)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query_key = rotate(qkv[:, :num_rotated], self._rotary.at(batch)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
         value = qkv[:, num_rotated:].transpose(0, 1)[None]
         attended = batch.attention.attend(self._first_layer, query, key, value, self._options)

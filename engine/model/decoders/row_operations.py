@@ -1,0 +1,106 @@
+"""Norms, residual sums and rotary embeddings: what stands between a layer's products, row by row.
+
+A small model on a processor spends a third of a step there, most of it in the calls themselves: where our kernels
+(`engine/native/rows.c`) run, each is one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.decoders.rotary import rotate
+from engine.native.library import native_library
+
+_LANES = 16
+
+
+class RowOperations(ABC):
+    """The operations of one model; a row's result does not depend on the rows beside it."""
+
+    @abstractmethod
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden + delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten."""
+
+    @abstractmethod
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+        """Return the first heads of each row, rotated: [T, num_rotated, D]; `heads` may be overwritten.
+
+        Args:
+            heads: [T, heads, D].
+            num_rotated: how many of them are queries and keys.
+            table: [T, 2, D], rows of a `RotaryTable`.
+        """
+
+
+class TorchRows(RowOperations):
+    """The operations by torch, on any device."""
+
+    def __init__(self, epsilon: float) -> None:
+        """`epsilon` is that of the norms."""
+        self._epsilon = epsilon
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = hidden if delta is None else hidden + delta
+        return total, F.rms_norm(total, weight.shape, weight, self._epsilon)
+
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+        return rotate(heads[:, :num_rotated], table)
+
+
+class NativeRows(RowOperations):
+    """The operations by our kernels."""
+
+    def __init__(self, epsilon: float) -> None:
+        """`epsilon` is that of the norms."""
+        self._epsilon = epsilon
+        self._add_norm, self._rotate = _kernels()
+
+    @staticmethod
+    def fit(hidden_size: int, head_dim: int, weights: Tensor) -> bool:
+        """True if this process has the kernels and they take rows and heads of such sizes in the dtype of `weights`."""
+        has_dtype = weights.device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float32)
+        has_sizes = hidden_size % _LANES == 0 and head_dim % (2 * _LANES) == 0
+        return has_dtype and has_sizes and native_library() is not None
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden.contiguous()
+        total = None if delta is None else delta.contiguous()
+        out = torch.empty_like(hidden)
+        num_rows, size = hidden.shape
+        self._add_norm(
+            hidden.data_ptr(),
+            None if total is None else total.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            size,
+            self._epsilon,
+            hidden.dtype is torch.bfloat16,
+        )
+        return hidden if total is None else total, out
+
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+        heads = heads.contiguous()
+        num_rows, num_heads, dim = heads.shape
+        is_bfloat16 = heads.dtype is torch.bfloat16
+        self._rotate(heads.data_ptr(), table.data_ptr(), num_rows, num_heads * dim, num_rotated, dim, is_bfloat16)
+        return heads[:, :num_rotated]
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    library = native_library()
+    assert library is not None, "`NativeRows.fit` says when there is one"
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    add_norm, rotate_rows = library.outrider_add_norm, library.outrider_rotate
+    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, flag]
+    rotate_rows.argtypes = [pointer] * 2 + [size] * 4 + [flag]
+    add_norm.restype = rotate_rows.restype = None
+    return add_norm, rotate_rows

@@ -1,0 +1,61 @@
+"""Our kernels between the products compute what torch does, and a row has the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.model.decoders.row_operations import NativeRows, TorchRows
+from tests.engine.fixtures.native_kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+EPSILON = 1e-5
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-6}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE))
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=4 * tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 16), (5, 576), (300, 2048)])
+def test_a_sum_and_its_norm_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    hidden, delta, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    expected_total, expected = TorchRows(EPSILON).add_norm(hidden, delta.clone(), weight)
+    kept = hidden.clone()
+    total, normed = NativeRows(EPSILON).add_norm(hidden, delta, weight)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(hidden, kept)
+    assert_near(normed, expected)
+    assert_near(
+        NativeRows(EPSILON).add_norm(hidden, None, weight)[1], TorchRows(EPSILON).add_norm(hidden, None, weight)[1]
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "dim"), [(1, 32), (7, 64), (200, 128)])
+def test_rotated_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype, num_rows: int, dim: int) -> None:
+    heads, table = torch.randn(num_rows, 6, dim).to(dtype), torch.randn(num_rows, 2, dim).to(dtype)
+    expected, others = TorchRows(EPSILON).rotate(heads, 4, table), heads[:, 4:].clone()
+    assert_near(NativeRows(EPSILON).rotate(heads, 4, table), expected)
+    assert torch.equal(heads[:, 4:], others)
+
+
+@DTYPES
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    rows, hidden, weight = NativeRows(EPSILON), torch.randn(600, 512).to(dtype), torch.randn(512).to(dtype)
+    together = rows.add_norm(hidden, None, weight)[1]
+    for index in (0, 17, 599):
+        assert torch.equal(rows.add_norm(hidden[index : index + 1], None, weight)[1][0], together[index])
+
+
+def test_sizes_that_do_not_fill_registers_are_left_to_torch() -> None:
+    weights = torch.zeros(1).bfloat16()
+    assert NativeRows.fit(576, 64, weights)
+    assert not NativeRows.fit(570, 64, weights)
+    assert not NativeRows.fit(576, 80, weights)
+    assert not NativeRows.fit(576, 64, weights.half())
