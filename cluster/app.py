@@ -97,7 +97,7 @@ def _nodes() -> list[NodeResources]:
     """Return the resources of Ray's nodes, or this machine's where no cluster runs (`serve build`)."""
     if not ray.is_initialized():
         return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # Ray's
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in resources]
 
 

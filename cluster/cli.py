@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.local_cluster import AppStatus, LocalCluster
 from cluster.model_files import check_models
+from cluster.model_path import resolve_model_path
 from cluster.preflight import check_memory, check_ports
-from protos.errors import ServingError
+from protos.errors import ConfigError, ServingError
 from router.api_keys import ApiKeys
 
 _REPORT_PERIOD_S = 5.0
@@ -30,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("serve", "serve a deployment on this machine until Ctrl-C"), ("check", "check a deployment")):
         commands.add_parser(name, help=text).add_argument("deploy_file", type=Path, metavar="deploy.yaml")
+    commands.choices["check"].add_argument(
+        "--quality", type=Path, nargs="+", metavar="TEXT", help="also measure the target's perplexity on these files"
+    )
     options = parser.parse_args(arguments)
     try:
         file = read_deploy_file(options.deploy_file)
@@ -41,12 +47,29 @@ def main(arguments: list[str] | None = None) -> int:
             _serve(file)
         else:
             print(f"{options.deploy_file} is fine: model {file.config.model_id!r}")
+            if options.quality:
+                _report_quality(file.config, options.quality)
     except ServingError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _report_quality(config: DeployConfig, files: list[Path]) -> None:
+    # Not at the top: it loads torch, which no other command does in this process.
+    from engine.model.runner.perplexity import measure_quality
+
+    model = replace(config.to_engine().model, path=resolve_model_path(config.target.path))
+    try:
+        quality = measure_quality(model, [file.read_text(encoding="utf-8") for file in files])
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--quality cannot read its text: {error}; give files of UTF-8 text") from error
+    print(f"perplexity {quality.perplexity:.3f} on {quality.num_tokens} tokens, quantization {model.quantization}")
+    if quality.full_perplexity is not None:
+        excess = quality.perplexity / quality.full_perplexity - 1
+        print(f"           {quality.full_perplexity:.3f} without quantization: {excess:+.2%}")
 
 
 class _Interrupt:

@@ -109,7 +109,7 @@ class LocalCluster:
         """
         if ray.is_initialized():
             self.undeploy()
-            serve.shutdown()  # type: ignore[no-untyped-call]  # Ray's
+            serve.shutdown()
             ray.shutdown()
 
     def kill(self) -> None:

@@ -116,7 +116,7 @@ def model_version(path: str, quantization: str = "none") -> str:
     folder = _folder_of(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if quantization != "none":
-        digest.update(quantization.encode())
+        digest.update(f"{quantization} in groups of 32".encode())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         num_bytes = file.stat().st_size
         digest.update(f"{file.name}\0{num_bytes}\0".encode())

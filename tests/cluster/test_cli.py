@@ -3,10 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from cluster.cli import _Interrupt, _InterruptedError
+from cluster.cli import _Interrupt, _InterruptedError, main
 
 
 @pytest.fixture
@@ -45,3 +46,12 @@ def test_the_deployment_is_not_waited_for_any_more(interrupt: _Interrupt):
         wait_interrupted(interrupt)
     with pytest.raises(_InterruptedError), interrupt.breaking():
         pytest.fail("began in spite of it")
+
+
+def test_check_measures_quality_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n" * 20, encoding="utf-8")
+    assert main(["check", "deploy.yaml", "--quality", str(text)]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    assert main(["check", "deploy.yaml", "--quality", str(tmp_path / "missing")]) == 1
+    assert "--quality cannot read its text" in capsys.readouterr().err

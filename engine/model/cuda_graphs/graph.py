@@ -29,7 +29,7 @@ class CudaGraph:
 
     def __init__(self, compute: Callable[[], ForwardOutput], pool: Any) -> None:
         """Record; `pool` is the memory that graphs share which are never replayed at the same time."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_PASSES):

@@ -122,7 +122,7 @@ class _Reader:
     ) -> None:
         self._weights, self._names, self._num_layers = weights, names, num_layers
         self._has_one_lm_head = bool(config.get("original_lm_head"))
-        target_head: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers'
+        target_head: Any = target.get_output_embeddings()
         self._vocab_size, self._hidden_size = target_head.weight.shape
         self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
         self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)

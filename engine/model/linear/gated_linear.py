@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.model.linear.native_product import NativeGate, NativeProduct, alternating
+from engine.model.linear.native_product import OUTPUTS, NativeGate, NativeProduct, alternating
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import ROWS_HINT, Linear, LinearFactory, can_reorder, linear_of
 
@@ -28,7 +28,7 @@ def gated_of(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory = linear
 
 def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> Linear | None:
     """One product of our own kernel, where `make_linear` gives that."""
-    if not NativeQuantizedProduct.fits(gate.weight, group_size=gate.in_features):
+    if gate.out_features % (OUTPUTS // 2) or not NativeQuantizedProduct.fits(gate.weight):
         return None
     bias = None if gate.bias is None else alternating(gate.bias, up.bias)
     product = make_linear(alternating(gate.weight, up.weight), bias)
@@ -44,6 +44,7 @@ def _reordered(gate: nn.Linear, up: nn.Linear) -> Linear:
     activate, multiply = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
     def compute(x: Tensor) -> Tensor:
-        return multiply(x, activate(x, packed_gate, gate_bias, "swish", [], ""), packed_up, up_bias, "mul")
+        gated: Tensor = multiply(x, activate(x, packed_gate, gate_bias, "swish", [], ""), packed_up, up_bias, "mul")
+        return gated
 
     return compute

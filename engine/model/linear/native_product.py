@@ -73,14 +73,15 @@ def has_tiles(weight: Tensor, num_inputs: int = 32, minimum: Instructions = Inst
     return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library(minimum) is not None
 
 
-def tiled(weight: Tensor, num_together: int) -> Tensor:
+def tiled(weight: Tensor, num_together: int, num_rows: int = 16) -> Tensor:
     """`weight` [out, in] in the kernels' order: [pair, tile of inputs, half of the pair, row, output, input].
 
-    A tile has 16 rows of `num_together` inputs, those that fill four bytes.
+    A tile has `num_rows` rows of `num_together` inputs, those that fill four bytes.
     """
-    tiles = weight.unflatten(1, (-1, 16, num_together)).unflatten(0, (-1, 2, OUTPUTS // 2))
+    tiles = weight.unflatten(1, (-1, num_rows, num_together)).unflatten(0, (-1, 2, OUTPUTS // 2))
     words = tiles.contiguous().view(torch.int32)  # [pair, half, output, tile of inputs, row, 1]: fewer numbers to move
-    return words.permute(0, 3, 1, 4, 2, 5).contiguous().view(weight.dtype)
+    ordered: Tensor = words.permute(0, 3, 1, 4, 2, 5).contiguous()
+    return ordered.view(weight.dtype)
 
 
 def alternating(gate: Tensor, up: Tensor) -> Tensor:

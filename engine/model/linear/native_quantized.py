@@ -9,41 +9,48 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.model.linear.native_product import has_tiles, tiled
+from engine.model.linear.native_product import OUTPUTS, tiled
 from engine.native.library import native_library
 
-_INPUTS = 64  # of a tile
-_BLOCK = 1024  # inputs that the kernel takes at a time: no group lies in two blocks, but one that is all inputs
+GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike
 _PAD = 64  # bytes behind a row of int8, for the kernel
 
 
 class NativeQuantizedProduct:
     """bfloat16 rows by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
 
-    A weight is `number * scale + base`. The rows are rounded to int8 too, each in a unit of its own.
+    A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output. The rows are
+    rounded to int8 too, each group of 32 inputs with a scale of its own.
     """
 
     def __init__(self, numbers: Tensor, scales: Tensor, bases: Tensor | None, bias: Tensor | None) -> None:
-        """`numbers` [out, in]: int8, or levels 0 to 15 where there are `bases`; `scales` and `bases` [groups, out]."""
+        """Pack a weight.
+
+        Args:
+            numbers: [out, in], -127 to 127, or levels 0 to 15 where there are `bases`.
+            scales: [out, in / 32] of float16 precision.
+            bases: likewise, or None.
+            bias: [out].
+        """
         self._num_outputs, self._num_inputs = numbers.shape
         self._num_bits = 8 if bases is None else 4
         self._is_gated = False
-        self._packed = tiled(numbers.to(torch.int8), 4)
-        if bases is not None:  # the levels of the first tile of a pair below those of the second
+        self._packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, GROUP_SIZE // 4)
+        if bases is not None:  # the levels of the first outputs of a pair below those of the second
             first, second = self._packed.unbind(2)
             self._packed = first | second << 4
-        self._scales, self._bases, self._bias = (
-            None if table is None else table.detach().float().contiguous() for table in (scales, bases, bias)
-        )
-        self._group_size = self._num_inputs // len(scales)
-        self._num_parts = -(-self._num_inputs // min(self._group_size, _BLOCK))  # that the kernel sums as whole numbers
+        present = [_whole_pairs(table.detach().half()) for table in (scales, bases) if table is not None]
+        tables = torch.stack(present, dim=-1)
+        pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
+        self._tables = pairs.permute(0, 2, 3, 1).contiguous()
+        self._bias = None if bias is None else _whole_pairs(bias.detach().float())
         self._multiply = _kernel()
 
     @staticmethod
-    def fits(weight: Tensor, group_size: int) -> bool:
-        """Whether this process has the kernel and it takes a `weight` of bfloat16 with such groups of inputs."""
-        is_whole = group_size == weight.shape[1] or (_BLOCK % group_size == 0 and group_size % _INPUTS == 0)
-        return has_tiles(weight, _INPUTS) and weight.dtype == torch.bfloat16 and is_whole
+    def fits(weight: Tensor) -> bool:
+        """True if this process has the kernel and `weight` [out, in] is made of whole groups."""
+        is_matrix = weight.ndim == 2 and weight.device.type == "cpu" and weight.numel() > 0
+        return is_matrix and weight.shape[1] % GROUP_SIZE == 0 and native_library() is not None
 
     def gated(self) -> NativeQuantizedProduct:
         """Return `silu(gate) * up`, where the outputs of this one are theirs, `alternating`."""
@@ -56,30 +63,31 @@ class NativeQuantizedProduct:
         if x.shape[-1] != self._num_inputs:
             raise TypeError(f"rows are of {x.shape[-1]} numbers; the weight takes {self._num_inputs}")
         rows = x.bfloat16().contiguous()
-        out = rows.new_empty(*x.shape[:-1], self._num_outputs // 2 if self._is_gated else self._num_outputs)
+        width = len(self._packed) * OUTPUTS
+        out = rows.new_empty(*x.shape[:-1], width // 2 if self._is_gated else width)
         num_rows = rows.numel() // self._num_inputs
-        num_bytes = num_rows * (self._num_inputs + _PAD + 4 * (1 + self._num_parts))
+        num_bytes = num_rows * (self._num_inputs + _PAD + self._num_inputs // GROUP_SIZE * 8)
         scratch = torch.empty(num_bytes, dtype=torch.int8, device=x.device)
         self._multiply(
             rows.data_ptr(),
             self._packed.data_ptr(),
-            _address(self._bias),
+            self._tables.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
             num_rows,
             self._num_inputs,
-            self._num_outputs,
+            width,
             self._num_bits,
-            _address(self._scales),
-            _address(self._bases),
-            self._group_size,
             self._is_gated,
             scratch.data_ptr(),
         )
-        return out.to(x.dtype)
+        return (out if width == self._num_outputs else out[..., : self._num_outputs]).to(x.dtype)
 
 
-def _address(table: Tensor | None) -> int | None:
-    return None if table is None else table.data_ptr()
+def _whole_pairs(table: Tensor) -> Tensor:
+    """A table [out, ...] with zeros behind it, that the kernel's pairs of 16 outputs are whole."""
+    missing = -table.shape[0] % OUTPUTS
+    return torch.cat((table, table.new_zeros(missing, *table.shape[1:])))
 
 
 @cache
@@ -88,6 +96,6 @@ def _kernel() -> ctypes._FuncPointer:
     assert library is not None, "NativeQuantizedProduct.fits says when there is one"
     function = library.outrider_quantized_product
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer] * 4 + [size] * 3 + [ctypes.c_int, pointer, pointer, size, ctypes.c_int, pointer]
+    function.argtypes = [pointer] * 5 + [size] * 3 + [ctypes.c_int, ctypes.c_int, pointer]
     function.restype = None
     return function

@@ -13,6 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.linear.native_product import NativeProduct
@@ -53,7 +54,8 @@ def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def multiply_packed(x: Tensor) -> Tensor:
-        return multiply(x, packed, bias, "none", [], "")
+        product: Tensor = multiply(x, packed, bias, "none", [], "")
+        return product
 
     return multiply_packed
 
@@ -67,30 +69,41 @@ class PackedLinear(nn.Module):
         self.forward = make_linear(weight, bias)
 
 
-def pack_linears(model: nn.Module, make_linear: LinearFactory = linear_of) -> int:
+def pack_linears(
+    model: nn.Module, make_linear: LinearFactory = linear_of, make_head: LinearFactory | None = None
+) -> int:
     """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
 
-    Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not.
+    Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not. `make_head`
+    packs the layer that yields the logits; None: `make_linear` does.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.
     """
     num_packed = 0
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if gains(child, make_linear):
-                setattr(parent, name, _packed(child, make_linear))
+                setattr(parent, name, _packed(child, make_head if make_head and child is head else make_linear))
                 num_packed += 1
     return num_packed
 
 
 def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
-    if type(module) is not nn.Linear and type(module) is not Conv1D:
-        return False
-    return make_linear is not linear_of or can_pack(module.weight)
+    weight = weight_of(module)
+    return weight is not None and (make_linear is not linear_of or can_pack(weight))
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The weight [out, in] of a plain linear layer; None for a subclass, which may compute something else."""
+    if type(module) is Conv1D:  # GPT-2's linear, stored as [in, out]
+        return module.weight.t()
+    return module.weight if type(module) is nn.Linear else None
 
 
 def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory) -> PackedLinear:
-    is_transposed = isinstance(linear, Conv1D)  # GPT-2's linear, stored as [in, out]
-    return PackedLinear(linear.weight.t() if is_transposed else linear.weight, linear.bias, make_linear)
+    weight = weight_of(linear)
+    assert weight is not None, "`gains` takes plain layers only"
+    return PackedLinear(weight, linear.bias, make_linear)

@@ -1,112 +1,125 @@
 """Linear layers with int8 or int4 weights: fewer bytes per step where reading the weights is what a step costs.
 
-int8: one scale per output, and every input row is rounded to int8 with a scale of its own (arXiv:2208.07339 without
-the outlier columns), so that the product runs on the processor's int8 units. Sums of int8 products are exact whatever
-their order: a row's result does not depend on the rows beside it.
-int4: one scale and one middle per group of inputs.
+A weight has a scale (int4: and a base) for every 32 inputs of an output, as in llama.cpp's Q8_0 and Q4_1; rows are
+rounded to int8 with a scale for every 32 inputs too. Real models have a few inputs a thousand times as large as the
+rest (arXiv:2402.17762): one scale per row would round the rest away. Sums within a group are exact, and groups are
+added in the order of the inputs: a row's result does not depend on the rows beside it.
 
-Both run on our own kernel on AVX-512 or AMX (`engine.model.linear.native_quantized`), whose rows become int8 for int4
-weights too; elsewhere on torch's operators: that of int4 computes in bfloat16, wins for up to four rows and is slow
-with many.
-
-The distribution that is served is that of the quantised weights; everything above this file is exact with respect to
-it.
+Products run on our own kernel (`engine.model.linear.native_quantized`). The last product, from states to logits, stays
+int8 where the others are int4. The distribution that is served is that of the quantized weights; everything above this
+file is exact with respect to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from engine.config import Quantization
-from engine.model.linear.native_quantized import NativeQuantizedProduct
-from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
+from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct
+from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, weight_of
+from engine.native.library import native_library
 
-_GROUP_SIZES = (128, 64, 32)  # inputs per scale of int4: the largest that divides the layer's
-_OUTPUTS_PER_TILE = 64  # the int4 operator's
-_INNER_TILES = 2  # an argument of the packing that the processor's operator ignores
-_TINY = torch.finfo(torch.bfloat16).tiny  # a scale is never zero
+_TINY = 2.0**-24  # float16's smallest number: a scale is never zero
+_HUGE = 65504.0
 
 
-def linear_factory(quantization: Quantization) -> LinearFactory:
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Whole numbers [out, in], with `scales` and `bases` [out, in / 32] of float16 precision; no bases: zeros."""
+
+    numbers: Tensor
+    scales: Tensor
+    bases: Tensor | None = None
+
+    def dequantized(self) -> Tensor:
+        """The weight that these stand for, [out, in] float32."""
+        groups: Tensor = self.numbers.float().unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]
+        return (groups if self.bases is None else groups + self.bases[..., None]).flatten(1)
+
+
+def to_int8(weight: Tensor) -> QuantizedWeight:
+    """Round a weight [out, in] to -127 to 127 of a scale per group."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP_SIZE))
+    scales = _float16(groups.abs().amax(dim=-1) / 127).clamp_(min=_TINY)
+    numbers = (groups / scales[..., None]).round_().clamp_(-127, 127)
+    return QuantizedWeight(numbers.to(torch.int8).flatten(1), scales)
+
+
+def to_int4(weight: Tensor) -> QuantizedWeight:
+    """Round a weight [out, in] to levels 0 to 15 between the least and the greatest number of each group."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP_SIZE))
+    lowest, highest = groups.aminmax(dim=-1)
+    bases = _float16(lowest)
+    scales = _float16((highest - bases) / 15).clamp_(min=_TINY)
+    levels = ((groups - bases[..., None]) / scales[..., None]).round_().clamp_(0, 15)
+    return QuantizedWeight(levels.to(torch.int8).flatten(1), scales, bases)
+
+
+def quantize(weight: Tensor, quantization: Quantization, *, is_head: bool = False) -> QuantizedWeight | None:
+    """Return `weight` [out, in] as it is served; None where it is kept as it is.
+
+    Args:
+        weight: of any floating dtype.
+        quantization: of the model.
+        is_head: the weight yields the logits, which int4 would cost most of what it costs in all.
+    """
+    if quantization is Quantization.NONE or not NativeQuantizedProduct.fits(weight):
+        return None
+    return to_int4(weight) if quantization is Quantization.INT4 and not is_head else to_int8(weight)
+
+
+def linear_factory(quantization: Quantization, *, is_head: bool = False) -> LinearFactory:
     """Return the function that packs a weight [out, in] and a bias [out], and gives the one that multiplies by them."""
-    return {Quantization.NONE: linear_of, Quantization.INT8: int8_linear, Quantization.INT4: int4_linear}[quantization]
+    if quantization is Quantization.NONE:
+        return linear_of
+    return partial(_quantized_linear, quantization, is_head)
 
 
 def can_quantize(device: torch.device) -> bool:
-    """Whether this build of torch and this device have the operators, and the device the int8 units to gain by them."""
-    has_operators = hasattr(torch.ops.onednn, "qlinear_prepack") and torch.backends.mkldnn.is_available()
-    has_units = torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
-    return device.type == "cpu" and has_operators and bool(has_units)
+    """True if this process has the kernels for the device: a processor with AVX-512, its VNNI and bfloat16."""
+    return device.type == "cpu" and native_library() is not None
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`F.linear` by an int8 copy of `weight`, which it keeps; the result has the dtype of the input."""
-    scales = _int8_scales(weight)  # [out, 1]
-    if NativeQuantizedProduct.fits(weight, weight.shape[1]):
-        return NativeQuantizedProduct(_to_int8(weight.float(), scales), scales.T, None, bias)
-    packed = torch.ops.onednn.qlinear_prepack(_to_int8(weight.float(), scales), None)
-    num_outputs = weight.shape[0]
-    weight_scales, zero_points = scales.flatten(), torch.zeros(num_outputs, dtype=torch.int64)
-    multiply = torch.ops.onednn.qlinear_pointwise.default
+@contextmanager
+def dequantized(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Within it, the linear layers of `model` multiply by their quantized weights, in float32 and by plain torch.
 
-    def multiply_int8(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        num_rows = len(rows)
-        if num_rows == 1:  # for a single row oneDNN falls back to a kernel that is a hundred times slower
-            rows = rows.expand(2, -1)
-        row_scales = _int8_scales(rows)  # [T, 1]
-        quantized = _to_int8(rows, row_scales)
-        product = multiply(
-            quantized, 1.0, 0, packed, weight_scales, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
-        ).mul_(row_scales)
-        if bias is not None:
-            product += bias
-        return product[:num_rows].to(x.dtype).view(*x.shape[:-1], num_outputs)
-
-    return multiply_int8
-
-
-def int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`F.linear` by an int4 copy of `weight`, which it keeps; a shape the operator lacks is kept as int8."""
-    num_outputs, num_inputs = weight.shape
-    group_size = next((size for size in _GROUP_SIZES if num_inputs % size == 0), None)
-    if group_size is None or num_outputs % _OUTPUTS_PER_TILE:
-        return int8_linear(weight, bias)
-    levels, table = _int4_levels(weight.float(), group_size)
-    if NativeQuantizedProduct.fits(weight, group_size):
-        group_scales, middles = table.float().unbind(-1)  # [groups, out]
-        return NativeQuantizedProduct(levels, group_scales, middles - 8 * group_scales, bias)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, _INNER_TILES)
-    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-
-    def multiply_int4(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, num_inputs).bfloat16()
-        product = multiply(rows, packed, group_size, table).to(x.dtype)
-        if bias is not None:
-            product += bias
-        return product.view(*x.shape[:-1], num_outputs)
-
-    return multiply_int4
-
-
-def _int8_scales(rows: Tensor) -> Tensor:
-    """The unit of each row [T, 1] float32: its largest magnitude is 127 of them."""
-    return (rows.abs().amax(dim=1, keepdim=True).float() / 127).clamp_(min=_TINY)
-
-
-def _to_int8(rows: Tensor, scales: Tensor) -> Tensor:
-    return (rows / scales).round_().to(torch.int8)
-
-
-def _int4_levels(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Levels 0 to 15 [out, in] int32, and the table [groups, out, 2] of scale and middle.
-
-    A weight is (level - 8) * scale + middle.
+    It is what a quantized model is compared with: the rounding of weights is in both, and a wrong kernel in one.
     """
-    groups = weight.view(weight.shape[0], -1, group_size)  # [out, groups, group]
-    lowest, highest = groups.aminmax(dim=-1)
-    scales = ((highest - lowest) / 15).clamp_(min=_TINY).bfloat16()  # [out, groups]
-    middles = (lowest + 8 * scales.float()).bfloat16()
-    levels = ((groups - middles.float()[..., None]) / scales.float()[..., None] + 8).round_().clamp_(0, 15)
-    return levels.to(torch.int32).view_as(weight), torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()
+    head = model.get_output_embeddings()
+    changed = []
+    for module in model.modules():
+        weight = weight_of(module)
+        kept = None if weight is None else quantize(weight, quantization, is_head=module is head)
+        if kept is not None:
+            module.forward = partial(_plain_product, module, kept)  # before the class's own, until it is deleted
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _plain_product(module: nn.Module, weight: QuantizedWeight, x: Tensor) -> Tensor:
+    bias: Tensor | None = module.bias if isinstance(module.bias, Tensor) else None
+    return F.linear(x.float(), weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def _quantized_linear(quantization: Quantization, is_head: bool, weight: Tensor, bias: Tensor | None) -> Linear:
+    kept = quantize(weight, quantization, is_head=is_head)
+    if kept is None:
+        return linear_of(weight, bias)
+    return NativeQuantizedProduct(kept.numbers, kept.scales, kept.bases, bias)
+
+
+def _float16(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-_HUGE, _HUGE).half().float()

@@ -78,7 +78,7 @@ def not_sharded(model: PreTrainedModel, size: int, reason: str) -> ConfigError:
 def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # its own
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except (ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ConfigError(f"model type {config.model_type!r} cannot be built: {error}") from error
     return model

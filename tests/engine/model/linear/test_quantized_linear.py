@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.config import CacheConfig, ModelConfig, Quantization
-from engine.model.linear.quantized_linear import can_quantize, int4_linear, int8_linear, linear_factory
+from engine.model.linear.quantized_linear import (
+    QuantizedWeight,
+    can_quantize,
+    linear_factory,
+    to_int4,
+    to_int8,
+)
 from engine.model.loader import model_version
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
@@ -19,9 +26,11 @@ from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.drafted_texts import check_drafts_change_no_token
 
-pytestmark = pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="the processor has no int8 units")
+pytestmark = pytest.mark.skipif(
+    not can_quantize(torch.device("cpu")), reason="no kernels for int8 and int4 weights here"
+)
 
-MAX_ERROR = {Quantization.INT8: 0.02, Quantization.INT4: 0.16}
+MAX_ERROR = {Quantization.INT8: 0.01, Quantization.INT4: 0.09}
 QUANTIZED = list(MAX_ERROR)
 
 
@@ -51,31 +60,55 @@ def test_no_rows_give_no_rows(quantization: Quantization) -> None:
     assert linear_factory(quantization)(torch.randn(64, 64), None)(torch.randn(0, 64)).shape == (0, 64)
 
 
-def test_an_int8_row_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_a_row_does_not_depend_on_the_rows_beside_it(quantization: Quantization) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 192).bfloat16() * torch.logspace(-3, 3, 40)[:, None].bfloat16()
-    multiply = int8_linear(torch.randn(128, 192).bfloat16(), None)
+    multiply = linear_factory(quantization)(torch.randn(128, 192).bfloat16(), None)
     assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
 
 
-def test_rows_and_weights_of_zeros_give_zeros() -> None:
-    assert torch.equal(int8_linear(torch.zeros(64, 64), None)(torch.randn(3, 64)), torch.zeros(3, 64))
-    assert torch.equal(int8_linear(torch.randn(64, 64), None)(torch.zeros(3, 64)), torch.zeros(3, 64))
-    assert torch.equal(int4_linear(torch.zeros(64, 64), None)(torch.randn(3, 64)), torch.zeros(3, 64))
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_rows_and_weights_of_zeros_give_zeros(quantization: Quantization) -> None:
+    make_linear, zeros = linear_factory(quantization), torch.zeros(3, 64)
+    assert torch.equal(make_linear(torch.zeros(64, 64), None)(torch.randn(3, 64)), zeros)
+    assert torch.equal(make_linear(torch.randn(64, 64), None)(zeros), zeros)
 
 
-def test_an_int4_weight_is_off_by_half_a_step_of_its_group_at_most() -> None:
+@pytest.mark.parametrize(("round_weight", "num_steps"), [(to_int8, 254), (to_int4, 15)])
+def test_a_weight_is_off_by_half_a_step_of_its_group_at_most(
+    round_weight: Callable[[Tensor], QuantizedWeight], num_steps: int
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 128) * torch.logspace(-2, 2, 64)[:, None]
-    restored = int4_linear(weight, None)(torch.eye(128)).t()
-    step = (weight.amax(dim=1) - weight.amin(dim=1)) / 15
-    rounding = 2**-7 * weight.abs().amax(dim=1)  # scale and middle are bfloat16, and so is the product
-    assert ((restored - weight).abs() <= (0.5 * step + 2 * rounding)[:, None]).all()
+    groups = weight.unflatten(1, (-1, 32))
+    lowest, highest = groups.aminmax(dim=-1)
+    width = highest - lowest if round_weight is to_int4 else 2 * groups.abs().amax(dim=-1)
+    rounding = 2**-10 * groups.abs().amax(dim=-1)  # scale and base are float16
+    error = (round_weight(weight).dequantized() - weight).abs().unflatten(1, (-1, 32))
+    assert (error <= (0.5 * width / num_steps + 2 * rounding)[..., None]).all()
 
 
-def test_a_shape_that_the_int4_operator_lacks_is_kept_as_int8() -> None:
+def test_groups_of_a_published_int4_format_are_kept_to_float16() -> None:
+    torch.manual_seed(0)
+    levels = torch.randint(0, 16, (64, 4, 32))
+    levels[..., 0], levels[..., 1] = 0, 15
+    scales, bases = torch.rand(2, 64, 4).half().float()
+    weight = (levels * scales[..., None] - bases[..., None]).flatten(1)
+    torch.testing.assert_close(to_int4(weight).dequantized(), weight, rtol=0, atol=2e-3)
+
+
+def test_the_head_of_an_int4_model_is_int8() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 96).bfloat16(), torch.randn(2, 96).bfloat16()
+    head = linear_factory(Quantization.INT4, is_head=True)(weight, None)
+    assert torch.equal(head(x), linear_factory(Quantization.INT8)(weight, None)(x))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_a_shape_that_the_kernel_does_not_take_is_kept_as_it_is(quantization: Quantization) -> None:
     weight, x = torch.randn(10, 33), torch.randn(2, 33)
-    assert torch.equal(int4_linear(weight, None)(x), int8_linear(weight, None)(x))
+    assert torch.equal(linear_factory(quantization)(weight, None)(x), F.linear(x, weight))
 
 
 @pytest.fixture(scope="module")
