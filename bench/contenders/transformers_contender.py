@@ -16,7 +16,8 @@ from bench.contenders.contender import Prompts, Run
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Return the checkpoint at `path`, ready to generate."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()  # type: ignore[no-any-return, no-untyped-call]  # transformers'
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return loaded
 
 
 class ArrivalStreamer(BaseStreamer):

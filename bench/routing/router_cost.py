@@ -111,7 +111,7 @@ async def _print_choices(num_workers: int, num_choices: int, reports_per_s: floa
         router = kind(
             deployment_id=deployment, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
         )
-        router.initialize_state(**(asdict(ROUTER) if kind is PrefixAwareRouter else {}))  # type: ignore[no-untyped-call]  # Ray's
+        router.initialize_state(**(asdict(ROUTER) if kind is PrefixAwareRouter else {}))
         router.update_replicas(cast(Any, replicas))
         await asyncio.sleep(WARM_UP_PAUSE_S)
         calls = _calls()
