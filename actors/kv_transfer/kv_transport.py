@@ -114,7 +114,7 @@ class PrefillTransport:
                     case FetchEnd():
                         return reply
         finally:
-            stream.cancel()  # type: ignore[no-untyped-call]  # Ray's
+            stream.cancel()
         return FetchEnd(order.fetch_id)
 
     @cached_property

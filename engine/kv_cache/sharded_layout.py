@@ -59,6 +59,6 @@ class ShardedKVLayout:
             for dim in (shape.key_dim, shape.value_dim)
         ]
         widths = [self.block_size * num_heads * num_bytes for num_heads, num_bytes in sizes]
-        parts = blocks.split(widths, dim=1)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        parts = blocks.split(widths, dim=1)
         pools = zip(parts, sizes, strict=True)
         return [pool.view(len(blocks), self.block_size, *size) for pool, size in pools]

@@ -53,7 +53,7 @@ class DrawnTokens:
         if token_ids.is_cuda:
             self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
             self._token_ids.copy_(token_ids, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event = torch.cuda.Event()
             self._event.record()
 
     def results(self) -> list[VerifyResult]:

@@ -133,7 +133,8 @@ class _Midlayer(nn.Module):
 
     def _heads(self, x: Tensor, num_heads: int) -> Tensor:
         """[B, N, heads * D] -> [B, heads, N, D]."""
-        return x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        result: Tensor = x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)
+        return result
 
 
 def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -73,7 +73,7 @@ def train(head: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Batches
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * schedule(progress)
         loss = loss_of(batches.next())
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

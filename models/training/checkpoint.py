@@ -16,7 +16,7 @@ def save_checkpoint(model: LlamaForCausalLM, folder: Path, repetition_penalty: f
     """
     rounded = LlamaForCausalLM(copy.deepcopy(model.config)).bfloat16()
     rounded.load_state_dict(model.state_dict())
-    rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers'
+    rounded.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=[END_OF_TEXT_ID, END_OF_TURN_ID],
         pad_token_id=END_OF_TEXT_ID,
@@ -38,4 +38,5 @@ def load_checkpoint(
 ) -> LlamaForCausalLM:
     """Return the model saved in `folder`, ready to answer."""
     with device or torch.device("cpu"):
-        return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()  # type: ignore[no-any-return, no-untyped-call]  # transformers'
+        loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        return loaded

@@ -87,7 +87,7 @@ def train(
     clock, saved_at, mean_loss = Clock(budget), 0.0, 0.0
     while (progress := clock.progress) < 1.0:
         loss = step_loss(progress)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(progress)
         clock.tick(budget.tokens_per_step)

@@ -138,7 +138,7 @@ async def _end(stream: DeploymentResponseGenerator[Any], is_finished: bool) -> N
                 async for _ in stream:
                     pass
                 return
-    stream.cancel()  # type: ignore[no-untyped-call]  # Ray's
+    stream.cancel()
 
 
 def _as_serving_error(error: BaseException) -> BaseException:
