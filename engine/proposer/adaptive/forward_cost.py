@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from engine.proposer.adaptive.acceptance import Floats, Ints
 
 _NUM_RECENT = 9  # passes whose median is the drift, which moves all sizes: up to four hiccups leave it alone
 _SHAPE_RATE = 0.05  # of a surprise beside the drift, at least so much is this size's own

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from engine.proposer.adaptive.acceptance import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,15 +49,7 @@ class Branch:
     def chain(self, block_ids: Seq[int]) -> Chain:
         """The branch's draft, to grow in `block_ids` behind the blocks it shares."""
         table = [*self.sequence.blocks.block_table[: self._first_block], *block_ids]
-        target = self.sequence.target_sequence
-        return Chain(
-            target,
-            [*target.token_ids, *self.after],
-            table,
-            self.num_drafts,
-            matcher=self.sequence.matcher,
-            position_offset=self.sequence.position_offset,
-        )
+        return self.sequence.chain([*self.sequence.target_sequence.token_ids, *self.after], table, self.num_drafts)
 
     @property
     def _first_block(self) -> int:

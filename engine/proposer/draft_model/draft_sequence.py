@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.proposer.common_prefix import num_equal
+from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.request_tokens import RequestTokens
@@ -77,6 +78,11 @@ class DraftSequence:
         if end < len(blocks.token_ids):
             return Span(token_ids, start, blocks.block_table, 0)
         return Span([*token_ids, *draft_ids], start, blocks.block_table, len(draft_ids) + 1)
+
+    def chain(self, prefix_ids: Seq[int], block_table: Seq[int], num_drafts: int) -> Chain:
+        """Return a chain of `num_drafts` drafts behind `prefix_ids` (the target's), whose KV goes to `block_table`."""
+        target, offset = self.target_sequence, self.position_offset
+        return Chain(target, prefix_ids, block_table, num_drafts, matcher=self.matcher, position_offset=offset)
 
     def computed(self, span: Span) -> None:
         """A `next_span` has been computed, in slots that follow the committed tokens where it has drafts."""

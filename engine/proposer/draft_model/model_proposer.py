@@ -44,6 +44,10 @@ class _DraftPlan:
     def request_id(self) -> str:
         return self.sequence.target_sequence.request_id
 
+    def chain(self) -> Chain:
+        sequence = self.sequence
+        return sequence.chain(sequence.target_sequence.token_ids, sequence.blocks.block_table, self.num_drafts)
+
 
 class ModelProposer:
     """Drafts by running a model; implements `Proposer`.
@@ -159,7 +163,7 @@ class ModelProposer:
     def _draft_chains(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """The drafts of those that have no tree, by request id; `logits [B, V]` are those of all."""
         rows = [row for row, plan in enumerate(ready) if plan.num_nodes == 0]
-        chains = [_chain(ready[row]) for row in rows]
+        chains = [ready[row].chain() for row in rows]
         if chains:
             self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
             self._model.grow(chains)
@@ -194,16 +198,3 @@ class ModelProposer:
         sequence = plan.sequence
         shape = shape_of(self._tree_config, sequence.target_sequence, plan.num_nodes, plan.num_drafts)
         return Tree(sequence.target_sequence, sequence.blocks, shape, plan.num_nodes, plan.num_drafts, sequence.matcher)
-
-
-def _chain(plan: _DraftPlan) -> Chain:
-    sequence = plan.sequence
-    target = sequence.target_sequence
-    return Chain(
-        target,
-        target.token_ids,
-        sequence.blocks.block_table,
-        plan.num_drafts,
-        matcher=sequence.matcher,
-        position_offset=sequence.position_offset,
-    )
