@@ -184,11 +184,6 @@ class BlockManager:
             for block_id in reversed(taken.block_ids):
                 self._pool.drop(block_id)
 
-    def clear(self) -> None:
-        """Forget the whole prefix cache; every sequence must have been released."""
-        self._pool.clear()
-        self._emit(CacheDelta(is_cleared=True))
-
     def check_integrity(self, sequences: Sequence[TokenBlocks]) -> None:
         """Assert every invariant of this class, given all sequences that hold blocks; for tests, O(N)."""
         counts = Counter(block_id for tokens in sequences for block_id in tokens.block_table)

@@ -97,12 +97,6 @@ class BlockPool:
             if self._contents[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
-    def clear(self) -> None:
-        """Forget every content; no block may be in use."""
-        assert self.num_free_blocks == self.num_blocks, "blocks in use cannot lose their keys"
-        self._contents = [None] * self.num_blocks
-        self._by_key.clear()
-
     def check_integrity(self, ref_counts: list[int]) -> None:
         """Assert the pool's invariants, given how often the sequences hold each block."""
         assert self._ref_counts == ref_counts, "reference counts differ from the block tables"

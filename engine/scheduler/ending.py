@@ -60,7 +60,6 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
 def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
     """Mark the sequence as ended and return its last chunk."""
     sequence.status = SequenceStatus.FINISHED
-    sequence.finish_reason = cut.finish_reason
     return chunk_of(sequence, cut, logprobs)
 
 

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.request_tokens import DraftRule, RequestTokens
-from protos.messages import FinishReason, GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
+from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -39,7 +39,6 @@ class Sequence(RequestTokens):
         self.is_held = False  # the draft writes a reasoning step of it; it keeps its slots and computes nothing
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
-        self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if they are wanted
         self.num_proposed = 0
         self.num_accepted = 0

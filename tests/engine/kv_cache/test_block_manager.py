@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine.kv_cache import block_manager
 from engine.kv_cache.block_manager import BlockManager
@@ -234,16 +234,6 @@ def test_deltas_carry_the_keys_of_the_blocks() -> None:
     assert deltas[2:] == [CacheDelta(removed=keys[2])]
 
 
-def test_clearing_forgets_every_block() -> None:
-    deltas: list[CacheDelta] = []
-    blocks = BlockManager(8, P, "m", deltas.append)
-    blocks.release(run(blocks, make_tokens(*range(9))))
-    blocks.clear()
-    assert deltas[-1] == CacheDelta(is_cleared=True)
-    assert blocks.adopt_prefix(make_tokens(*range(9))) == 0
-    blocks.check_integrity([])
-
-
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random lives of sequences, held against `SlowCache` after every operation."""
 
@@ -306,12 +296,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.live.remove(pair[0])
             self.blocks.release(pair[0])
             self.slow.release(pair[1])
-
-    @precondition(lambda self: not self.live)
-    @rule()
-    def clear(self) -> None:
-        self.blocks.clear()
-        self.slow.cached.clear()
 
     @invariant()
     def invariants_hold(self) -> None:

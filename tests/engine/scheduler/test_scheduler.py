@@ -95,6 +95,10 @@ class Bench:
         """One step in which the first `num_right` drafts of every sequence are what the target says."""
         return self.finish(self.scheduler.schedule(), num_right)
 
+    def reason_of(self, sequence: Sequence) -> FinishReason | None:
+        """The reason in the sequence's last chunk."""
+        return next(each for each in reversed(self.chunks) if each.request_id == sequence.request_id).finish_reason
+
     def finish(self, batch: Batch, num_right: int = 99) -> list[TokenChunk]:
         drafts = [
             self._draft(scheduled.sequence, scheduled.max_draft_tokens, min(num_right, scheduled.max_draft_tokens))
@@ -296,7 +300,7 @@ def test_admission_never_deadlocks_on_blocks() -> None:
     sequences = [bench.add(range(10 * i, 10 * i + 17), max_tokens=3) for i in range(4)]
     for _ in range(60):
         bench.step()
-    assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in sequences)
+    assert all(bench.reason_of(sequence) is FinishReason.LENGTH for sequence in sequences)
 
 
 def test_admission_leaves_a_block_for_each_running_sequence() -> None:
@@ -354,7 +358,7 @@ def test_a_request_ends_when_its_time_is_over() -> None:
     assert (last.request_id, last.finish_reason) == (running.request_id, FinishReason.TIMEOUT)
     assert waiting.status is SequenceStatus.FINISHED
     bench.run()
-    assert patient.finish_reason is FinishReason.LENGTH
+    assert bench.reason_of(patient) is FinishReason.LENGTH
 
 
 def test_a_deadline_does_not_outlive_its_request() -> None:
@@ -365,7 +369,7 @@ def test_a_deadline_does_not_outlive_its_request() -> None:
     bench.scheduler.add(again)
     bench.now_s = 6.0
     bench.run()
-    assert again.finish_reason is FinishReason.LENGTH
+    assert bench.reason_of(again) is FinishReason.LENGTH
 
 
 def test_the_models_length_ends_a_sequence() -> None:
@@ -373,7 +377,7 @@ def test_the_models_length_ends_a_sequence() -> None:
     sequence = bench.add(range(10), max_tokens=100, num_drafts=8)
     bench.run()
     assert len(sequence.token_ids) == 12
-    assert sequence.finish_reason is FinishReason.LENGTH
+    assert bench.reason_of(sequence) is FinishReason.LENGTH
 
 
 def test_tokens_behind_a_stop_token_are_dropped() -> None:
