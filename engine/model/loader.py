@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -62,8 +62,7 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
             f"{list(wanted)} by the configuration ({len(info['mismatched_keys'])} tensors differ)"
         )
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
-    placed: PreTrainedModel = model.to(device).eval().requires_grad_(False)
-    return placed
+    return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -97,10 +96,9 @@ def load_config(path: str) -> PreTrainedConfig:
     if _looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {error}") from error
-    return config
 
 
 def _looks_local(path: str) -> bool:

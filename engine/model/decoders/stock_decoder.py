@@ -59,10 +59,9 @@ class StockDecoder:
     def _hook(self) -> None:
         decoder = self._model.get_decoder()
         layers = getattr(decoder, "layers", None)
-        if self._taps.layers and not isinstance(layers, nn.ModuleList):
-            raise refusal(self._model, "its layers cannot be tapped for a head")
         for layer in self._taps.layers:
-            assert layers is not None, "checked above"
+            if not isinstance(layers, nn.ModuleList):
+                raise refusal(self._model, "its layers cannot be tapped for a head")
             if layer < len(layers):
                 layers[layer].register_forward_pre_hook(partial(self._see_input, layer), with_kwargs=True)
             else:

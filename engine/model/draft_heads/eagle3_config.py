@@ -20,6 +20,7 @@ from protos.errors import ConfigError
 _SUPPORTED = {"hidden_act": "silu", "model_type": "llama", "num_hidden_layers": 1, "attention_bias": False}
 _SUPPORTED |= {"mlp_bias": False, "use_sliding_window": False}
 _EXACT = {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LONG_ROPES = ("dynamic", "longrope")  # they change early positions when a sequence grows
 
 
@@ -136,10 +137,7 @@ def _config(
         vocab_size=target.vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,
         layer_prefix=layer_prefix,
-        norm_before_residual=bool(flags.get("norm_before_residual", False)),
-        norm_before_fc=bool(flags.get("norm_before_fc", False)),
-        fc_norm=bool(flags.get("fc_norm", False)),
-        norm_output=bool(flags.get("norm_output", False)),
+        **{name: bool(flags.get(name)) for name in _FLAGS},
     )
 
 

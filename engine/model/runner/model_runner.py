@@ -136,7 +136,10 @@ class ModelRunner:
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str) -> KVLayout:
-        version = _kv_version(self.model_version, head)
+        """Describe a block by all weights that it depends on: those of the head too, if it has files of its own."""
+        version = self.model_version
+        if head is not None and head.path is not None and head.kind.keeps_kv:
+            version += f" with head {model_version(head.path)}"
         layers = (*self._model.layer_shapes, *self._head_layers)
         return KVLayout(version, dtype, self.block_size, layers, _rounding(model))
 
@@ -250,13 +253,6 @@ def _rounding(model: ModelConfig) -> str:
     kernels = "torch's" if instructions is None else instructions.name
     capability = torch.backends.cpu.get_cpu_capability()
     return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
-
-
-def _kv_version(target_version: str, head: HeadConfig | None) -> str:
-    """Version of all weights that a block depends on: those of the head too, if it has files of its own."""
-    if head is None or head.path is None or not head.kind.keeps_kv:
-        return target_version
-    return f"{target_version} with head {model_version(head.path)}"
 
 
 def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, plan_attention: PlanAttention) -> bool:
