@@ -1,4 +1,9 @@
-"""Which nodes of a draft tree a row sees, as one integer per row: what the kernel reads in place of a mask."""
+"""Ancestors of a draft tree's rows as one integer per row, which the Triton kernel reads in place of a mask.
+
+A span's `parents` are the one source of a tree's visibility. torch adds a mask to scores
+(`engine.attention.tree_mask`), the Triton kernel tests bits, and the kernels for processors read each node's path
+(`engine.draft.path_to`): each reader has the form that it can use without building another.
+"""
 
 from __future__ import annotations
 

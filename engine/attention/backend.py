@@ -1,4 +1,4 @@
-"""Who computes attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX-512."""
+"""Choice of the attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX-512."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
 
 
 def is_triton(plan_attention: PlanAttention) -> bool:
-    """Whether that is our kernel on GPUs."""
+    """True for our kernel on GPUs."""
     return plan_attention not in (TorchAttention, BatchInvariantAttention, *_NATIVE)
 
 
 def check_kv_kind(kind: KVDtype, plan_attention: PlanAttention, device: torch.device) -> None:
-    """Whether `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
+    """Check that `plan_attention` on `device` reads a pool of `kind`: int8 is for processors, fp8 for our kernel.
 
     Raises:
         ConfigError: it does not.
@@ -97,14 +97,14 @@ def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministi
 
 
 def _obstacle_to_native(device: torch.device) -> str | None:
-    """Why our kernel for processors cannot run on `device`; None if it can."""
+    """Return the reason against our kernel for processors on `device`; None if it can run."""
     if device.type != "cpu":
         return f"the model runs on {device}, which is no processor"
     return "there is no native kernel for it here, and the log says why" if native_library() is None else None
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:
-    """Why our kernel cannot run on `device`; None if it can."""
+    """Return the reason against our kernel for GPUs on `device`; None if it can run."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type != "cuda":

@@ -165,5 +165,5 @@ def _whole_units(key_slots: Seq[int]) -> list[int]:
 
 
 def _first_key(place: int, window: int | None) -> int:
-    """Where the first unit begins that a row at `place` sees."""
+    """Return the index at which the first unit begins that a row at `place` sees."""
     return 0 if window is None else max(0, place - window + 1) // _UNIT * _UNIT

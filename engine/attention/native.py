@@ -151,7 +151,7 @@ def native_or_batch_invariant(spans: Seq[Span], cache: KVCache) -> NativeAttenti
 
 
 def fits(cache: KVCache) -> bool:
-    """Whether this process has the kernel, and it reads such a pool."""
+    """True if this process has the kernel and it reads such a pool."""
     if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVDtype.FP8:
         return False
     return cache.max_head_dim <= _MAX_DIM and native_library() is not None

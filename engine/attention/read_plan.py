@@ -1,4 +1,4 @@
-"""Which rows of a forward batch read which keys: index tensors and masks, built once per pass and used by every layer.
+"""Keys that the rows of a forward batch read: index tensors and masks, built once per pass and used by every layer.
 
 Rows of the pass are cut into *reads*. Short spans (decode and verification) are read many at a time, padded to a common
 number of rows and blocks; a prefill chunk is one read; so is a long span whose blocks are one run: it is read in place.
@@ -48,7 +48,7 @@ class Read:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
+        """True if the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
         return self.num_rows <= MAX_PACKED_ROWS
 
     def at_step(self, step: int) -> Read:

@@ -1,4 +1,4 @@
-"""Which keys the rows of a draft tree see: what lies before the tree, their ancestors, and themselves.
+"""Masks of draft trees for torch: a row sees the keys before the tree, its ancestors, and itself.
 
                 keys    ..., committed | a  b  c  d          a, b follow the committed tokens, c and d follow a
 row of c                 x   x       x | x     x

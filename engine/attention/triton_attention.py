@@ -31,7 +31,7 @@ _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """What the rows of draft trees see; for passes that hold a tree."""
+    """Ancestors and positions of the rows of draft trees, for passes that hold a tree."""
 
     ancestors: Tensor  # [T] int64, see engine.attention.ancestor_mask
     positions: Tensor  # [T] int32
@@ -69,7 +69,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What stored keys and values are multiplied by, for pools of float8; [H] float32 each."""
+    """Factors of stored keys and values, for pools of float8; [H] float32 each."""
 
     keys: Tensor
     values: Tensor

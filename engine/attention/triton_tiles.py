@@ -21,7 +21,7 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program reads, in the kernel's order of fields; places are those of the span's sequence."""
+    """Work of one program, in the kernel's order of fields; places are those of the span's sequence."""
 
     table_offset: int  # of the span's block table among those of all spans, end to end
     first_row: int  # of the span in the pass

@@ -1,4 +1,4 @@
-"""How large the kernel's tiles and splits are: read from the head sizes, the pass and the device, never tried out.
+"""Sizes of the kernel's tiles and splits: read from the head sizes, the pass and the device, never tried out.
 
 Trying them out at run time would wait for the device, and would let two replicas choose differently.
 """

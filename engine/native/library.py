@@ -25,7 +25,7 @@ SWITCH = "OUTRIDER_NATIVE"  # 0: never load them; avx2, avx512: use no more than
 
 
 class Instructions(IntEnum):
-    """What the kernels compute with, as `enum instructions`: the last bits of a sum may depend on it."""
+    """Instructions that the kernels compute with, as `enum instructions`: the last bits of a sum may depend on it."""
 
     AVX2 = 1
     AVX512 = 2
@@ -42,7 +42,7 @@ def native_library(minimum: Instructions = Instructions.AVX512) -> ctypes.CDLL |
 
 
 def native_instructions() -> Instructions | None:
-    """What the kernels use in this process, or None where it does without."""
+    """Return the instructions in use in this process; None where it does without kernels."""
     loaded = _loaded()
     return None if loaded is None else loaded[1]
 

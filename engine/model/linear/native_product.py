@@ -34,7 +34,7 @@ class NativeProduct:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
+        """True if this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
         if weight.dtype == torch.bfloat16:
             return has_tiles(weight)
         is_candidate = weight.dtype == torch.float32 and has_tiles(weight, minimum=Instructions.AVX2)
@@ -67,7 +67,7 @@ class NativeGate(NativeProduct):
 
 
 def has_tiles(weight: Tensor, num_inputs: int = 32, minimum: Instructions = Instructions.AVX512) -> bool:
-    """Whether this process has the kernels, and `weight` [out, in] is made of whole tiles of so many inputs."""
+    """True if this process has the kernels and `weight` [out, in] is made of whole tiles of so many inputs."""
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.numel() == 0:
         return False
     return weight.shape[0] % OUTPUTS == 0 and weight.shape[1] % num_inputs == 0 and native_library(minimum) is not None

@@ -26,12 +26,12 @@ _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, a
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this process multiplies by a packed `weight`, and gains from it."""
+    """True if this process multiplies by a packed `weight`, and gains from it."""
     return can_reorder(weight) or NativeProduct.fits(weight)
 
 
 def can_reorder(weight: Tensor) -> bool:
-    """Whether this build of torch does so by oneDNN, which reorders the weight."""
+    """True if this build of torch does so by oneDNN, which reorders the weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -91,7 +91,7 @@ def pack_linears(
 
 
 def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
+    """True if `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
     weight = weight_of(module)
     return weight is not None and (make_linear is not linear_of or can_pack(weight))
 

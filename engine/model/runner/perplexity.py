@@ -1,4 +1,4 @@
-"""How well a served model predicts a text: the price of quantized weights, apart from the check of their kernels."""
+"""Perplexity of a served model on a text: the price of quantized weights, apart from the check of their kernels."""
 
 from __future__ import annotations
 
