@@ -15,7 +15,7 @@ DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
 SERVED_smollm2 := $(SMOLLM2)
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-peers bench-speculation bench-gpu profile gpu-kit clean
+.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
 	@$(BIN)/python -m bench.pair
+
+bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP, demo, real and padded model; BENCH_ARGS="--threads default 1"
+	@$(BIN)/python -m bench.served.latency $(BENCH_ARGS)
 
 bench-peers: $(BENCH_INSTALLED)  ## docs/peers.md: OpenVINO GenAI, llama-server and Transformers against Outrider, on two threads
 	@$(BIN)/python -m bench.peers $(BENCH_ARGS)
