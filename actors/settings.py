@@ -21,10 +21,10 @@ class KVTransportKind(StrEnum):
 class DraftSettings:
     """The deployment's own source of drafts: any method but hybrid.
 
-    `model` and `cache` are set where the kind is a model, which then runs in a `DraftActor`; a head's files are in the
-    engine's configuration, for it runs in the target's process. `vocabulary` is how a model's tokens become the
-    target's. `fan_out` is the number of outcomes per position of a pass for which it drafts ahead; None: it drafts on
-    request only.
+    `model` and `cache` are set where the kind is a model, which runs in a `DraftActor` if the pair has a share for one,
+    else in the target's process. A head's files are in the engine's configuration. `vocabulary` is how a model's tokens
+    become the target's. `fan_out` is the number of outcomes per position of a pass for which it drafts ahead; None: it
+    drafts on request only.
     """
 
     kind: SpeculationMethod = SpeculationMethod.NONE

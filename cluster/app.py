@@ -90,6 +90,7 @@ def _placement_request(config: DeployConfig) -> PlacementRequest:
         prefill_threads=config.prefill.num_threads,
         num_ranks=config.target.tensor_parallel_size,
         draft_gpu=config.draft.gpu,
+        draft_process=config.draft.process,
     )
 
 

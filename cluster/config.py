@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection
-from cluster.schema.models import MODEL_KINDS, DraftSection, TargetSection, quoted
+from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, TargetSection, quoted
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
 from cluster.schema.section import EngineSection, reported
 from cluster.schema.speculation import DraftMode, SpeculationSection
@@ -55,6 +55,7 @@ class DeployConfig(EngineSection):
                 f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
                 f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
             )
+        yield from self._process_conflicts()
         yield from self._method_conflicts()
         if self.speculation.tree is not None and not self.draft.kind.can_branch:
             yield (
@@ -79,6 +80,26 @@ class DeployConfig(EngineSection):
             yield (
                 f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"
+            )
+
+    def _process_conflicts(self) -> Iterator[str]:
+        draft, num_ranks = self.draft, self.target.tensor_parallel_size
+        if draft.process is DraftProcess.TARGET and num_ranks > 1:
+            yield (
+                f"draft.process is 'target', and target.tensor_parallel_size {num_ranks} makes that {num_ranks} "
+                "processes; set draft.process to 'own'"
+            )
+        if self.speculation.mode is not DraftMode.ASYNC:
+            return
+        if draft.process is DraftProcess.TARGET:
+            yield (
+                "speculation.mode 'async' drafts while the target verifies, and draft.process is 'target', where they "
+                "take turns; set draft.process to 'own', or the mode to 'sync'"
+            )
+        elif draft.process is DraftProcess.AUTO and isinstance(draft.gpu, int) and num_ranks == 1:
+            yield (
+                f"speculation.mode 'async' drafts while the target verifies, and draft.gpu {draft.gpu} is the "
+                "target's, where they take turns in one process; set draft.gpu to 'own', or the mode to 'sync'"
             )
 
     def _method_conflicts(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from actors.settings import ProcessShare
+from cluster.schema.models import DraftProcess
 from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 
@@ -29,7 +30,9 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """The processes to be placed; thread counts are None where the user set none. `draft_gpu` is as in deploy.yaml.
+    """The processes to be placed; thread counts are None where the user set none.
+
+    `draft_gpu` and `draft_process` are as in deploy.yaml.
 
     A target and its draft model compute in turn, or side by side where `is_side_by_side`.
     """
@@ -44,11 +47,12 @@ class PlacementRequest:
     prefill_threads: int | None = None
     num_ranks: int = 1
     draft_gpu: str | int = "auto"
+    draft_process: DraftProcess = DraftProcess.AUTO
 
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node, and a prefill replica's. Without a draft model there is no draft process.
+    """One pair's share of a node, and a prefill replica's. `draft` is None where there is no draft process.
 
     The target's share has the threads of one of its ranks and the CPUs of all; so has a prefill replica's.
     """
@@ -83,6 +87,8 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
         ConfigError: the cluster is too small; names the need, the resources and the topology that was seen.
     """
     num_gpus = _gpus_per_pair(request, nodes, topology)
+    if request.has_draft_model and _is_in_target(request, num_gpus):
+        request = replace(request, has_draft_model=False)
     hosts = [node for node in nodes if node.num_gpus] if num_gpus else [node for node in nodes if node.num_cpus]
     if not hosts:
         raise ConfigError("no node of the cluster offers a CPU; start Ray with --num-cpus of at least 1")
@@ -101,6 +107,13 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
         prefill=ProcessShare(prefill_threads, num_prefill_cpus),
         num_prefill_gpus=request.num_ranks if num_gpus else 0,
     )
+
+
+def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
+    """True if the draft model runs in the target's process: as asked, or where one process has their one GPU."""
+    if request.draft_process is not DraftProcess.AUTO:
+        return request.draft_process is DraftProcess.TARGET
+    return num_gpus == request.num_ranks == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +161,8 @@ def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topolo
     least = min(_wanted_gpus(request))
     each = "a GPU each" if least == 1 else f"{least} GPUs each, on one node"
     remedy = "or add GPUs" if least == 1 else "target.tensor_parallel_size or draft.gpu, or add GPUs"
+    if request.has_draft_model and _has_to_part(request):
+        remedy = "set speculation.mode to 'sync', which lets the draft share the target's, or add GPUs"
     raise ConfigError(
         f"{request.num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
         f"lower pair.num_replicas (or autoscaling.max_replicas), {remedy} (seen: {topology})"
@@ -157,9 +172,16 @@ def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topolo
 def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:
     """Devices per pair, the best number first."""
     num_ranks = request.num_ranks
-    if not request.has_draft_model or isinstance(request.draft_gpu, int):
+    is_in_target = request.draft_process is DraftProcess.TARGET
+    if not request.has_draft_model or is_in_target or isinstance(request.draft_gpu, int):
         return (num_ranks,)
-    return (num_ranks + 1,) if request.draft_gpu == "own" else (num_ranks + 1, num_ranks)
+    return (num_ranks + 1,) if request.draft_gpu == "own" or _has_to_part(request) else (num_ranks + 1, num_ranks)
+
+
+def _has_to_part(request: PlacementRequest) -> bool:
+    """True if the draft may not share the GPU of a target of one rank: it would be in its process, and in its way."""
+    is_left_open = request.draft_process is DraftProcess.AUTO
+    return request.is_side_by_side and is_left_open and request.num_ranks == 1
 
 
 def _check_links(num_ranks: int, topology: NodeTopology) -> None:

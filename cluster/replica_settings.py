@@ -10,6 +10,7 @@ from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
 from cluster.placement import PairPlacement
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
+from protos.messages import SpeculationMethod
 
 _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
 
@@ -59,13 +60,13 @@ def _located(head: HeadConfig | None) -> HeadConfig | None:
 
 def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
     draft = config.draft
-    if draft.path is None or placement.draft is None:
+    if draft.path is None or draft.kind is not SpeculationMethod.MODEL:
         return DraftSettings(draft.kind)
     model = ModelConfig(
         resolve_model_path(draft.path),
         draft.dtype,
         quantization=draft.quantization,
-        num_threads=placement.draft.num_threads,
+        num_threads=None if placement.draft is None else placement.draft.num_threads,
         attention=draft.attention,
         generation_config=SamplingSource.NONE,
         graphs=config.target.graphs,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
+from actors.draft_loader import load_draft
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
-from engine.model.cuda_graphs.buckets import sized
-from engine.proposer.draft_model.loader import Drafter, load_drafter
-
-_PROMPT_SHARE = 4  # a draft reads as many times the target's tokens per step, and is still done sooner
 
 
 def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], None]) -> None:
@@ -22,7 +18,7 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     Raises:
         ConfigError: the model cannot be had, or does not fit the target.
     """
-    drafter = _drafter(settings)
+    drafter = load_draft(settings)
     proposer = drafter.proposer
     server = DraftServer(
         FrameListener(folder / DRAFT_SOCKET),
@@ -34,19 +30,3 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     )
     is_ready()
     server.run()
-
-
-def _drafter(settings: PairSettings) -> Drafter:
-    engine, draft = settings.engine, settings.draft
-    assert draft.model is not None, "a pair without a draft model starts no DraftActor"
-    assert draft.cache is not None, "and a draft model has a pool"
-    limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
-    return load_drafter(
-        replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),
-        draft.cache,
-        limits,
-        engine.model.path,
-        draft.vocabulary,
-        engine.speculation.tree,
-        draft.fan_out,
-    )

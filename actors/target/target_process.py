@@ -1,4 +1,4 @@
-"""The inside of a `TargetActor`: the target model, its engine, and the two sockets to shell and draft."""
+"""The inside of a `TargetActor`: the target model, its engine, its draft or the socket to it, and that to its shell."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
+from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
@@ -43,16 +44,16 @@ def serve_target(
     Raises:
         ConfigError: the model, its head, the pool or the limits do not fit.
     """
-    channel = _channel(settings, folder)
+    draft = _draft(settings, folder)
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
     kv_events = KVEventBuffer()
-    proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, channel)
-    core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=channel)
+    proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, draft)
+    core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=draft)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
-    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(channel))
+    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(draft))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
-    loop = EngineLoop(core, server.emit, channel.flush if channel else lambda: None, reporter)
+    loop = EngineLoop(core, server.emit, draft.flush if draft else lambda: None, reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)
     threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
@@ -66,14 +67,15 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _channel(settings: PairSettings, folder: Path) -> ChannelProposer | None:
+def _draft(settings: PairSettings, folder: Path) -> ChannelProposer | InProcessDraft | None:
+    """Return the draft model of the pair: that of its `DraftActor`, or where it has none, one in this process."""
     if settings.draft.kind is not SpeculationMethod.MODEL:
         return None
-    return ChannelProposer(folder / DRAFT_SOCKET)
+    return InProcessDraft.load(settings) if settings.draft_share is None else ChannelProposer(folder / DRAFT_SOCKET)
 
 
-def _stats_of(channel: ChannelProposer | None) -> Callable[[], DraftChannelStats]:
-    return (lambda: channel.stats) if channel else DraftChannelStats
+def _stats_of(draft: ChannelProposer | InProcessDraft | None) -> Callable[[], DraftChannelStats]:
+    return (lambda: draft.stats) if draft else DraftChannelStats
 
 
 def _runner(core: EngineCore) -> ModelRunner:

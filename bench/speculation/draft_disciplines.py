@@ -4,7 +4,8 @@
 
 Target and draft are two processes with a thread and a core each, as a pair has them on two cores. All contenders share
 one engine and take turns on the same prompts and seeds: plain decoding; sync; async; a replay of async's very drafts,
-which cost nothing there, so that its steps are bare verifications; and sync with both cores for the target.
+which cost nothing there, so that its steps are bare verifications; sync with both cores for the target; and the draft
+in the target's process, on its one core.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.settings import DraftSettings, PairSettings
+from actors.target.in_process_draft import InProcessDraft
 from bench.contenders.draft_child import CORES, own_cores, start_draft
 from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import CACHE, DEMO, padded_target
@@ -75,6 +77,7 @@ def main() -> None:
             Contender("async", ahead),
             Contender("replay", ReplayProposer(switch.recorded)),
             Contender("sync, 2 threads", sync, num_threads=2),
+            Contender("in process", InProcessDraft.load(settings)),
         ]
         for temperature in args.temperatures:
             for num_streams in args.streams:

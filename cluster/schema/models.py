@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -74,16 +75,27 @@ class TargetSection(EngineSection):
         return GraphConfig(self.cuda_graphs, tuple(self.cuda_graph_batches))
 
 
+class DraftProcess(StrEnum):
+    """The process in which a draft model computes."""
+
+    AUTO = "auto"  # the target's where they share a GPU, else its own
+    OWN = "own"
+    TARGET = "target"
+
+
 class DraftSection(Section):
     """The source of drafts.
 
-    `kind` model: a second model in its own process. medusa, eagle3, mtp: a head on the target's hidden states, in the
+    `kind` model: a second model. medusa, eagle3, mtp: a head on the target's hidden states, in the
     target's process, dtype, device and threads; the first two have files of their own, at `path`, and mtp is a layer
     among the target's own weights. ngram: the text itself. suffix: the text and earlier ones under the same cache_salt.
     none: plain decoding.
 
     `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
     tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
+
+    `process` is a draft model's: own, target (the two take turns on the target's GPU or threads), or auto, which is
+    target where they share a GPU, and own elsewhere.
 
     `gpu` is the GPU of a draft model on GPU nodes: `own` is one beside the target's, a number that of this rank of the
     target (0 where it has but one), auto an own one where every pair can have it, else the target's last.
@@ -96,6 +108,7 @@ class DraftSection(Section):
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
+    process: Annotated[DraftProcess, one_of(*DraftProcess)] = DraftProcess.AUTO
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 
     @property
@@ -114,8 +127,13 @@ class DraftSection(Section):
         own = self.model_fields_set - {"kind", "path"}
         if self.head is not None and own:
             yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
-        if self.kind is not SpeculationMethod.MODEL and "vocabulary" in self.model_fields_set:
-            yield f"vocabulary is for kind 'model', and the kind is '{self.kind}'; remove one of the two"
+        for name in ("vocabulary", "process"):
+            if self.kind is not SpeculationMethod.MODEL and name in self.model_fields_set:
+                yield f"{name} is for kind 'model', and the kind is '{self.kind}'; remove one of the two"
+        if self.process is DraftProcess.TARGET and self.gpu == "own":
+            yield "process 'target' has no GPU beside the target's, and gpu is 'own'; remove one of the two"
+        if self.process is DraftProcess.TARGET and self.num_threads is not None:
+            yield "process 'target' computes on the target's threads; remove num_threads, or set process to 'own'"
 
 
 def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:

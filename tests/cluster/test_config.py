@@ -115,6 +115,18 @@ def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
     assert config.speculation.fan_out == 2
     assert "set draft.kind to 'model'" in error_of(speculation={"mode": "async"}, draft={"kind": "suffix"})
     assert "fan_out 2 is for mode 'async'" in error_of(speculation={"fan_out": 2}, draft=draft)
+    assert "set draft.process to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "process": "target"})
+    assert "set draft.gpu to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "gpu": 0})
+
+
+def test_a_draft_in_the_targets_process_has_nothing_of_its_own():
+    draft = {"kind": "model", "path": "d", "process": "target"}
+    parse_config({**MINIMAL, "draft": draft})
+    assert "gpu is 'own'" in error_of(draft={**draft, "gpu": "own"})
+    assert "remove num_threads" in error_of(draft={**draft, "num_threads": 1})
+    assert "makes that 2 processes" in error_of(draft=draft, target={"path": "t", "tensor_parallel_size": 2})
+    assert "process is for kind 'model'" in error_of(draft={"kind": "ngram", "process": "target"})
+    assert "own, target" in error_of(draft={**draft, "process": "actor"})
 
 
 def test_model_draft_needs_a_path_and_ngram_takes_none():

@@ -1,0 +1,55 @@
+"""A drafter in the target's process: what goes wrong in it costs drafts, as the end of a draft process would."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TypeVar
+
+from engine.draft import NO_DRAFT, Draft
+from engine.proposer import Proposer
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.sequence.draft_query import DraftQuery
+from engine.sequence.request_tokens import RequestTokens
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+
+class GuardedProposer:
+    """Implements `Proposer` by another, which is switched off for good by its first exception.
+
+    That is logged once, and every later draft is `NO_DRAFT`.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self.is_on = True
+
+    def open(self, sequence: RequestTokens) -> None:
+        """Tell the proposer of the sequence."""
+        self._try(lambda: self._proposer.open(sequence), None)
+
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Return the proposer's drafts; without it none."""
+        return self._try(lambda: self._proposer.propose(queries), [NO_DRAFT] * len(queries))
+
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Tell the proposer what was committed."""
+        self._try(lambda: self._proposer.commit(sequences), None)
+
+    def close(self, request_id: str) -> None:
+        """Have the proposer forget the sequence."""
+        self._try(lambda: self._proposer.close(request_id), None)
+
+    def _try(self, act: Callable[[], _Answer], without: _Answer) -> _Answer:
+        # Broad, for it stands where the edge of a draft's own process would: no draft may end the target.
+        try:
+            return act()
+        except Exception:
+            logger.exception("the draft failed in the target's process and is off; plain decoding goes on")
+            self._proposer = NoProposer()
+            self.is_on = False
+            return without
