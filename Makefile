@@ -27,7 +27,7 @@ $(BIN)/pip:
 	@$(PYTHON) -m venv .venv
 
 $(INSTALLED): $(PACKAGE) | $(BIN)/pip
-	@echo "[1/4] installing into .venv (a few minutes the first time)"
+	@echo "installing into .venv (a few minutes the first time)"
 	@$(INSTALL) .
 	@touch $@
 

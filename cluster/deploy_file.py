@@ -40,20 +40,28 @@ def read_deploy_file(path: Path) -> DeployFile:
     Raises:
         ConfigError: there is no such file, it is not YAML, Serve refuses its part, or our `args` are wrong.
     """
-    deployment = _load(path)
+    return checked_deployment(_load(path), str(path))
+
+
+def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
+    """Check Serve's declarative configuration, which `source` names in messages.
+
+    Raises:
+        ConfigError: Serve refuses its part, or our `args` are wrong.
+    """
     try:
         schema = ServeDeploySchema.model_validate(deployment)
     except ValidationError as error:
-        raise ConfigError(f"Ray Serve does not accept {path}:\n{error}") from None
+        raise ConfigError(f"Ray Serve does not accept {source}:\n{error}") from None
     if mistakes := list(_unknown_keys(deployment)):
-        raise ConfigError(f"{path} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+        raise ConfigError(f"{source} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
     grpc = schema.grpc_options
     return DeployFile(
         deployment=deployment,
         http_host=schema.http_options.host,
         http_port=schema.http_options.port,
         grpc_port=grpc.port if grpc.grpc_servicer_functions else None,
-        config=parse_config(_our_args(schema, path)),
+        config=parse_config(_our_args(schema, source)),
     )
 
 
@@ -99,8 +107,8 @@ def _unknown(section: dict[str, Any], schema: type[BaseModel], where: str) -> It
     return (unknown_key(f"{where}{key}", str(key), valid) for key in section if key not in valid)
 
 
-def _our_args(schema: ServeDeploySchema, path: Path) -> dict[str, Any]:
+def _our_args(schema: ServeDeploySchema, source: str) -> dict[str, Any]:
     for application in schema.applications:
         if application.import_path == _BUILDER:
             return application.args
-    raise ConfigError(f"{path} has no application with import_path {_BUILDER}")
+    raise ConfigError(f"{source} has no application with import_path {_BUILDER}")

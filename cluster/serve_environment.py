@@ -26,6 +26,8 @@ _OWN_CLUSTER = {
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+_EVERY_CLUSTER = ("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE")
+_PROJECT = Path(__file__).resolve().parent.parent
 _HAPROXY = Path(__file__).with_name("haproxy.sh")
 _PROXY_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
@@ -56,12 +58,24 @@ def set_variables() -> None:
         os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY)
 
 
+def cluster_variables() -> dict[str, str]:
+    """Return the variables to set before `ray start` on every node of a cluster that is started by hand."""
+    variables = {
+        **FAST_PATH,
+        **{name: _OWN_CLUSTER[name] for name in _EVERY_CLUSTER},
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")])),
+    }
+    if sys.platform == "linux":
+        variables |= {"OUTRIDER_HAPROXY": get_haproxy_binary(), "RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY)}
+    return variables
+
+
 def warn_of_missing_variables() -> None:
     """Log the variables of the fast path that are not set."""
     missing = [f"{name}={value}" for name, value in FAST_PATH.items() if os.environ.get(name) != value]
     if missing:
         logger.warning(
             "Serve runs without its fast path (a fifth of the tokens per second, and some cancelled gRPC streams are "
-            "never noticed); set %s before `ray start`, or use `make serve`",
+            "never noticed); set %s before `ray start` (`outrider env` prints all), or use `outrider serve`",
             " ".join(missing),
         )

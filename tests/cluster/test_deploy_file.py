@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli import main
+from cluster.cli.__main__ import main
 from cluster.deploy_file import read_deploy_file
 from cluster.serve_environment import FAST_PATH, warn_of_missing_variables
 from protos.errors import ConfigError

@@ -7,44 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import _Interrupt, _InterruptedError, main
+from cluster.cli.__main__ import main
+from cluster.cli.ray_serving import Interrupt, InterruptedStartError
 
 
 @pytest.fixture
-def interrupt() -> Iterator[_Interrupt]:
+def interrupt() -> Iterator[Interrupt]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield _Interrupt()
+        yield Interrupt()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_insists(interrupt: _Interrupt, number: int):
+def test_the_first_signal_asks_and_the_second_insists(interrupt: Interrupt, number: int):
     os.kill(os.getpid(), number)
     assert interrupt.is_set.is_set()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
 
-def test_a_signal_that_ray_has_taken_is_heard_again(interrupt: _Interrupt):
+def test_a_signal_that_ray_has_taken_is_heard_again(interrupt: Interrupt):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     interrupt.listen()
     os.kill(os.getpid(), signal.SIGTERM)
     assert interrupt.is_set.is_set()
 
 
-def wait_interrupted(interrupt: _Interrupt) -> None:
+def wait_interrupted(interrupt: Interrupt) -> None:
     with interrupt.breaking():
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("waited on")
 
 
-def test_the_deployment_is_not_waited_for_any_more(interrupt: _Interrupt):
-    with pytest.raises(_InterruptedError):
+def test_the_deployment_is_not_waited_for_any_more(interrupt: Interrupt):
+    with pytest.raises(InterruptedStartError):
         wait_interrupted(interrupt)
-    with pytest.raises(_InterruptedError), interrupt.breaking():
+    with pytest.raises(InterruptedStartError), interrupt.breaking():
         pytest.fail("began in spite of it")
 
 

@@ -1,0 +1,43 @@
+"""`outrider`, or `python -m cluster.cli`: one home for every command.
+
+A command is a function in a file of its own whose parameters are typer's; it is added by one line here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from cluster.cli.check import check
+from cluster.cli.console import report_error
+from cluster.cli.env import env
+from cluster.cli.serve import serve
+from protos.errors import ServingError
+
+app = typer.Typer(
+    name="outrider",
+    help="Exact speculative decoding, served.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(check)
+app.command()(env)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    try:
+        app(args=arguments)
+    except ServingError as error:
+        report_error(error)
+        return 1
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

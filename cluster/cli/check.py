@@ -1,0 +1,55 @@
+"""`outrider check`: a deployment's mistakes, found without starting anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from cluster.cli.console import report
+from cluster.config import DeployConfig
+from cluster.deploy_file import DeployFile, read_deploy_file
+from cluster.model_files import check_models
+from cluster.model_path import resolve_model_path
+from cluster.preflight import check_memory
+from protos.errors import ConfigError
+from router.api_keys import ApiKeys
+
+
+def check(
+    deploy_file: Annotated[Path, Argument(metavar="deploy.yaml")],
+    quality: Annotated[
+        list[Path] | None,
+        Option(metavar="TEXT", help="also measure the target's perplexity on this file; may be given more than once"),
+    ] = None,
+) -> None:
+    """Check a deploy.yaml, its models and this machine's memory; start nothing."""
+    file = read_deploy_file(deploy_file)
+    check_deployment(file)
+    report(f"{deploy_file} is fine: model {file.config.model_id!r}")
+    if quality:
+        _report_quality(file.config, quality)
+
+
+def check_deployment(file: DeployFile) -> None:
+    """Raise ConfigError for a missing model, unreadable keys, or too little memory."""
+    check_models(file.config)
+    ApiKeys.from_file(file.config.ingress.api_keys_file)
+    check_memory(file.config)
+
+
+def _report_quality(config: DeployConfig, files: list[Path]) -> None:
+    # Not at the top: it loads torch, which no other command does in this process.
+    from engine.model.runner.perplexity import measure_quality
+
+    model = replace(config.to_engine().model, path=resolve_model_path(config.target.path))
+    try:
+        quality = measure_quality(model, [file.read_text(encoding="utf-8") for file in files])
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--quality cannot read its text: {error}; give files of UTF-8 text") from error
+    report(f"perplexity {quality.perplexity:.3f} on {quality.num_tokens} tokens, quantization {model.quantization}")
+    if quality.full_perplexity is not None:
+        excess = quality.perplexity / quality.full_perplexity - 1
+        report(f"           {quality.full_perplexity:.3f} without quantization: {excess:+.2%}")

@@ -1,0 +1,138 @@
+"""The deploy.yaml of `outrider serve MODEL`: a model and a few options become the file an operator would write."""
+
+from __future__ import annotations
+
+import difflib
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.model_path import resolve_model_path
+from protos.errors import ConfigError
+from router.ingress import GRPC_SERVICER_FUNCTIONS
+
+_DEMO = {
+    "model_id": "outrider-demo",
+    "target": {"path": "models/demo/target", "dtype": "float32"},
+    "draft": {"kind": "model", "path": "models/demo/draft", "dtype": "float32"},
+    "speculation": {"num_tokens": 3, "mode": "sync", "verify": "coupled"},
+    "cache": {"block_size": 16, "memory_gib": 1},
+    "scheduler": {"max_num_sequences": 64, "max_tokens_per_step": 2048},
+    "pair": {"num_replicas": 1},
+    "router": {"policy": "prefix"},
+    "ingress": {"num_replicas": 1},
+}
+_SMOLLM2 = {
+    "model_id": "smollm2-135m-instruct",
+    "target": {"path": ".cache/models/smollm2-135m-instruct", "dtype": "auto"},
+    "draft": {"kind": "suffix"},
+    "cache": {"memory_gib": 1},
+}
+BUNDLED: dict[str, dict[str, Any]] = {"demo": _DEMO, "smollm2": _SMOLLM2}
+_OWN_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own: names, not paths
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of the command line; None leaves a key to the deployment's default."""
+
+    model_id: str | None = None
+    draft: str | None = None
+    draft_kind: str = "model"
+    quantization: str | None = None
+    num_gpus: int | None = None
+    num_pairs: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = 9000  # None: no gRPC
+    settings: tuple[str, ...] = field(default=())  # KEY=VALUE
+
+
+def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
+    """Return Serve's declarative configuration for a model: a folder, a GGUF file, a Hub id or a bundled name.
+
+    Raises:
+        ConfigError: no such model, or a setting that is no KEY=VALUE.
+    """
+    args = _args(model)
+    if options.model_id is not None:
+        args["model_id"] = options.model_id
+    if options.draft is not None:
+        args["draft"] = _draft(options.draft, options.draft_kind)
+    for section, key, value in (
+        ("target", "quantization", options.quantization),
+        ("target", "tensor_parallel_size", options.num_gpus),
+        ("pair", "num_replicas", options.num_pairs),
+    ):
+        if value is not None:
+            args.setdefault(section, {})[key] = value
+    for setting in options.settings:
+        _set(args, setting)
+    application = {"name": "outrider", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": options.host, "port": options.port},
+        **_grpc_options(options.grpc_port),
+        "applications": [application],
+    }
+
+
+def to_yaml(deployment: dict[str, Any]) -> str:
+    """Return the text of the deploy.yaml."""
+    return yaml.safe_dump(deployment, sort_keys=False, width=120)
+
+
+def _grpc_options(port: int | None) -> dict[str, Any]:
+    if port is None:
+        return {}
+    functions = list(GRPC_SERVICER_FUNCTIONS)
+    return {"grpc_options": {"port": port, "grpc_servicer_functions": functions, "enable_reflection": True}}
+
+
+def _args(model: str) -> dict[str, Any]:
+    if model in BUNDLED:
+        return deepcopy(BUNDLED[model])
+    path = located(model)
+    model_id = Path(path).stem if path.endswith(".gguf") else Path(path).name if Path(path).is_dir() else path
+    return {"model_id": model_id, "target": {"path": path}, "draft": {"kind": "suffix"}, "cache": {"memory_gib": 4}}
+
+
+def located(model: str) -> str:
+    """Return a model's absolute path, or its Hub id as it is.
+
+    Raises:
+        ConfigError: it is neither, or looks like a mistyped bundled name.
+    """
+    if not Path(model).expanduser().exists() and (close := difflib.get_close_matches(model, BUNDLED, n=1)):
+        raise ConfigError(f"there is no model {model!r}; did you mean {close[0]!r}? (bundled: {', '.join(BUNDLED)})")
+    if not Path(model).expanduser().exists() and "/" not in model:
+        raise ConfigError(
+            f"there is no model {model!r}: no file or folder here ({Path.cwd()}), no bundled name "
+            f"({', '.join(BUNDLED)}) and no Hub id, which has the form 'org/name'"
+        )
+    return resolve_model_path(model)
+
+
+def _draft(draft: str, kind: str) -> dict[str, Any]:
+    if draft in _OWN_WAYS:
+        return {"kind": draft}
+    return {"kind": kind, "path": located(draft)}
+
+
+def _set(args: dict[str, Any], setting: str) -> None:
+    """Set a key by its path: `scheduler.max_num_sequences=8`."""
+    path, equals, value = setting.partition("=")
+    *sections, key = path.split(".")
+    if not equals or not all((*sections, key)):
+        raise ConfigError(f"--set {setting!r} is no KEY=VALUE; write e.g. --set cache.memory_gib=8")
+    for section in sections:
+        args = args.setdefault(section, {})
+        if not isinstance(args, dict):
+            raise ConfigError(f"--set {setting!r}: {section!r} is a value and has no keys; set it as a whole")
+    try:
+        args[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {setting!r}: its value is not YAML: {error}") from None

@@ -1,0 +1,96 @@
+"""`outrider serve`: a deploy.yaml, or a model and a few options, served on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from cluster.cli.check import check_deployment
+from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.cli.fetch import fetch_models
+from cluster.cli.ray_serving import serve_on_ray
+from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
+from cluster.preflight import check_ports
+from protos.errors import ConfigError
+
+_YAML = (".yaml", ".yml")
+
+
+class _DraftKind(StrEnum):
+    """The kinds of draft that have a path."""
+
+    MODEL = "model"
+    MEDUSA = "medusa"
+    EAGLE3 = "eagle3"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, Argument(metavar="MODEL", help=f"deploy.yaml, a folder, a .gguf file, a Hub id, or {' or '.join(BUNDLED)}")
+    ],
+    draft: Annotated[
+        str | None, Option(metavar="DRAFT", help="a model's folder or Hub id, or suffix, ngram, mtp, self, none")
+    ] = None,
+    draft_kind: Annotated[_DraftKind, Option(help="what the path of --draft holds")] = _DraftKind.MODEL,
+    model_id: Annotated[str | None, Option(help="the name that clients ask for")] = None,
+    quantization: Annotated[str | None, Option(help="of the target's weights: none, int8, int4, ...")] = None,
+    gpus: Annotated[int | None, Option(min=1, help="GPUs over which the target is sharded")] = None,
+    pairs: Annotated[int | None, Option(min=1, help="replicas of draft and target")] = None,
+    host: Annotated[str, Option(help="address for HTTP; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, Option(min=1, max=65535, help="port for HTTP")] = 8000,
+    grpc_port: Annotated[int, Option(min=0, max=65535, help="port for gRPC; 0 for none")] = 9000,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args, e.g. cache.memory_gib=8; repeatable"),
+    ] = None,
+    print_: Annotated[bool, Option("--print", help="print the deploy.yaml that would run, and start nothing")] = False,
+) -> None:
+    """Serve a model, or a deploy.yaml, on this machine until Ctrl-C."""
+    if model.endswith(_YAML):
+        _refuse_options(context)
+        file = read_deploy_file(Path(model))
+    else:
+        options = ServeOptions(
+            model_id=model_id,
+            draft=draft,
+            draft_kind=draft_kind,
+            quantization=quantization,
+            num_gpus=gpus,
+            num_pairs=pairs,
+            host=host,
+            port=port,
+            grpc_port=grpc_port or None,
+            settings=tuple(settings or ()),
+        )
+        file = checked_deployment(deployment_of(model, options), source=f"outrider serve {model}")
+    if print_:
+        print(to_yaml(file.deployment), end="")
+        return
+    _run(model, file)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Refuse options beside a deploy.yaml, which has all of them: two sources of one key would be ambiguous."""
+    given = [name for name, value in context.params.items() if name not in ("model", "print_")]
+    sources = {name: context.get_parameter_source(name) for name in given}
+    strange = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if strange:
+        names = ", ".join(f"--{'set' if name == 'settings' else name.replace('_', '-')}" for name in strange)
+        raise ConfigError(
+            f"{names}: a deploy.yaml has keys for this; change {context.params['model']}, or give a model"
+        )
+
+
+def _run(model: str, file: DeployFile) -> None:
+    check_ports(file)
+    fetch_models(model, file.config)
+    check_deployment(file)
+    try:
+        serve_on_ray(file)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

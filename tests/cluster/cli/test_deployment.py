@@ -1,0 +1,89 @@
+"""A model and a few options become the deploy.yaml that an operator would write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.cli.__main__ import main
+from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.config import parse_config
+from protos.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+FILES = {"demo": ROOT / "deploy.yaml", "smollm2": ROOT / "models" / "published" / "smollm2.deploy.yaml"}
+TARGET = str(ROOT / "models" / "demo" / "target")
+
+
+def args_of(model: str, **options: Any) -> dict[str, Any]:
+    return deployment_of(model, ServeOptions(**options))["applications"][0]["args"]
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_name_is_the_deploy_file_of_the_project(name: str):
+    assert yaml.safe_load(to_yaml(deployment_of(name, ServeOptions()))) == yaml.safe_load(FILES[name].read_text())
+
+
+def test_options_become_keys():
+    args = args_of(TARGET, draft=TARGET, quantization="int8", num_pairs=2, settings=("scheduler.max_model_len=99",))
+    config = parse_config(args)
+    assert (config.model_id, config.draft.path, config.target.quantization) == ("target", TARGET, "int8")
+    assert (config.pair.num_replicas, config.scheduler.max_model_len) == (2, 99)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "ngram", "none"])
+def test_a_draft_without_a_model_is_named_by_its_kind(draft: str):
+    assert parse_config(args_of(TARGET, draft=draft)).draft.kind == draft
+
+
+def test_a_bundled_deployment_is_not_changed_by_its_options():
+    args_of("demo", settings=("cache.memory_gib=7",))
+    assert args_of("demo")["cache"]["memory_gib"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("demoo", "did you mean 'demo'"), ("llama", "no Hub id, which has the form 'org/name'"), ("/a/b", "neither")],
+)
+def test_a_model_that_is_nowhere_is_refused_by_name(model: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        args_of(model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("cache", "no KEY=VALUE"), ("=1", "no KEY=VALUE"), ("model_id.a=1", "'model_id' is a value"), ("a=[", "not YAML")],
+)
+def test_a_setting_that_is_none_is_refused(setting: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        args_of("demo", settings=(setting,))
+
+
+def test_print_starts_nothing_and_its_text_is_a_deploy_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["serve", TARGET, "--draft", "ngram", "--port", "8123", "--grpc-port", "0", "--print"]) == 0
+    file = tmp_path / "deploy.yaml"
+    file.write_text(text := capsys.readouterr().out)
+    assert main(["serve", str(file), "--print"]) == 0
+    assert capsys.readouterr().out == text
+    assert "port: 8123" in text
+    assert "grpc_options" not in text
+
+
+def test_an_option_beside_a_deploy_file_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", str(FILES["demo"]), "--port", "8123", "--set", "a=1"]) == 1
+    assert "--port, --set: a deploy.yaml has keys" in capsys.readouterr().err
+
+
+def test_a_mistyped_key_of_a_setting_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "demo", "--set", "cache.memory_gb=1", "--print"]) == 1
+    assert "did you mean 'memory_gib'" in capsys.readouterr().err
+
+
+def test_env_prints_what_a_shell_can_evaluate(capsys: pytest.CaptureFixture[str]):
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "export RAY_SERVE_ENABLE_HA_PROXY=1" in lines
+    assert all(line.startswith("export ") for line in lines)
