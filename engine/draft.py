@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 WEIGHT_SUM = 1 << 16
+
+
+class DraftSource(StrEnum):
+    """The text that a draft was copied from; other drafts are those of the deployment's own model or head."""
+
+    PREDICTION = "prediction"  # the client's
+    SUFFIX = "suffix"
+    NGRAM = "ngram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +38,19 @@ class Draft:
 
     `parents` makes the tokens the nodes of a tree: the index of each one's parent, -1 where it follows the committed
     tokens. A parent comes before its children, and siblings in the order in which they were drawn. Empty for a chain.
+
+    `source` is None where the deployment's own model or head drafted.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution, ...] = ()
     parents: tuple[int, ...] = ()
+    source: DraftSource | None = field(default=None, compare=False)
 
     def head(self, num_tokens: int) -> Draft:
         """Return the first `num_tokens` tokens, which are a chain or a tree themselves."""
-        return Draft(self.token_ids[:num_tokens], self.distributions[:num_tokens], self.parents[:num_tokens])
+        token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
+        return Draft(token_ids, self.distributions[:num_tokens], parents, self.source)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the tokens from the first draft down to `node`, itself included; none for -1."""

@@ -50,6 +50,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.vocabulary import Vocabulary
 from engine.scheduler.async_scheduling import AsyncScheduling, Overlap, SyncScheduling
 from engine.scheduler.in_flight_batch import InFlightBatch
+from engine.scheduler.pass_sources import plain_reason, token_sources
 from engine.scheduler.prompt_logprobs import score_prompts
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -103,6 +104,7 @@ class EngineCore:
 
     Attributes:
         on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
+        on_drafted: called, before a pass that has drafts of requests that want to see them, with a chunk of each.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class EngineCore:
         self.last_times = StepTimes()
         self.rates = rates or RateMeter()
         self.on_computed: Callable[[Batch], None] = _ignore
+        self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
+        self._own_method = next((str(each) for each in speculation.config.methods if each.can_branch), "model")
         self._source = source or NoPrefillSource()
         self._steps = speculation.steps
         self._proposer = speculation.proposer
@@ -285,6 +289,7 @@ class EngineCore:
         has_progress = any([self._receive(), self._write_steps()])
         batch = self._schedule()
         drafts = self._propose(batch)
+        self._show_guesses(batch, drafts)
         logits = self._forward(batch, drafts)
         self._is_starved = not (has_progress or batch.scheduled)
         return InFlightBatch(batch, drafts, logits)
@@ -316,6 +321,16 @@ class EngineCore:
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
+
+    def _show_guesses(self, batch: Batch, drafts: Seq[CheckedDraft]) -> None:
+        """Hand out the drafts that are about to be verified, of requests that ask; of a tree the first branch."""
+        guesses = [
+            TokenChunk(each.sequence.request_id, (), guess_ids=draft.first_branch)
+            for each, draft in zip(batch.sampled, drafts, strict=True)
+            if each.sequence.request.returns_guesses and draft.num_valid > 0
+        ]
+        if guesses:
+            self.on_drafted(guesses)
 
     @timed("forward_s")
     def _forward(self, batch: Batch, drafts: Seq[CheckedDraft]) -> Tensor | None:
@@ -349,10 +364,22 @@ class EngineCore:
         self, issued: InFlightBatch, sampled: Seq[ScheduledSequence], verified: Seq[VerifyResult]
     ) -> list[TokenChunk]:
         self.on_computed(issued.batch)
+        self._report_sources(issued, sampled, verified)
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
         if self._budget is not None:
             self._plan_drafts(self._budget, issued, sampled, verified)
         return chunks
+
+    def _report_sources(
+        self, issued: InFlightBatch, sampled: Seq[ScheduledSequence], verified: Seq[VerifyResult]
+    ) -> None:
+        """Note where the tokens of those that ask come from, before they are committed."""
+        for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True):
+            if (report := each.sequence.report) is not None:
+                is_open = self._budget is None or self._budget.is_open(each.sequence)
+                method = str(draft.draft.source or self._own_method)
+                reason = plain_reason(each, draft, is_class_open=is_open)
+                report.record(token_sources(draft, outcome, method), method, reason)
 
     def _plan_drafts(
         self,
@@ -421,5 +448,5 @@ def _speculation(
     return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
 
 
-def _ignore(batch: Batch) -> None:
-    """Do nothing with a batch."""
+def _ignore(news: object) -> None:
+    """Do nothing with a batch, or with drafts."""

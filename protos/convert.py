@@ -22,6 +22,8 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     fields: dict[str, object] = {}
     for descriptor, value in request.ListFields():
         fields[descriptor.name] = _plain(descriptor.name, value)
+    if "include_drafts" in fields:
+        fields |= {"stream": True, "stream_options": {"include_drafts": fields.pop("include_drafts")}}
     token_ids = fields.pop("prompt_token_ids", None)
     if token_ids is not None:
         if "prompt" in fields:

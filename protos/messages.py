@@ -67,6 +67,33 @@ class SpeculationMethod(StrEnum):
         )
 
 
+class TokenSource(StrEnum):
+    """The origin of a committed token; an accepted one also names the method of its draft (`accepted:model`)."""
+
+    ACCEPTED = "accepted"  # a draft that verification kept
+    FORCED = "forced"  # the only token that the grammar allowed there; drafted for free and kept
+    RECOVERED = "recovered"  # sampled where a draft was rejected
+    BONUS = "bonus"  # sampled behind drafts that were all kept
+    PLAIN = "plain"  # of a pass without drafts
+    STEP = "step"  # of an approximate reasoning step, or of the pass that judged it
+    PROMPT = "prompt"  # echoed
+
+
+class PlainReason(StrEnum):
+    """The reason of a pass without drafts."""
+
+    OFF = "off"  # the request, or the deployment, drafts nothing
+    PROMPT = "prompt"  # the pass that reads the end of the prompt gives the first token
+    LAST_TOKEN = "last_token"  # one token was left to generate
+    CLASS_OFF = "class_off"  # drafts slow such requests down, by measurement
+    LOAD = "load"  # no draft pays at this load, or this pass measured the baseline
+    NO_ROOM = "no_room"  # the pass or the KV pool was full
+    DRAFT_AWAY = "draft_away"  # the draft process was away or late, and no n-gram matched
+    NO_MATCH = "no_match"  # the text does not repeat itself here
+    CONSTRAINT = "constraint"  # the grammar forbade the first draft
+    INVALID = "invalid"  # the draft was no token of the target
+
+
 class GrammarKind(StrEnum):
     """The notation of a grammar: a JSON schema, a regular expression, a JSON list of texts, or Lark or GBNF rules."""
 
@@ -144,6 +171,7 @@ class SpeculationParams:
     method: SpeculationMethod | None = None
     is_approximate: bool = False
     threshold: float | None = None
+    explain: bool = False  # the answer counts the passes without drafts by their reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +195,13 @@ class GenerateRequest:
     prediction_token_ids: tuple[int, ...] = ()  # the output that the client expects; a draft, and nothing else
     session_id: str = ""  # shared by requests of one conversation; among equal pairs the router stays with the last one
     is_seeded: bool = False
+    returns_sources: bool = False  # chunks name the source of each token
+    returns_guesses: bool = False  # chunks without tokens hold the drafts of the pass that is computed
+
+    @property
+    def is_reported(self) -> bool:
+        """True if the answer tells where its tokens come from, or why drafts did not help."""
+        return self.returns_sources or self.speculation.explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +284,21 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationExplanation:
+    """Passes of one sequence so far: with drafts, by method, and without, by `PlainReason`."""
+
+    drafted: dict[str, int] = field(default_factory=dict)
+    plain: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: SpeculationExplanation) -> SpeculationExplanation:
+        return SpeculationExplanation(_sums(self.drafted, other.drafted), _sums(self.plain, other.plain))
+
+
+def _sums(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {key: left.get(key, 0) + right.get(key, 0) for key in {**left, **right}}
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens one engine step committed for one sequence; the last chunk carries the finish reason."""
 
@@ -261,6 +311,9 @@ class TokenChunk:
     speculation: SpeculationStats | None = None  # the sums so far
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt from its second token on; in the first chunk
     steps: StepStats | None = None  # the sums so far; None where the output is exact
+    sources: tuple[str, ...] = ()  # one per token when asked for, else empty
+    explanation: SpeculationExplanation | None = None  # the sums so far, when asked for
+    guess_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,3 +331,4 @@ class ModelCard:
     verify: VerifyMode = VerifyMode.COUPLED  # of a request that sets none
     has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    fingerprint: str = ""  # changes with weights, draft, kernels and settings of the text; empty: as model_version

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "prompt_token_ids", "max_tokens", "min_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "skip_special_tokens", "return_token_ids", "speculation", "cache_salt", "priority", "timeout_s", "user", "prediction", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    __slots__ = ("model", "prompt", "prompt_token_ids", "max_tokens", "min_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "skip_special_tokens", "return_token_ids", "speculation", "cache_salt", "priority", "timeout_s", "user", "return_token_sources", "include_drafts", "prediction", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
+    RETURN_TOKEN_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     GUIDED_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -77,13 +79,15 @@ class GenerateRequest(_message.Message):
     priority: int
     timeout_s: float
     user: str
+    return_token_sources: bool
+    include_drafts: bool
     prediction: str
     response_format: ResponseFormat
     guided_json: str
     guided_regex: str
     guided_choice: _containers.RepeatedScalarFieldContainer[str]
     guided_grammar: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., echo: _Optional[bool] = ..., logprobs: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., prediction: _Optional[str] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Iterable[str]] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., echo: _Optional[bool] = ..., logprobs: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., return_token_sources: _Optional[bool] = ..., include_drafts: _Optional[bool] = ..., prediction: _Optional[str] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Iterable[str]] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
 
 class ResponseFormat(_message.Message):
     __slots__ = ("type", "json_schema")
@@ -106,36 +110,40 @@ class JsonSchemaFormat(_message.Message):
     def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., schema: _Optional[str] = ..., strict: _Optional[bool] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("enabled", "num_tokens", "verify", "method", "mode", "threshold")
+    __slots__ = ("enabled", "num_tokens", "verify", "method", "mode", "threshold", "explain")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_tokens: int
     verify: str
     method: str
     mode: str
     threshold: float
-    def __init__(self, enabled: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., verify: _Optional[str] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., threshold: _Optional[float] = ...) -> None: ...
+    explain: bool
+    def __init__(self, enabled: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., verify: _Optional[str] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., threshold: _Optional[float] = ..., explain: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("id", "created", "model", "choices", "usage", "x_speculation")
+    __slots__ = ("id", "created", "model", "choices", "usage", "x_speculation", "system_fingerprint")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     X_SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     id: str
     created: int
     model: str
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     usage: Usage
     x_speculation: ApproximateSpeculation
-    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ...) -> None: ...
+    system_fingerprint: str
+    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., system_fingerprint: _Optional[str] = ...) -> None: ...
 
 class ApproximateSpeculation(_message.Message):
     __slots__ = ("exact", "steps_from_draft", "steps_rejected", "tokens_from_draft")
@@ -150,21 +158,23 @@ class ApproximateSpeculation(_message.Message):
     def __init__(self, exact: _Optional[bool] = ..., steps_from_draft: _Optional[int] = ..., steps_rejected: _Optional[int] = ..., tokens_from_draft: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "finish_reason", "logprobs")
+    __slots__ = ("index", "text", "token_ids", "finish_reason", "logprobs", "token_sources")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SOURCES_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    token_sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., token_sources: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage", "x_speculation")
+    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage", "x_speculation", "token_sources", "drafts")
     ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +183,8 @@ class GenerateChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     X_SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     id: str
     index: int
     text: str
@@ -181,7 +193,17 @@ class GenerateChunk(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     usage: Usage
     x_speculation: ApproximateSpeculation
-    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ...) -> None: ...
+    token_sources: _containers.RepeatedScalarFieldContainer[str]
+    drafts: Drafts
+    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., token_sources: _Optional[_Iterable[str]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+
+class Drafts(_message.Message):
+    __slots__ = ("token_ids", "text")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top")
@@ -202,7 +224,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens", "speculative_decoding")
+    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens", "speculative_decoding", "explanation")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +232,7 @@ class Usage(_message.Message):
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATIVE_DECODING_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -217,7 +240,30 @@ class Usage(_message.Message):
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
     speculative_decoding: SpeculativeDecoding
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ..., speculative_decoding: _Optional[_Union[SpeculativeDecoding, _Mapping]] = ...) -> None: ...
+    explanation: SpeculationExplanation
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ..., speculative_decoding: _Optional[_Union[SpeculativeDecoding, _Mapping]] = ..., explanation: _Optional[_Union[SpeculationExplanation, _Mapping]] = ...) -> None: ...
+
+class SpeculationExplanation(_message.Message):
+    __slots__ = ("passes", "plain_passes")
+    class PassesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PlainPassesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_PASSES_FIELD_NUMBER: _ClassVar[int]
+    passes: _containers.ScalarMap[str, int]
+    plain_passes: _containers.ScalarMap[str, int]
+    def __init__(self, passes: _Optional[_Mapping[str, int]] = ..., plain_passes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SpeculativeDecoding(_message.Message):
     __slots__ = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")

@@ -6,9 +6,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 from ray.serve.handle import DeploymentHandle
 
 from actors.channel.channel_proposer import ChannelProposer
@@ -20,12 +23,14 @@ from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
-from actors.shell_messages import TARGET_SOCKET, DraftChannelStats
+from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
 from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
+from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
+from engine.native.library import native_instructions
 from engine.proposer.dispatch.methods import proposer_of
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
@@ -53,6 +58,7 @@ def serve_target(
         core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(draft))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
+    core.on_drafted = lambda guesses: server.emit(StepOutput(tuple(guesses)))
     loop = EngineLoop(core, server.emit, draft.flush if draft else lambda: None, reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)
@@ -92,6 +98,7 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
         max_model_len=runner.max_model_len,
         eos_token_ids=runner.eos_token_ids,
         model_version=runner.model_version,
+        fingerprint=_fingerprint(runner, settings),
         block_size=runner.block_size,
         max_draft_tokens=speculation.max_num_tokens if speculation.can_draft else 0,
         speculation_methods=speculation.methods,
@@ -100,6 +107,22 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
         sampling_defaults=runner.sampling_defaults,
         probe_key=_probe_key(core),
     )
+
+
+def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
+    """Return a digest of what the text of a seed may depend on: weights, draft, numbers, kernels, verification."""
+    engine, draft = settings.engine, settings.draft
+    draft_path = draft.model.path if draft.model is not None else engine.head and engine.head.path
+    parts = (
+        runner.model_version,
+        str(draft.kind),
+        model_version(draft_path) if draft_path else "",
+        repr(replace(engine.model, path="")),
+        repr(engine.speculation),
+        repr(native_instructions()),
+        torch.__version__,
+    )
+    return "or_" + blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _probe_key(core: EngineCore) -> bytes:

@@ -12,7 +12,7 @@ from protos.messages import VerifyMode
 
 @dataclass(frozen=True, slots=True)
 class CheckedDraft:
-    """A draft, and how many of its leading tokens are in the vocabulary.
+    """A draft, and how many of its leading tokens are in the vocabulary; the grammar put the last `num_forced` there.
 
     Where an id is not, the draft ends with it: the model must not see it, but a verifier that tests ratios must know
     that something was proposed there; leaving it out would depend on the drawn token and bias the output.
@@ -20,6 +20,8 @@ class CheckedDraft:
 
     draft: Draft
     num_valid: int
+    num_forced: int = 0
+    was_proposed: bool = False  # the proposer had a draft, of which nothing may be left
 
     @property
     def computed(self) -> Draft:
@@ -29,6 +31,11 @@ class CheckedDraft:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return self.draft.token_ids[: self.num_valid]
+
+    @property
+    def first_branch(self) -> tuple[int, ...]:
+        """The computed tokens of a chain; of a tree those of its first branch."""
+        return _first_path(self.computed).token_ids if self.draft.parents else self.token_ids
 
     @property
     def is_cut(self) -> bool:
@@ -50,7 +57,7 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
         draft = _first_path(draft)
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     num_valid = vocabulary.num_known(draft.token_ids)
-    return CheckedDraft(draft.head(num_valid + 1), num_valid)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid, was_proposed=bool(draft.token_ids))
 
 
 def _num_well_formed(draft: Draft, max_depth: int) -> int:
@@ -71,4 +78,4 @@ def _first_path(draft: Draft) -> Draft:
             nodes.append(node)
     has_distributions = len(draft.distributions) == len(draft.token_ids)
     distributions = tuple(draft.distributions[node] for node in nodes) if has_distributions else ()
-    return Draft(tuple(draft.token_ids[node] for node in nodes), distributions)
+    return Draft(tuple(draft.token_ids[node] for node in nodes), distributions, source=draft.source)

@@ -21,9 +21,11 @@ def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -
     num_allowed = matcher.num_allowed(checked.token_ids)
     if distributions and num_allowed < len(token_ids):
         num_kept = num_allowed + 1
-        return CheckedDraft(Draft(token_ids[:num_kept], distributions[:num_kept]), num_allowed)
+        kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
+        return CheckedDraft(kept, num_allowed, was_proposed=True)
     kept_ids = token_ids[:num_allowed]
     forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
     drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
     forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
-    return CheckedDraft(Draft(drafted_ids, (*distributions, *forced_distributions)), len(drafted_ids))
+    drafted = Draft(drafted_ids, (*distributions, *forced_distributions), source=checked.draft.source)
+    return CheckedDraft(drafted, len(drafted_ids), len(drafted_ids) - num_allowed, checked.was_proposed)

@@ -44,6 +44,7 @@ def finished_before_start(sequence: Sequence) -> Cut | None:
 
 def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
     """Return the tokens that one pass committed, as a message."""
+    report = sequence.report
     return TokenChunk(
         request_id=sequence.request_id,
         token_ids=cut.token_ids,
@@ -54,6 +55,8 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         speculation=sequence.speculation_stats(),
         prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_output_tokens == len(cut.token_ids) else (),
         steps=sequence.step_stats,
+        sources=() if report is None else report.sources[: len(cut.token_ids)],
+        explanation=report.explanation() if report is not None and sequence.request.speculation.explain else None,
     )
 
 

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.token_report import TokenReport
 from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
 
 
@@ -43,6 +44,7 @@ class Sequence(RequestTokens):
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []
+        self.report = TokenReport() if request.is_reported else None  # None: nobody asks where its tokens come from
         self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 
     @property

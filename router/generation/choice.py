@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk, TokenSource
 from router.generation.choice_text import ChoiceText
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
@@ -72,6 +72,7 @@ def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tok
         text=prompt.text or decoded,
         token_ids=request.prompt_token_ids,
         text_offsets=tuple(offsets) if params.num_logprobs is not None else (),
+        sources=(TokenSource.PROMPT.value,) * len(offsets) if params.fields.return_token_sources else (),
     )
 
 

@@ -29,6 +29,7 @@ class ChoiceText:
         num_echoed_characters: int = 0,
     ) -> None:
         self._index = index
+        self._tokenizer = tokenizer
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = make_detokenizer(
             tokenizer, request.prompt_token_ids, skip_special_tokens=skip_special_tokens
@@ -64,6 +65,9 @@ class ChoiceText:
             logprobs=chunk.logprobs[:num_kept],
             text_offsets=tuple(offsets) if chunk.logprobs else (),
             finish_reason=finish_reason,
+            sources=chunk.sources[:num_kept],
+            guess_ids=chunk.guess_ids,
+            guess_text=self._tokenizer.decode(chunk.guess_ids) if chunk.guess_ids else "",
         )
 
     def _push(self, token_id: int) -> tuple[str, bool]:

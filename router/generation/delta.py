@@ -33,10 +33,13 @@ class Delta:
     text_offsets: tuple[int, ...] = ()  # where each token's text begins, in characters; with logprobs only
     finish_reason: FinishReason | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    sources: tuple[str, ...] = ()  # one per token if asked for
+    guess_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
+    guess_text: str = ""
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Return consecutive deltas of one choice as one."""
+    """Return consecutive deltas of one choice as one; drafts count where no token has come behind them."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -47,4 +50,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         text_offsets=tuple(offset for delta in deltas for offset in delta.text_offsets),
         finish_reason=deltas[-1].finish_reason,
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        sources=tuple(source for delta in deltas for source in delta.sources),
+        guess_ids=deltas[-1].guess_ids,
+        guess_text=deltas[-1].guess_text,
     )

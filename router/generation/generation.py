@@ -30,13 +30,13 @@ class Generation:
         backend: Backend,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
-        model_version: str,
+        system_fingerprint: str,
         tool_format: ToolFormat | None = None,
     ) -> None:
         self.id = params.request_id
         self.fields = params.fields
         self.num_choices = len(requests)
-        self.model_version = model_version
+        self.system_fingerprint = system_fingerprint
         self.created_s = int(time.time())
         self._params = params
         self._requests = requests

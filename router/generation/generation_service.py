@@ -182,7 +182,7 @@ class GenerationService:
             tokenizer=self.files.tokenizer,
             tool_format=self._format,
             metrics=self.metrics,
-            model_version=card.model_version,
+            system_fingerprint=card.fingerprint or card.model_version,
         )
 
 

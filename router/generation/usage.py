@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenChunk
+from protos.messages import GenerateRequest, SpeculationExplanation, SpeculationStats, StepStats, TokenChunk
 from protos.predicted_text import PredictedText
 from router.generation.delta import Delta
 
@@ -22,7 +22,8 @@ class PredictionUsage:
 class Usage:
     """Tokens of one client request; a prompt with several choices counts once.
 
-    `speculation` is None while no choice has reported it, `steps` wherever the output is exact.
+    `speculation` is None while no choice has reported it, `steps` wherever the output is exact, `explanation` where
+    nobody has asked.
     """
 
     prompt_tokens: int
@@ -31,6 +32,7 @@ class Usage:
     speculation: SpeculationStats | None = None
     prediction: PredictionUsage | None = None  # where the client sent one
     steps: StepStats | None = None
+    explanation: SpeculationExplanation | None = None
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
@@ -49,6 +51,7 @@ class UsageMeter:
         self._num_cached = [0] * len(requests)
         self._num_generated = [0] * len(requests)
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
+        self._explanations: list[SpeculationExplanation | None] = [None] * len(requests)
         self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
         self._prediction_token_ids = requests[0].prediction_token_ids if requests else ()
         self._predicted = [PredictedText(self._prediction_token_ids) for _ in requests if self._prediction_token_ids]
@@ -61,11 +64,13 @@ class UsageMeter:
         for chunk in batch:
             self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
             self._speculation[index] = chunk.speculation or self._speculation[index]
+            self._explanations[index] = chunk.explanation or self._explanations[index]
             if self._steps is not None:  # such a request has one choice
                 self._steps = chunk.steps or self._steps
 
     def usage(self) -> Usage:
         """Return the sums so far."""
+        explained = [each for each in self._explanations if each is not None]
         known = [stats for stats in self._speculation if stats is not None]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
@@ -74,6 +79,7 @@ class UsageMeter:
             speculation=sum(known, SpeculationStats()) if known else None,
             prediction=self._prediction_usage() if self._predicted else None,
             steps=self._steps,
+            explanation=sum(explained, SpeculationExplanation()) if explained else None,
         )
 
     def _prediction_usage(self) -> PredictionUsage:

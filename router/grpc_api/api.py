@@ -74,6 +74,7 @@ class GrpcApi:
                 choices=[choice_message(choice, generation) for choice in choices],
                 usage=usage_message(generation.usage),
                 x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
+                system_fingerprint=generation.system_fingerprint,
             )
 
     async def generate_stream(

@@ -18,6 +18,7 @@ def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
         token_ids=choice.token_ids if generation.fields.return_token_ids else (),
         finish_reason=choice.finish_reason.value,
         logprobs=_logprobs(choice),
+        token_sources=choice.sources,
     )
 
 
@@ -32,6 +33,8 @@ def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
         finish_reason=delta.finish_reason.value if delta.finish_reason else "",
         logprobs=_logprobs(delta),
         x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
+        token_sources=delta.sources,
+        drafts=pb2.Drafts(token_ids=delta.guess_ids, text=delta.guess_text) if delta.guess_ids else None,
     )
 
 
@@ -52,4 +55,7 @@ def usage_message(usage: Usage) -> pb2.Usage:
     message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
     if usage.speculation is not None:
         message.speculative_decoding.CopyFrom(pb2.SpeculativeDecoding(**usage.speculation.figures()))
+    if usage.explanation is not None:
+        counts = pb2.SpeculationExplanation(passes=usage.explanation.drafted, plain_passes=usage.explanation.plain)
+        message.explanation.CopyFrom(counts)
     return message

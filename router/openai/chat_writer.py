@@ -26,7 +26,7 @@ from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation import Generation
 from router.openai.logprobs import chat_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
-from router.openai.usage import ApproximateSpeculation, ResponseMetrics
+from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
 from router.tokenizer.tokenizer import Tokenizer
 
 
@@ -34,6 +34,7 @@ class ChatChoice(chat_completion.Choice):
     """A choice of `/v1/chat/completions`."""
 
     token_ids: list[int] | None = None
+    token_sources: list[str] | None = None
 
 
 class Chat(ChatCompletion):
@@ -48,6 +49,7 @@ class ChatChunkChoice(chat_completion_chunk.Choice):
     """A choice in a chunk of `/v1/chat/completions`."""
 
     token_ids: list[int] | None = None
+    token_sources: list[str] | None = None
 
 
 class ChatChunk(ChatCompletionChunk):
@@ -56,6 +58,7 @@ class ChatChunk(ChatCompletionChunk):
     choices: list[ChatChunkChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
+    x_drafts: list[DraftEvent] | None = None
 
 
 class ChatWriter(ResponseWriter):
@@ -86,6 +89,8 @@ class ChatWriter(ResponseWriter):
                 logprobs=self._chunk_logprobs(delta),
                 **self._token_ids(delta),
             )
+        if delta.guess_ids:
+            yield ChatChunk(object="chat.completion.chunk", **self._drafts(delta))
 
     def last_chunks(self) -> Iterable[ChatChunk]:
         if self._fields.has_usage_chunk:

@@ -10,7 +10,7 @@ from openai.types import Completion, CompletionChoice
 from router.generation.delta import Delta
 from router.openai.logprobs import CompletionLogprobs, completion_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
-from router.openai.usage import ApproximateSpeculation, ResponseMetrics
+from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
 
 
 class TextChoice(CompletionChoice):
@@ -19,6 +19,7 @@ class TextChoice(CompletionChoice):
     finish_reason: Literal["stop", "length", "content_filter"] | None = None  # type: ignore[assignment]
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | None = None
+    token_sources: list[str] | None = None
 
 
 class TextCompletion(Completion):
@@ -27,6 +28,7 @@ class TextCompletion(Completion):
     choices: list[TextChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
+    x_drafts: list[DraftEvent] | None = None
 
 
 class CompletionWriter(ResponseWriter):
@@ -38,6 +40,8 @@ class CompletionWriter(ResponseWriter):
     def chunks(self, delta: Delta) -> Iterable[TextCompletion]:
         if self._has_news(delta):
             yield self._completion([self._choice(delta)], self._chunk_accounts(delta))
+        if delta.guess_ids:
+            yield TextCompletion(object="text_completion", **self._drafts(delta))
 
     def last_chunks(self) -> Iterable[TextCompletion]:
         if self._fields.has_usage_chunk:

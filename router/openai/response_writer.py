@@ -11,7 +11,14 @@ from pydantic import BaseModel
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
-from router.openai.usage import ApproximateSpeculation, ResponseMetrics, SpeculativeDecoding, usage_object
+from router.openai.usage import (
+    ApproximateSpeculation,
+    DraftEvent,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    explanation_object,
+    usage_object,
+)
 from router.tokenizer.tokenizer import Tokenizer
 
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
@@ -43,7 +50,7 @@ class ResponseWriter(ABC):
             "id": self._generation.id,
             "created": self._generation.created_s,
             "model": self._fields.model,
-            "system_fingerprint": self._generation.model_version,
+            "system_fingerprint": self._generation.system_fingerprint,
             **self._mark(),
         }
 
@@ -58,10 +65,13 @@ class ResponseWriter(ABC):
         return {"usage": usage_object(usage), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
-        stats = self._generation.usage.speculation
-        if stats is None:
+        usage = self._generation.usage
+        if usage.speculation is None:
             return {}
-        return {"metrics": ResponseMetrics(speculative_decoding=SpeculativeDecoding(**stats.figures()))}
+        metrics = ResponseMetrics(speculative_decoding=SpeculativeDecoding(**usage.speculation.figures()))
+        if usage.explanation is not None:
+            metrics.speculation_explanation = explanation_object(usage.explanation)
+        return {"metrics": metrics}
 
     def _chunk_accounts(self, delta: Delta) -> dict[str, Any]:
         """Return the accounts of one chunk: the last holds the metrics, unless one with the usage follows it."""
@@ -79,11 +89,18 @@ class ResponseWriter(ABC):
         return {"usage": usage_object(self._generation.usage) if is_wanted else None}
 
     def _token_ids(self, delta: Delta) -> dict[str, Any]:
-        return {"token_ids": list(delta.token_ids)} if self._fields.return_token_ids else {}
+        fields: dict[str, Any] = {"token_ids": list(delta.token_ids)} if self._fields.return_token_ids else {}
+        return {**fields, "token_sources": list(delta.sources)} if self._fields.return_token_sources else fields
+
+    def _drafts(self, delta: Delta) -> dict[str, Any]:
+        """Return the body of an event with drafts that are not verified yet; no choice, so no reader takes them."""
+        guess = DraftEvent(index=delta.index, token_ids=list(delta.guess_ids), text=delta.guess_text)
+        return {"choices": [], "x_drafts": [guess], **self._envelope(), **self._usage_so_far()}
 
     def _has_news(self, delta: Delta) -> bool:
         """True if the client sees anything of this delta."""
-        has_tokens = bool(delta.token_ids) and (bool(delta.logprobs) or bool(self._fields.return_token_ids))
+        is_listed = bool(self._fields.return_token_ids) or bool(self._fields.return_token_sources)
+        has_tokens = bool(delta.token_ids) and (bool(delta.logprobs) or is_listed)
         return bool(delta.text) or bool(delta.tool_calls) or has_tokens or delta.finish_reason is not None
 
 

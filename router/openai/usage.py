@@ -8,7 +8,21 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 
+from protos.messages import PlainReason, SpeculationExplanation
 from router.generation.usage import Usage
+
+PLAIN_REASONS = {
+    PlainReason.OFF: "This request, or the deployment, drafts nothing.",
+    PlainReason.PROMPT: "The pass that reads the end of the prompt gives the first token.",
+    PlainReason.LAST_TOKEN: "One token was left to generate.",
+    PlainReason.CLASS_OFF: "Drafts were measured to slow such requests down, and are off for them now.",
+    PlainReason.LOAD: "No draft pays at this load, or the pass measured decoding without drafts.",
+    PlainReason.NO_ROOM: "The pass or the KV cache was full.",
+    PlainReason.DRAFT_AWAY: "The draft was away or late.",
+    PlainReason.NO_MATCH: "The text so far says nothing of what comes next.",
+    PlainReason.CONSTRAINT: "The response format forbade the first draft token.",
+    PlainReason.INVALID: "The draft was no token of the target.",
+}
 
 
 class SpeculativeDecoding(BaseModel):
@@ -22,10 +36,27 @@ class SpeculativeDecoding(BaseModel):
     num_spec_steps: int
 
 
+class Explanation(BaseModel):
+    """`metrics.speculation_explanation`: passes with drafts by method, those without by reason, and the reasons."""
+
+    passes: dict[str, int]
+    plain_passes: dict[str, int]
+    reasons: dict[str, str]
+
+
+class DraftEvent(BaseModel):
+    """An entry of `x_drafts`: what is being verified behind the text of choice `index` so far."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+
+
 class ResponseMetrics(BaseModel):
     """`metrics` of a response body or of a stream's last chunk."""
 
     speculative_decoding: SpeculativeDecoding | None = None
+    speculation_explanation: Explanation | None = None
 
 
 class ApproximateSpeculation(BaseModel):
@@ -35,6 +66,12 @@ class ApproximateSpeculation(BaseModel):
     steps_from_draft: int
     steps_rejected: int
     tokens_from_draft: int
+
+
+def explanation_object(explanation: SpeculationExplanation) -> Explanation:
+    """Return the counts, with a sentence for each reason among them."""
+    reasons = {reason: PLAIN_REASONS[PlainReason(reason)] for reason in explanation.plain}
+    return Explanation(passes=explanation.drafted, plain_passes=explanation.plain, reasons=reasons)
 
 
 def usage_object(usage: Usage) -> CompletionUsage:

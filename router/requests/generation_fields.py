@@ -46,6 +46,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: with `include_usage`, every chunk has the usage so far
     include_obfuscation: bool | None = None
+    include_drafts: bool | None = None  # events with drafts that are not verified yet
 
 
 class SpeculationFields(Body):
@@ -57,6 +58,7 @@ class SpeculationFields(Body):
     method: str | None = None  # checked against the methods that the deployment offers
     mode: Annotated[SpeculationMode, Field(strict=False)] | None = None  # exact by default
     threshold: Annotated[float, Field(ge=0, le=MAX_STEP_SCORE)] | None = None  # of approximate steps
+    explain: bool | None = None  # the answer's metrics count the passes that went without drafts, by reason
 
     @property
     def is_off(self) -> bool:
@@ -115,6 +117,7 @@ class GenerationFields(Constraints):
     bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_token_sources: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
     timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -151,6 +154,11 @@ class GenerationFields(Constraints):
     def has_usage_chunk(self) -> bool:
         """True if the last chunk of the stream is to hold the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_draft_events(self) -> bool:
+        """True if the stream is to show drafts that are not verified yet."""
+        return self.stream_options is not None and bool(self.stream_options.include_drafts)
 
     @property
     def has_running_usage(self) -> bool:

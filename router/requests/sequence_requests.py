@@ -63,6 +63,8 @@ def _request(
         prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
         session_id=params.fields.prompt_cache_key or params.fields.user or "",
         is_seeded=params.fields.seed is not None,
+        returns_sources=bool(params.fields.return_token_sources),
+        returns_guesses=params.fields.has_draft_events,
     )
 
 

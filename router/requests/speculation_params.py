@@ -29,6 +29,7 @@ def speculation_params(wishes: SpeculationFields | None, card: ModelCard) -> Spe
         _method(wishes.method, card),
         wishes.mode is SpeculationMode.APPROXIMATE,
         wishes.threshold,
+        bool(wishes.explain),
     )
 
 

@@ -88,6 +88,10 @@ class DraftBudget:
         """Measured tokens per second against no speculation, by class of requests."""
         return {name: gate.meter.speedup for name, gate in self._gates.items()}
 
+    def is_open(self, sequence: Sequence) -> bool:
+        """False while drafts are switched off for the class of such requests."""
+        return self._gate(class_of(sequence)).is_open
+
     def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
         """Learn from a pass of these sequences and of so many rows of prompts besides.
 

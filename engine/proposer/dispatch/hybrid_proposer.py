@@ -62,11 +62,14 @@ class HybridProposer:
             if turn is None:
                 drafts.append(next(answers))
                 continue
-            draft = Draft(turn.token_ids[: query.max_draft_tokens]) if turn.is_match else next(answers)
+            draft = self._matched(turn, query) if turn.is_match else next(answers)
             # How a tree fared does not show in what was committed.
             turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
+
+    def _matched(self, turn: _Turn, query: DraftQuery) -> Draft:
+        return Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Learn how the last drafts fared, and choose for the next pass."""

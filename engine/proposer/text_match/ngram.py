@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.draft import NO_DRAFT, Draft
+from engine.draft import NO_DRAFT, Draft, DraftSource
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
@@ -48,7 +48,9 @@ class NgramProposer:
     def _draft(self, sequence: RequestTokens, num_tokens: int) -> Draft:
         table = self._tables.get(sequence.request_id)
         start = table.find(sequence.token_ids) if table is not None and num_tokens > 0 else None
-        return NO_DRAFT if start is None else Draft(copy_from(sequence.token_ids, start, num_tokens))
+        if start is None:
+            return NO_DRAFT
+        return Draft(copy_from(sequence.token_ids, start, num_tokens), source=DraftSource.NGRAM)
 
 
 class _ContinuationTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.draft import DraftSource
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.request_tokens import RequestTokens
 from protos.predicted_text import PredictedText
@@ -32,6 +33,8 @@ class PredictionMatcher:
     The prediction must not know the noise that will verify it: with verification other than `coupled`, a text that was
     sampled with the same seed would bias the output (the ingress refuses a prediction beside a seed there).
     """
+
+    source = DraftSource.PREDICTION
 
     def __init__(self) -> None:
         self._predictions: dict[str, _Prediction] = {}

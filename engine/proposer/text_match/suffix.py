@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.draft import NO_DRAFT, Draft
+from engine.draft import NO_DRAFT, Draft, DraftSource
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex
@@ -41,6 +41,8 @@ class SuffixProposer:
     what is kept of finished requests, at about 0.5 KB per token.
     """
 
+    source = DraftSource.SUFFIX
+
     def __init__(self, min_chance: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
         """Raises ConfigError for values out of range."""
         if not 0 < min_chance <= 1:
@@ -60,7 +62,7 @@ class SuffixProposer:
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         """Return the matches as drafts."""
         matches = [self.match(query.sequence, query.max_draft_tokens) for query in queries]
-        return [NO_DRAFT if match is None else Draft(match.token_ids) for match in matches]
+        return [NO_DRAFT if match is None else Draft(match.token_ids, source=self.source) for match in matches]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Learn from the last matches and index the new tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.draft import DraftSource
 from engine.sequence.request_tokens import RequestTokens
 
 
@@ -21,7 +22,12 @@ class TextMatcher(Protocol):
     """Tells at once, for every open sequence, what it would draft and how far the context supports it.
 
     A match is a function of committed tokens and of other texts, so every verifier treats it as certain.
+
+    Attributes:
+        source: the source of its drafts.
     """
+
+    source: DraftSource
 
     def is_for(self, sequence: RequestTokens) -> bool:
         """True if there can be matches for this sequence at all."""
