@@ -15,7 +15,7 @@ DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
 SERVED_smollm2 := $(SMOLLM2)
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit clean
+.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -105,6 +105,10 @@ gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with 
 		--python-version 3.12 --implementation cp --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 msgspec llguidance
 	@du -sh .gpu-kit
+
+page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM=/usr/bin/chromium
+	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
+		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) .
 
 clean:  ## remove the environment and every cache
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* *.egg-info

@@ -24,6 +24,7 @@ from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import read_body
 from router.openai.response_writer import ResponseWriter
+from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.token_ids import check_token_ids
@@ -31,7 +32,7 @@ from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes and scrapers, which have no key
+_OPEN_PATHS = frozenset({"/", "/health", "/metrics"})  # for the page, for probes and scrapers, which have no key
 
 
 class ServedModel(Model):
@@ -51,7 +52,7 @@ class OpenAIApi:
 
     async def authenticate(self, request: Request) -> None:
         """Refuse a call without a known key, if keys are configured."""
-        if request.url.path not in _OPEN_PATHS:
+        if request.url.path not in _OPEN_PATHS and not request.url.path.startswith(PAGE_PREFIX):
             self._api_keys.check(request.headers.get("authorization"))
 
     async def completions(self, request: Request) -> Response:
@@ -158,6 +159,7 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
         ("/metrics", api.metrics),
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
+    StaticPage().add_routes(app)
     return app
 
 

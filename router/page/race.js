@@ -1,0 +1,85 @@
+// One prompt and one seed, without drafts and with them; the badge compares token ids.
+
+import { post, settings, stream } from "/page/api.js";
+import { byId, showTrouble } from "/page/dom.js";
+import { readTokens, showTokens } from "/page/sources.js";
+
+function setBadge(text, kind) {
+  const badge = byId("badge");
+  badge.textContent = text;
+  badge.className = `badge ${kind}`;
+}
+
+async function run(name, body) {
+  const pane = byId(`race-${name}`);
+  const figure = byId(`race-${name}-figure`);
+  const result = { ids: [], sources: [], seconds: 0, rate: 0, metrics: null };
+  pane.textContent = "";
+  const began = performance.now();
+  let first = 0;
+  for await (const event of stream("/v1/completions", body)) {
+    const now = performance.now();
+    first ||= now;
+    for (const choice of event.choices) {
+      pane.append(document.createTextNode(choice.text));
+      result.ids.push(...choice.token_ids);
+      result.sources.push(...choice.token_sources);
+    }
+    result.metrics = event.metrics || result.metrics;
+    result.seconds = (now - began) / 1000;
+    result.rate = result.ids.length / result.seconds;
+    figure.textContent = `${result.ids.length} tokens in ${result.seconds.toFixed(2)} s: ${result.rate.toFixed(1)} tokens/s, first after ${((first - began) / 1000).toFixed(2)} s`;
+  }
+  return result;
+}
+
+function judge(off, on) {
+  const length = Math.max(off.ids.length, on.ids.length);
+  const differs = Array.from({ length }, (_, index) => off.ids[index] !== on.ids[index]).indexOf(true);
+  if (differs >= 0) {
+    setBadge(`different from token ${differs + 1} on: verification by rejection or in blocks keeps the distribution, not the text; so may rounding on a GPU`, "bad");
+    return;
+  }
+  const times = (on.rate / off.rate).toFixed(2);
+  setBadge(`✓ identical tokens: all ${length}, ${times} times the speed`, "good");
+}
+
+async function race() {
+  const body = {
+    model: settings.model,
+    prompt: byId("race-prompt").value,
+    max_tokens: Number(byId("race-tokens").value),
+    seed: Number(byId("race-seed").value),
+    temperature: Number(byId("race-temperature").value),
+    stream: true,
+    return_token_ids: true,
+    return_token_sources: true,
+  };
+  setBadge("", "");
+  for (const name of ["off", "on"]) byId(`race-${name}`).textContent = "";
+  byId("race-sources").replaceChildren();
+  const { tokens } = await post("/tokenize", { model: settings.model, prompt: body.prompt });
+  const warm = { ...body, max_tokens: 1, speculation: { enabled: false } };
+  for await (const _ of stream("/v1/completions", warm)); // the prompt is in the cache for both
+  const off = await run("off", { ...body, speculation: { enabled: false } });
+  const on = await run("on", body);
+  judge(off, on);
+  showTokens(byId("race-sources"), byId("race-detail"), await readTokens(tokens, on.ids), on.sources);
+}
+
+export function startRace() {
+  const form = byId("race-form");
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const button = form.querySelector("button");
+    button.disabled = true;
+    showTrouble(null);
+    try {
+      await race();
+    } catch (error) {
+      showTrouble(error);
+    } finally {
+      button.disabled = false;
+    }
+  });
+}
