@@ -37,13 +37,9 @@ class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target's first frame: it is loaded, holds no request, and serves this model.
-
-    `epoch` is its start in nanoseconds of wall-clock time: larger after every restart.
-    """
+    """The target's first frame: it is loaded, holds no request, and serves this model."""
 
     card: ModelCard
-    epoch: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -96,7 +92,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's numbers at `measured_at_s` (wall clock), between two steps, and the change of its cache."""
+    """The engine's numbers at `measured_at_s` (the node's monotonic clock), between two steps, and the change of its cache."""
 
     measured_at_s: float
     engine: EngineStats

@@ -104,6 +104,16 @@ class UnavailableError(ServingError):
     usual_retry_after_s = 1.0
 
 
+class ModelChangedError(ServingError):
+    """The pairs serve another model than the one the request was made for; an answer is of one model alone."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    error_type = "service_unavailable_error"
+    code = "model_changed"
+    usual_retry_after_s = 1.0
+
+
 class ShuttingDownError(ServingError):
     """The application is being taken down, and no replica is left: waiting for one would be in vain."""
 

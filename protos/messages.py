@@ -197,6 +197,7 @@ class GenerateRequest:
     is_seeded: bool = False
     returns_sources: bool = False  # chunks name the source of each token
     returns_guesses: bool = False  # chunks without tokens hold the drafts of the pass that is computed
+    model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty: any
 
     @property
     def is_reported(self) -> bool:
@@ -300,7 +301,11 @@ def _sums(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason."""
+    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason.
+
+    `request_id` is that of the attempt and `offset` the place of the tokens in the whole output, so a reader knows a
+    late, repeated or missing chunk from the next one.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -314,6 +319,7 @@ class TokenChunk:
     sources: tuple[str, ...] = ()  # one per token when asked for, else empty
     explanation: SpeculationExplanation | None = None  # the sums so far, when asked for
     guess_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
+    offset: int = 0  # tokens of the output before `token_ids`, those of earlier attempts included
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ class WorkerLoad:
     """One worker's load and its own measured rates, at one moment of its clock.
 
     Attributes:
-        epoch: larger after every restart; a signal of an older epoch is ignored.
-        measured_at_s: wall clock (`time.time`). The router adds what it sent after this moment and subtracts what the
+        epoch: counted by the worker's shell, one more for every target that greets; a signal of an older one is
+            ignored.
+        measured_at_s: on the reader's monotonic clock. The router adds what it sent after this moment and subtracts what the
             worker has computed since, so it must be the moment of measuring, not of sending.
         queued_prefill_tokens: prompt tokens accepted, not cached and not yet computed, those of running prefills
             included.

@@ -24,7 +24,7 @@ class StatusReporter:
         emit: Callable[[Status | Snapshot], None],
         kv_events: KVEventBuffer,
         cached_keys: Callable[[], Iterable[BlockKey]],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit = emit
         self._kv_events = kv_events

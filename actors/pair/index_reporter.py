@@ -51,7 +51,7 @@ class IndexReporter:
     index has missed a report or was restarted.
     """
 
-    def __init__(self, worker_id: str, sink: ReportSink, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, worker_id: str, sink: ReportSink, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker_id = worker_id
         self._sink = sink
         self._clock = clock
@@ -66,10 +66,9 @@ class IndexReporter:
         self._has_failed = False
         self._news = asyncio.Event()
 
-    def on_ready(self, epoch: int) -> None:
-        """Start over with a target that has greeted: its cache is unknown until its snapshot comes."""
-        if epoch != self._epoch:
-            self._epoch, self._sequence = epoch, 0
+    def on_ready(self) -> None:
+        """Start an epoch with a target that has greeted: its cache is unknown until its snapshot comes."""
+        self._epoch, self._sequence = self._epoch + 1, 0
         self._is_serving = True
         self._load = self._make_load(self._clock(), None)
         self._start_over()

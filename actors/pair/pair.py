@@ -30,6 +30,8 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 
 logger = logging.getLogger(__name__)
 
+_SIGN_OF_LIFE_S = 5.0
+
 
 class Pair:
     """One replica of the Serve deployment `Pair`.
@@ -68,10 +70,12 @@ class Pair:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
 
-        Closing the generator aborts the request.
+        An empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
+        the request.
 
         Raises:
             OverloadedError: refused, the pair is full.
+            ModelChangedError: refused, the request was made for another model.
             UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
         """
         arrived_s = time.monotonic()
@@ -82,8 +86,8 @@ class Pair:
             is_accepted = True
             is_finished = False
             while not is_finished:
-                chunks = await stream.next()
-                is_finished = chunks[-1].finish_reason is not None
+                chunks = await stream.next(_SIGN_OF_LIFE_S)
+                is_finished = bool(chunks) and chunks[-1].finish_reason is not None
                 yield chunks
         finally:
             self._admission.leave(time.monotonic() - arrived_s)

@@ -26,7 +26,7 @@ from actors.shell_messages import (
     StepOutput,
     TargetToShell,
 )
-from protos.errors import RequestError, UnavailableError
+from protos.errors import ModelChangedError, RequestError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ _READ_BYTES = 1 << 18
 class TargetListener(Protocol):
     """Gets the events of the target, in the shell's loop, between two greetings in this order."""
 
-    def on_ready(self, epoch: int) -> None:
-        """Take the greeting of a target; `epoch` is larger than that of every earlier one."""
+    def on_ready(self) -> None:
+        """Take the greeting of a target, which may be the one before after a lost connection."""
 
     def on_status(self, status: Status) -> None: ...
 
@@ -91,11 +91,12 @@ class TargetClient:
 
         Raises:
             UnavailableError: no target is connected.
+            ModelChangedError: the request was made for another model than the target's.
             RequestError: the request's id is in use.
         """
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", param="request_id")
-        self.require_card()
+        _check_version(request, self.require_card())
         stream = self._streams[request.request_id] = TokenStream()
         self._send(Add(request))
         return stream
@@ -164,10 +165,10 @@ class TargetClient:
                 pong = self._pongs.popleft()
                 if not pong.done():
                     pong.set_result(message)
-            case Ready(card, epoch):
+            case Ready(card):
                 self.card = card
                 self._is_ready.set()
-                self._listener.on_ready(epoch)
+                self._listener.on_ready()
             case Status():
                 self._listener.on_status(message)
             case Snapshot():
@@ -197,3 +198,12 @@ class TargetClient:
             if not pong.done():
                 pong.set_exception(lost)
         self._pongs.clear()
+
+
+def _check_version(request: GenerateRequest, card: ModelCard) -> None:
+    """Raise ModelChangedError if the request was validated, and perhaps begun, with other weights."""
+    if request.model_version not in ("", card.model_version):
+        raise ModelChangedError(
+            f"This answer is of model version {request.model_version}, and this pair serves {card.model_version} since "
+            "a redeployment; send the request again."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from protos.errors import ServingError
 from protos.messages import TokenChunk
@@ -25,13 +26,17 @@ class TokenStream:
         self._failure = error
         self._has_news.set()
 
-    async def next(self) -> list[TokenChunk]:
-        """Wait for a chunk, and return all that have queued up.
+    async def next(self, timeout_s: float | None = None) -> list[TokenChunk]:
+        """Wait for a chunk, and return all that have queued up; none after `timeout_s`.
 
         Raises:
             ServingError: the stream has failed, and its last chunk was taken.
         """
-        await self._has_news.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        if not self._has_news.is_set():
+            return []
         if not self._chunks:
             assert self._failure is not None, "woken for nothing"
             raise self._failure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop
@@ -38,7 +37,6 @@ class ShellServer:
         self._listener = listener
         self._card = card
         self._draft_stats = draft_stats
-        self._epoch = time.time_ns()
         self._connection: FrameConnection[ShellToTarget] | None = None
         self._is_closing = threading.Event()
 
@@ -66,7 +64,7 @@ class ShellServer:
 
     def _serve(self, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         try:
-            connection.send(Ready(self._card, self._epoch), _SEND_TIMEOUT_S)
+            connection.send(Ready(self._card), _SEND_TIMEOUT_S)
             self._connection = connection
             while not self._is_closing.is_set():
                 for message in connection.receive(_POLL_S):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ class FakePair:
             return
         replica = serve.get_replica_context()
         self._reporter = IndexReporter(replica.replica_id.unique_id, IndexClient(replica.app_name, ROUTER))
-        self._reporter.on_ready(time.time_ns())
+        self._reporter.on_ready()
         self._reporting = asyncio.create_task(self._reporter.run(self))
 
     def ask_snapshot(self) -> None:

@@ -1,21 +1,23 @@
 """A stream that outlives its pair: if the pair is lost, another goes on from the committed tokens.
 
 The committed ids and the seed are a sequence's whole state. With coupled verification the continuation is, token for
-token, that of the lost pair; with other modes it follows the same distribution.
+token, that of the lost pair; with other modes it follows the same distribution. Each attempt has an id of its own, and
+each chunk the place of its tokens in the output: a token is delivered once, however late or often it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from protos.backoff import Backoff
-from protos.errors import DeadlineExceededError, OverloadedError, ServingError, UnavailableError
-from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from protos.errors import DeadlineExceededError, ModelChangedError, OverloadedError, ServingError, UnavailableError
+from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk
 from router.backend.backend import Backend
 from router.config import IngressLimits
 
@@ -30,13 +32,21 @@ class MigratingBackend:
 
     A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
     accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, or its
-    own deadline has passed. `on_move` is called for every attempt after the first.
+    own deadline has passed. `on_move` is called for every attempt after the first, `on_model_change` where a pair has
+    refused a request that was made for another model.
     """
 
-    def __init__(self, inner: Backend, limits: IngressLimits, on_move: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        inner: Backend,
+        limits: IngressLimits,
+        on_move: Callable[[], None] = lambda: None,
+        on_model_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inner = inner
         self._limits = limits
         self._on_move = on_move
+        self._on_model_change = on_model_change
 
     async def describe(self) -> ModelCard:
         return await self._inner.describe()
@@ -51,9 +61,13 @@ class MigratingBackend:
             try:
                 async with aclosing(self._inner.generate(state.next_request())) as batches:
                     while not state.is_finished:
-                        yield await state.next_batch(batches)
+                        if batch := await state.next_batch(batches):
+                            yield batch
             except (UnavailableError, OverloadedError) as error:
                 await self._pause(state, error)
+            except ModelChangedError:
+                self._on_model_change()
+                raise
 
     async def _pause(self, state: MigrationState, error: ServingError) -> None:
         """Wait until the next attempt is due. Raises `error` if there is to be none."""
@@ -73,9 +87,14 @@ class MigrationState:
         self._started_s = time.monotonic()
         self._broken_since_s: float | None = None
         self._num_attempts = 0
+        self._num_moves = -1
+        self._attempt_id = request.request_id
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._was_accepted = False
-        self._silence_s = 0.0  # the longest wait for the next batch
+        self._silence_s = 0.0  # the longest wait for the next batch or sign of life
+        self._first_token_until_s = math.inf
+        self._past_speculation: SpeculationStats | None = None  # of the attempts before this one
+        self._speculation: SpeculationStats | None = None
         self.committed = list(request.output_token_ids)
         self.is_finished = False
 
@@ -86,6 +105,10 @@ class MigrationState:
     def next_request(self) -> GenerateRequest:
         """Return the request for the next pair: the same, from the committed tokens on, within the time left of it."""
         self._silence_s = self._limits.first_token_timeout_s
+        self._first_token_until_s = time.monotonic() + self._silence_s
+        self._num_moves += 1
+        self._past_speculation = self._speculation
+        self._attempt_id = f"{self.request_id}.{self._num_moves}" if self._num_moves else self.request_id
         timeout_s = self._request.timeout_s
         if timeout_s is not None:
             timeout_s -= time.monotonic() - self._started_s
@@ -96,13 +119,19 @@ class MigrationState:
         sampling = self._request.sampling
         if self.committed:  # the first chunk has come, and with it the logprobs of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)
-        return replace(self._request, output_token_ids=tuple(self.committed), timeout_s=timeout_s, sampling=sampling)
+        return replace(
+            self._request,
+            request_id=self._attempt_id,
+            output_token_ids=tuple(self.committed),
+            timeout_s=timeout_s,
+            sampling=sampling,
+        )
 
     async def next_batch(self, batches: AsyncGenerator[Sequence[TokenChunk], None]) -> Sequence[TokenChunk]:
-        """Read and record the pair's next batch.
+        """Read and record the pair's next batch, and return what it adds; nothing after a sign of life.
 
         Raises:
-            UnavailableError: the pair was silent for too long, ended its stream, or gave the sequence up.
+            UnavailableError: the pair was silent for too long, ended its stream, lost tokens, or gave the sequence up.
             DeadlineExceededError: the request's time is over.
         """
         try:
@@ -112,20 +141,34 @@ class MigrationState:
             raise UnavailableError("The pair ended its stream before the answer was complete.") from None
         except TimeoutError:
             raise UnavailableError(f"The pair has been silent for {self._silence_s} s.") from None
+        batch = [chunk for chunk in batch if chunk.request_id == self._attempt_id]
+        if not batch:
+            self._silence_s = min(self._limits.inter_token_timeout_s, self._first_token_until_s - time.monotonic())
+            return ()
         _refuse_early_end(batch)
-        self._record(batch)
-        return batch
+        return self._record(batch)
 
-    def _record(self, batch: Sequence[TokenChunk]) -> None:
-        """Keep the committed tokens; any progress restores the attempts and the time of a migration."""
+    def _record(self, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
+        """Keep and return the tokens that are new; any progress restores the attempts and the time of a migration."""
+        added = []
         for chunk in batch:
-            self.committed.extend(chunk.token_ids)
-            self.is_finished |= chunk.finish_reason is not None
+            if (new := _unread(chunk, len(self.committed))) is not None and not self.is_finished:
+                added.append(self._with_past(new))
+                self.committed.extend(new.token_ids)
+                self.is_finished = new.finish_reason is not None
+        self._first_token_until_s = math.inf
         self._silence_s = self._limits.inter_token_timeout_s
         self._was_accepted = True
         self._broken_since_s = None
         self._num_attempts = 0
         self._backoff.reset()
+        return added
+
+    def _with_past(self, chunk: TokenChunk) -> TokenChunk:
+        """Add the drafts of earlier attempts to those that the chunk counts."""
+        if chunk.speculation is not None:
+            self._speculation = chunk.speculation + (self._past_speculation or SpeculationStats())
+        return replace(chunk, speculation=self._speculation)
 
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
         """Return the seconds until the next attempt. Raises `error` if there is to be none."""
@@ -139,6 +182,31 @@ class MigrationState:
         if is_late or self._num_attempts > self._limits.max_migrations:
             raise error
         return self._backoff.next()
+
+
+def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:
+    """Return what a chunk adds to the committed tokens; None if all of it was there before.
+
+    Raises:
+        UnavailableError: tokens before it are missing.
+    """
+    if chunk.guess_ids:
+        return chunk  # a picture of the pass that is computed: no part of the output
+    num_read = num_committed - chunk.offset
+    if num_read < 0:
+        raise UnavailableError(f"{-num_read} tokens were lost on the way from the pair.")
+    if num_read == 0:
+        return chunk
+    if num_read >= len(chunk.token_ids) and (chunk.finish_reason is None or num_read > len(chunk.token_ids)):
+        return None
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[num_read:],
+        logprobs=chunk.logprobs[num_read:],
+        sources=chunk.sources[num_read:],
+        prompt_logprobs=(),
+        offset=num_committed,
+    )
 
 
 def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:

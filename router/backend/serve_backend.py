@@ -56,15 +56,16 @@ class ServeBackend:
         stream = cast("DeploymentResponseGenerator[Any]", Context().run(self._generate.remote, call))
         is_accepted = is_finished = False
         try:
-            batch = _batch_of(await self._first(call, stream))
-            is_accepted = True
-            self._routing.accepted(call, batch[0])
-            is_finished = _has_end(batch)
-            yield batch
-            async for item in stream:
+            item = await self._first(call, stream)
+            while not is_finished:
                 batch = _batch_of(item)
+                if batch and not is_accepted:
+                    is_accepted = True
+                    self._routing.accepted(call, batch[0])
                 is_finished = _has_end(batch)
                 yield batch
+                if not is_finished:
+                    item = await anext(stream)
         except (Exception, asyncio.CancelledError) as error:
             raise _as_serving_error(error) from error
         finally:
@@ -163,7 +164,7 @@ def _loss(cause: BaseException) -> str | None:
     """Return how the pair was lost; None for an error of another kind."""
     match cause:
         case StopAsyncIteration():
-            return "The pair that took this request said nothing."
+            return "The pair ended its stream before the answer was complete."
         case RayActorError() | DeploymentUnavailableError():
             return "The pair that served this request is gone."
         case RequestCancelledError() | asyncio.CancelledError() if not _is_caller_cancelled():

@@ -39,7 +39,7 @@ class GenerationService:
         self.config = config
         self.files = files
         self.metrics = metrics
-        self.backend = MigratingBackend(backend, config.limits, metrics.count_migration)
+        self.backend = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
         self.created_s = int(time.time())
         self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
         self._card: ModelCard | None = None
@@ -63,6 +63,9 @@ class GenerationService:
                 logger.warning("the model card could not be read again, going on with the old one: %s", error)
                 self._card_read_s = time.monotonic()
         return self._card
+
+    def _forget_card(self) -> None:
+        self._card = None
 
     async def fresh_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""

@@ -65,6 +65,7 @@ def _request(
         is_seeded=params.fields.seed is not None,
         returns_sources=bool(params.fields.return_token_sources),
         returns_guesses=params.fields.has_draft_events,
+        model_version=card.model_version,
     )
 
 

@@ -10,13 +10,11 @@ class TargetEvents:
 
     def __init__(self) -> None:
         self.changes: list[str] = []  # ready and lost
-        self.epochs: list[int] = []
         self.snapshots: list[bytes] = []
         self.numbers_running: list[int] = []
 
-    def on_ready(self, epoch: int) -> None:
+    def on_ready(self) -> None:
         self.changes.append("ready")
-        self.epochs.append(epoch)
 
     def on_status(self, status: Status) -> None:
         self.numbers_running.append(status.engine.num_running)

@@ -109,6 +109,7 @@ class FakeBackend:
                 num_cached_tokens=1,
                 speculation=stats if reason else None,
                 prompt_logprobs=_prompt_logprobs(request) if num_passes == 1 else (),
+                offset=len(tokens) - num_prompt - len(new),
             )
             if reason:
                 return

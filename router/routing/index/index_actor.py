@@ -29,19 +29,19 @@ class IndexActor:
 
     def __init__(self, config: RouterConfig) -> None:
         self._state = IndexState(config)
-        self._last_report_s = time.time()
+        self._last_report_s = time.monotonic()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def report(self, report: WorkerReport) -> bool:
         """Take in a worker's report; True asks it for a snapshot."""
-        self._last_report_s = time.time()
+        self._last_report_s = time.monotonic()
         self._start_sweeping()
         return self._state.report(report, self._last_report_s)
 
     async def select(self, query: RouteQuery) -> RouteReply:
         """Choose a worker for a request and reserve it."""
         self._start_sweeping()
-        return self._state.select(query, time.time())
+        return self._state.select(query, time.monotonic())
 
     async def withdraw(self, worker_id: str, request_id: str) -> None:
         """End the reservation of a request that the worker did not take."""
@@ -56,9 +56,9 @@ class IndexActor:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweeper")
 
     async def _sweep(self) -> None:
-        while time.time() - self._last_report_s < _LEAVE_AFTER_S:
+        while time.monotonic() - self._last_report_s < _LEAVE_AFTER_S:
             await asyncio.sleep(_SWEEP_S)
-            for worker_id in self._state.forget_silent(time.time()):
+            for worker_id in self._state.forget_silent(time.monotonic()):
                 logger.warning("pair %s has not reported for a while; its blocks are forgotten", worker_id)
         logger.info("no pair has reported for %.0f s; the index leaves", _LEAVE_AFTER_S)
         ray.kill(ray.get_runtime_context().current_actor)

@@ -56,11 +56,9 @@ class FakeTarget:
         self.keys: list[bytes] = []
         self.num_requests = 1
         self.num_snapshots = 0
-        self._epoch = 0
 
     def start(self) -> None:
-        self._epoch += 1
-        self.reporter.on_ready(self._epoch)
+        self.reporter.on_ready()
 
     def die(self) -> None:
         self.keys = []

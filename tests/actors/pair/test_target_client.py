@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from actors.shell_messages import DraftChannelStats, Refused
 from actors.target.shell_server import ShellServer
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
-from protos.errors import EngineError, RequestError, UnavailableError
+from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+from router.backend.migration import MigratingBackend
+from router.config import IngressLimits
 from tests.actors.target_events import TargetEvents
 
 CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
@@ -51,7 +54,7 @@ class CountingEngine:
         if 13 in request.prompt_token_ids:
             raise RequestError("13 is not served; choose another", param="prompt")
         self.requests[request.request_id] = request
-        self.counts[request.request_id] = 0
+        self.counts[request.request_id] = len(request.output_token_ids)
 
     def abort(self, request_id: str) -> TokenChunk | None:
         self.requests.pop(request_id, None)
@@ -74,7 +77,8 @@ class CountingEngine:
         is_last = token_id + 1 == request.sampling.max_tokens
         if is_last:
             del self.requests[request.request_id]
-        return TokenChunk(request.request_id, (token_id,), finish_reason=FinishReason.LENGTH if is_last else None)
+        reason = FinishReason.LENGTH if is_last else None
+        return TokenChunk(request.request_id, (token_id,), finish_reason=reason, offset=token_id)
 
 
 class Target:
@@ -120,6 +124,21 @@ async def client(folder: Path) -> AsyncIterator[TargetClient]:
     line = TargetClient(folder / "target.sock", TargetEvents())
     yield line
     await line.close()
+
+
+class ClientBackend:
+    """A pair's `generate` without the pair: attempts that are given up stay in the engine until their drop arrives."""
+
+    def __init__(self, client: TargetClient, sign_of_life_s: float | None = None) -> None:
+        self.request_ids: list[str] = []
+        self._client = client
+        self._sign_of_life_s = sign_of_life_s
+
+    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
+        self.request_ids.append(asked.request_id)
+        stream = self._client.add(asked)
+        while True:
+            yield await stream.next(self._sign_of_life_s)
 
 
 def request(request_id: str = "a", prompt: tuple[int, ...] = (1,), max_tokens: int = 5) -> GenerateRequest:
@@ -194,6 +213,39 @@ async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
         return (await client.ping(TIMEOUT_S)).engine.num_used_blocks == 0
 
     await eventually(is_free)
+
+
+async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(target, client):
+    await client.wait_connected(TIMEOUT_S)
+    target.engine.step_s = 0.2
+    backend = ClientBackend(client)
+    limits = IngressLimits(inter_token_timeout_s=0.1, first_token_timeout_s=1.0)
+    migrating = MigratingBackend(backend, limits)  # type: ignore[arg-type]  # it generates, and nothing else
+    stream = migrating.generate(request(max_tokens=4))
+    tokens = []
+    async for batch in stream:
+        tokens += [token_id for chunk in batch for token_id in chunk.token_ids]
+        target.engine.step_s = 0.2 if len(backend.request_ids) < 3 else 0.0
+    assert tokens == [0, 1, 2, 3]
+    assert backend.request_ids[:3] == ["a", "a.1", "a.2"]
+
+
+async def test_signs_of_life_keep_a_stream_with_its_pair_through_a_long_step(target, client):
+    await client.wait_connected(TIMEOUT_S)
+    target.engine.step_s = 0.3
+    backend = ClientBackend(client, sign_of_life_s=0.02)
+    limits = IngressLimits(inter_token_timeout_s=0.15)
+    migrating = MigratingBackend(backend, limits)  # type: ignore[arg-type]
+    chunks = [chunk async for batch in migrating.generate(request(max_tokens=3)) for chunk in batch]
+    assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,)]
+    assert backend.request_ids == ["a"]
+
+
+async def test_a_request_made_for_another_model_is_refused(target, client):
+    await client.wait_connected(TIMEOUT_S)
+    with pytest.raises(ModelChangedError, match="serves v"):
+        client.add(replace(request(), model_version="older"))
+    assert await collect(client, replace(request(), model_version="v")) == [0, 1, 2, 3, 4]
 
 
 async def test_an_id_in_use_is_refused(target, client):
@@ -272,4 +324,3 @@ async def test_a_listener_gets_load_and_cache_and_every_start_and_loss_of_the_ta
         await client.wait_connected(TIMEOUT_S)
     await client.close()
     assert events.changes[:3] == ["ready", "lost", "ready"]
-    assert events.epochs[0] < events.epochs[1]

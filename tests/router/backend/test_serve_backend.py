@@ -50,6 +50,7 @@ class ScriptedPair:
             return
         if request.prompt_token_ids[0] == COMES_LATE:
             await asyncio.sleep(0.2)
+        yield []  # a sign of life
         yield TokenChunk(request.request_id, (7,))
         if request.prompt_token_ids[0] in ERRORS:
             raise ERRORS[request.prompt_token_ids[0]]
@@ -92,7 +93,7 @@ def backend() -> ServeBackend:
 
 async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
     batches = [batch async for batch in backend.generate(GenerateRequest("r", (0,)))]
-    assert [[chunk.token_ids for chunk in batch] for batch in batches] == [[(7,)], [(8,), (9,)]]
+    assert [[chunk.token_ids for chunk in batch] for batch in batches] == [[], [(7,)], [(8,), (9,)]]
 
 
 async def test_a_stream_may_be_left(backend: ServeBackend) -> None:
@@ -124,7 +125,7 @@ async def test_errors_are_ours(
 async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
-    assert len([batch async for batch in open_backend(no).generate(late)]) == 2
+    assert len([batch async for batch in open_backend(no).generate(late)]) == 3
     with pytest.raises(ShuttingDownError):
         await anext(open_backend(yes).generate(late))
 
