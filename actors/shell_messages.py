@@ -92,7 +92,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's numbers at `measured_at_s` (the node's monotonic clock), between two steps, and the change of its cache."""
+    """The engine's numbers at `measured_at_s` of the node's monotonic clock, and the change of its cache."""
 
     measured_at_s: float
     engine: EngineStats

@@ -12,8 +12,8 @@ class WorkerLoad:
     Attributes:
         epoch: counted by the worker's shell, one more for every target that greets; a signal of an older one is
             ignored.
-        measured_at_s: on the reader's monotonic clock. The router adds what it sent after this moment and subtracts what the
-            worker has computed since, so it must be the moment of measuring, not of sending.
+        measured_at_s: on the reader's monotonic clock. The router adds what it sent after this moment and subtracts
+            what the worker has computed since, so it must be the moment of measuring, not of sending.
         queued_prefill_tokens: prompt tokens accepted, not cached and not yet computed, those of running prefills
             included.
         running_decode_tokens: context tokens of the sequences that decode now.

@@ -44,7 +44,7 @@ class FaultyPairs:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         fault, after, num_per_step = self._faults.pop(0) if self._faults else ("none", 0, 3)
         chunks = truth(request, num_per_step)
-        after = min(after, len(chunks) - 1) if chunks else 0
+        after = min(after, len(chunks) - 1)
         for batch in (*([chunk] for chunk in chunks[:after]), *self._faulty(fault, chunks, after)):
             if isinstance(batch, BaseException):
                 raise batch
@@ -58,29 +58,20 @@ class FaultyPairs:
         self, fault: str, chunks: list[TokenChunk], after: int
     ) -> Sequence[Sequence[TokenChunk] | BaseException | None]:
         rest = [[chunk] for chunk in chunks[after:]]
-        match fault:
-            case "lose":
-                return [*rest[1:], UnavailableError("lost")]
-            case "repeat":
-                return [*rest[:1], chunks[: after + 1], *rest[1:]]
-            case "late":
-                return [*rest[1:2], *rest[:1], *rest[2:], UnavailableError("lost")]
-            case "stale":
-                return [self._sent, *rest]
-            case "alive":
-                return [[], [], *rest]
-            case "silence":
-                return [None]
-            case "death":
-                return [UnavailableError("gone")]
-            case "full":
-                return [OverloadedError("full")] if after else [UnavailableError("gone")]
-            case "abort":
-                return [[replace(chunks[after], finish_reason=FinishReason.ABORT)]] if chunks else []
-            case "early end":
-                return []
-            case _:
-                return rest
+        lost = UnavailableError("lost")
+        behaviors: dict[str, Sequence[Sequence[TokenChunk] | BaseException | None]] = {
+            "lose": [*rest[1:], lost],
+            "repeat": [*rest[:1], chunks[: after + 1], *rest[1:]],
+            "late": [*rest[1:2], *rest[:1], *rest[2:], lost],
+            "stale": [self._sent, *rest],
+            "alive": [[], [], *rest],
+            "silence": [None],
+            "death": [lost],
+            "full": [OverloadedError("full") if after else lost],
+            "abort": [[replace(chunks[after], finish_reason=FinishReason.ABORT)]],
+            "early end": [],
+        }
+        return behaviors.get(fault, rest)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,7 +133,7 @@ async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyP
 async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
-    assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 2
+    assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 3
 
 
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
