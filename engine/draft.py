@@ -49,6 +49,8 @@ class Draft:
 
     def head(self, num_tokens: int) -> Draft:
         """Return the first `num_tokens` tokens, which are a chain or a tree themselves."""
+        if num_tokens >= len(self.token_ids):
+            return self
         token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
         return Draft(token_ids, self.distributions[:num_tokens], parents, self.source)
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import Launch, num_processors, paged_attention
-from engine.attention.triton_tiles import split_tiles, whole_tiles
+from engine.attention.triton_tiles import join_tables, num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling, choose_tiling, power_of_two
-from engine.indexing import upload
+from engine.indexing import send
 from engine.span import Span
 from models.fixtures.wide_fixture import WideShape
 
@@ -36,10 +36,10 @@ def sweep(seconds: Seconds, shape: WideShape, context: int, stages: int, block_n
     heads = Heads(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim)
     usual = choose_tiling(ROWS, heads, 2)
     tiling = Tiling(usual.block_m, block_n, usual.num_warps, stages)
-    tiles = whole_tiles(spans, None, tiling, group_size)
-    num_keys = sum(tile.end - tile.begin for tile in tiles)
-    split = max(_MIN_SPLIT_TOKENS, power_of_two(num_keys * heads.num_kv_heads // (programs * num_processors(device))))
-    tables = upload([block for span in spans for block in span.block_table], torch.int32, device)
+    tiles = whole_tiles(spans, None, tiling, group_size, _BLOCK_SIZE)
+    share = num_keys_of(tiles) * heads.num_kv_heads // (programs * num_processors(device))
+    split = max(_MIN_SPLIT_TOKENS, power_of_two(share))
+    tables = send(torch.from_numpy(join_tables(spans, _BLOCK_SIZE)), device)
     launch = Launch.of(split_tiles(tiles, split), tiling, group_size, tables, None)
     pool = (len(order), _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     keys, values = (torch.randn(pool, dtype=torch.bfloat16, device=device) for _ in range(2))

@@ -19,7 +19,7 @@ from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
 from engine.attention.triton_tiling import Heads
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.graph import CudaGraph, ForwardOutput
+from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.span import Span
 from models.fixtures.wide_fixture import WideShape
 
@@ -95,7 +95,7 @@ def measure_attention(
             out = paged_attention(query, keys, values, launch, options, scales)
         return ForwardOutput(out)
 
-    seconds = _median_s(CudaGraph(compute, None).replay) / num_pools
+    seconds = _median_s(GraphRecorder()(compute)) / num_pools
     num_bytes = batch * (context + rows) * layer.num_elements * kv_dtype.itemsize
     name = str(kv_dtype).removeprefix("torch.")
     rate = num_bytes / seconds

@@ -19,9 +19,9 @@ from triton import knobs
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiles import TilePlan, split_tiles, whole_tiles
+from engine.attention.triton_tiles import MergeField, TilePlan, join_tables, num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
-from engine.indexing import Index, upload
+from engine.indexing import Index, send, upload
 from engine.kv_cache.pool import KVCache
 from engine.span import Span
 
@@ -62,8 +62,8 @@ class Launch:
     def of(
         cls, plan: TilePlan, tiling: Tiling, group_size: int, block_tables: Tensor, masks: RowMasks | None
     ) -> Launch:
-        tiles, merges = (upload(rows, torch.int32, block_tables.device) for rows in plan.rows())
-        num_lanes = min(tiling.block_m, group_size * max((merge.num_rows for merge in plan.merges), default=0))
+        tiles, merges = (send(torch.from_numpy(rows).int(), block_tables.device) for rows in (plan.tiles, plan.merges))
+        num_lanes = min(tiling.block_m, group_size * int(plan.merges[:, MergeField.NUM_ROWS].max(initial=0)))
         return cls(tiling, block_tables, tiles, merges, plan.num_partials, num_lanes, masks)
 
 
@@ -165,15 +165,15 @@ class TritonAttention:
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._spans = spans
         self._cache = cache
-        block_ids = [block_id for span in spans for block_id in span.block_table]
-        self._block_tables = upload(block_ids, torch.int32, cache.device)
+        self._block_tables = send(torch.from_numpy(join_tables(spans, cache.block_size)), cache.device)
 
     def whole(self, slots: Index) -> TritonAttentionPass:
         return TritonAttentionPass(self._cache, slots, self._spans, self._block_tables)
 
     def step(self, step: int, slots: Index) -> TritonAttentionPass:
         spans = [span.at_step(step) for span in self._spans]
-        return TritonAttentionPass(self._cache, slots, spans, self._block_tables)
+        tables = send(torch.from_numpy(join_tables(spans, self._cache.block_size)), self._cache.device)
+        return TritonAttentionPass(self._cache, slots, spans, tables)
 
 
 class TritonAttentionPass:
@@ -200,9 +200,8 @@ class TritonAttentionPass:
 
     def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
         tiling = choose_tiling(max(len(span.token_ids) for span in self._spans), heads, itemsize)
-        tiles = whole_tiles(self._spans, window, tiling, heads.group_size)
-        num_keys = sum(tile.end - tile.begin for tile in tiles)
-        split_tokens = choose_split(num_keys, heads.num_kv_heads, num_processors(self._cache.device))
+        tiles = whole_tiles(self._spans, window, tiling, heads.group_size, self._cache.block_size)
+        split_tokens = choose_split(num_keys_of(tiles), heads.num_kv_heads, num_processors(self._cache.device))
         masks = RowMasks.of(self._spans, window, self._cache.device)
         return Launch.of(split_tiles(tiles, split_tokens), tiling, heads.group_size, self._block_tables, masks)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the tile list; triton_tiles.Tile has the same order.
+# Columns of the lists of work, as triton_tiles.TileField and MergeField number them.
 TILE_FIELDS = tl.constexpr(9)
 MERGE_FIELDS = tl.constexpr(5)
 

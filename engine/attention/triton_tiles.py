@@ -11,108 +11,126 @@ their length, so how a row's keys are grouped does not depend on the other spans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.attention.triton_tiling import Tiling
 from engine.span import Span
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Work of one program, in the kernel's order of fields; places are those of the span's sequence."""
-
-    table_offset: int  # of the span's block table among those of all spans, end to end
-    first_row: int  # of the span in the pass
-    num_rows: int  # of the span
-    start: int  # place of the span's first row
-    tree_start: int  # place of its tree's first node; the span's end where there is none
-    first_packed: int  # packed row of the span
-    begin: int  # keys [begin, end)
-    end: int
-    partial: int = -1  # where its sums go when other programs read the tile's other keys
+Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """A tile whose keys several programs read, in the kernel's order of fields."""
+class TileField(IntEnum):
+    """Columns of a list of tiles, the work of one program each; places are those of the span's sequence."""
 
-    first_row: int
-    num_rows: int
-    first_packed: int
-    first_partial: int
-    num_partials: int
+    TABLE_OFFSET = 0  # of the span's block table among those of all spans, end to end
+    FIRST_ROW = 1  # of the span in the pass
+    NUM_ROWS = 2  # of the span
+    START = 3  # place of the span's first row
+    TREE_START = 4  # place of its tree's first node; the span's end where there is none
+    FIRST_PACKED = 5  # packed row of the span
+    BEGIN = 6  # keys [begin, end)
+    END = 7
+    PARTIAL = 8  # where its sums go when other programs read the tile's other keys; -1: none do
+
+
+class MergeField(IntEnum):
+    """Columns of a list of merges: the tiles whose keys several programs read."""
+
+    FIRST_ROW = 0
+    NUM_ROWS = 1
+    FIRST_PACKED = 2
+    FIRST_PARTIAL = 3
+    NUM_PARTIALS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
     """The programs of one pass, longest first, and the tiles to be merged after them."""
 
-    tiles: tuple[Tile, ...]
-    merges: tuple[Merge, ...]
+    tiles: Ints  # [W, fields of a tile]
+    merges: Ints  # [tiles in splits, fields of a merge]
 
     @property
     def num_partials(self) -> int:
-        return sum(merge.num_partials for merge in self.merges)
-
-    def rows(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """`tiles` and `merges` as the kernels read them."""
-        return [astuple(tile) for tile in self.tiles], [astuple(merge) for merge in self.merges]
+        return int(self.merges[:, MergeField.NUM_PARTIALS].sum())
 
 
-def whole_tiles(spans: Seq[Span], window: int | None, tiling: Tiling, group_size: int) -> list[Tile]:
-    """Every packed row of `spans` in one tile, with all of the keys that any of its rows sees."""
-    tiles: list[Tile] = []
-    table_offset = first_row = 0
-    for span in spans:
-        tiles += _tiles_of(span, table_offset, first_row, window, tiling, group_size)
-        table_offset += len(span.block_table)
-        first_row += len(span.token_ids)
+def whole_tiles(spans: Seq[Span], window: int | None, tiling: Tiling, group_size: int, block_size: int) -> Ints:
+    """Every packed row of `spans` in one tile, with all of the keys that any of its rows sees: [W, fields].
+
+    A span's block table counts as many blocks as it needs, of `block_size` tokens each.
+    """
+    num_rows = np.array([len(span.token_ids) for span in spans])
+    starts = np.array([span.start for span in spans])
+    ends = starts + num_rows
+    num_blocks = -(-ends // block_size)
+    num_packed = num_rows * group_size
+    num_tiles = -(-num_packed // tiling.block_m)
+    columns = np.stack(
+        [
+            _before(num_blocks),
+            _before(num_rows),
+            num_rows,
+            starts,
+            [span.tree_start if span.parents else span.end for span in spans],
+        ],
+        axis=1,
+    )
+    tiles = np.empty((num_tiles.sum(), len(TileField)), np.int64)
+    tiles[:, : TileField.FIRST_PACKED] = np.repeat(columns, num_tiles, axis=0)
+    first_packed = tiling.block_m * (np.arange(len(tiles)) - np.repeat(_before(num_tiles), num_tiles))
+    last_row = np.minimum((first_packed + tiling.block_m - 1) // group_size, tiles[:, TileField.NUM_ROWS] - 1)
+    tiles[:, TileField.FIRST_PACKED] = first_packed
+    tiles[:, TileField.BEGIN] = 0
+    if window is not None:
+        begins = tiles[:, TileField.START] + first_packed // group_size - window + 1
+        if any(span.parents for span in spans):
+            # A node of a tree stands nearer to the root than its place says.
+            of_trees = np.repeat([span.first_key(window) if span.parents else -1 for span in spans], num_tiles)
+            begins = np.where(of_trees >= 0, of_trees, begins)
+        tiles[:, TileField.BEGIN] = np.maximum(begins, 0) // tiling.block_n * tiling.block_n
+    tiles[:, TileField.END] = tiles[:, TileField.START] + last_row + 1
+    tiles[:, TileField.PARTIAL] = -1
     return tiles
 
 
-def split_tiles(tiles: Seq[Tile], split_tokens: int) -> TilePlan:
+def split_tiles(tiles: Ints, split_tokens: int) -> TilePlan:
     """Cut tiles that read more than `split_tokens` keys."""
-    programs: list[Tile] = []
-    merges: list[Merge] = []
-    num_partials = 0
-    for tile in tiles:
-        splits = list(_splits(tile, split_tokens))
-        if len(splits) == 1:
-            programs.append(tile)
-            continue
-        programs += [replace(split, partial=num_partials + index) for index, split in enumerate(splits)]
-        merges.append(Merge(tile.first_row, tile.num_rows, tile.first_packed, num_partials, len(splits)))
-        num_partials += len(splits)
-    programs.sort(key=lambda program: program.begin - program.end)
-    return TilePlan(tuple(programs), tuple(merges))
+    begins, ends = tiles[:, TileField.BEGIN], tiles[:, TileField.END]
+    first_splits = begins // split_tokens
+    num_splits = -(-ends // split_tokens) - first_splits
+    num_partials = np.where(num_splits > 1, num_splits, 0)
+    first_partials = _before(num_partials)
+    programs = np.repeat(tiles, num_splits, axis=0)
+    index = np.arange(len(programs)) - np.repeat(_before(num_splits), num_splits)
+    split = (np.repeat(first_splits, num_splits) + index) * split_tokens
+    programs[:, TileField.BEGIN] = np.maximum(programs[:, TileField.BEGIN], split)
+    programs[:, TileField.END] = np.minimum(programs[:, TileField.END], split + split_tokens)
+    programs[:, TileField.PARTIAL] = np.where(
+        np.repeat(num_splits, num_splits) > 1, np.repeat(first_partials, num_splits) + index, -1
+    )
+    lengths = programs[:, TileField.END] - programs[:, TileField.BEGIN]
+    is_split = num_splits > 1
+    merged = (TileField.FIRST_ROW, TileField.NUM_ROWS, TileField.FIRST_PACKED)
+    merges = np.column_stack([*(tiles[:, field] for field in merged), first_partials, num_splits])[is_split]
+    return TilePlan(programs[np.argsort(-lengths, kind="stable")], merges)
 
 
-def _tiles_of(
-    span: Span, table_offset: int, first_row: int, window: int | None, tiling: Tiling, group_size: int
-) -> Iterator[Tile]:
-    num_rows = len(span.token_ids)
-    for first_packed in range(0, num_rows * group_size, tiling.block_m):
-        first = first_packed // group_size
-        last = min((first_packed + tiling.block_m - 1) // group_size, num_rows - 1)
-        begin = 0
-        if window is not None:
-            # A node of a tree stands nearer to the root than its place says.
-            begin = span.first_key(window) if span.parents else max(0, span.start + first - window + 1)
-        yield Tile(
-            table_offset=table_offset,
-            first_row=first_row,
-            num_rows=num_rows,
-            start=span.start,
-            tree_start=span.tree_start,
-            first_packed=first_packed,
-            begin=begin // tiling.block_n * tiling.block_n,
-            end=span.start + last + 1,
-        )
+def join_tables(spans: Seq[Span], block_size: int) -> NDArray[np.int32]:
+    """Return the block tables of all spans end to end, each as long as its span needs."""
+    return np.concatenate([np.asarray(span.block_table[: -(-span.end // block_size)], np.int32) for span in spans])
 
 
-def _splits(tile: Tile, split_tokens: int) -> Iterator[Tile]:
-    for split in range(tile.begin // split_tokens, -(-tile.end // split_tokens)):
-        begin, end = split * split_tokens, (split + 1) * split_tokens
-        yield replace(tile, begin=max(tile.begin, begin), end=min(tile.end, end))
+def num_keys_of(tiles: Ints) -> int:
+    """Count the keys that the tiles read."""
+    return int((tiles[:, TileField.END] - tiles[:, TileField.BEGIN]).sum())
+
+
+def _before(counts: Ints) -> Ints:
+    """Return the sum of the counts before each."""
+    return np.cumsum(counts) - counts

@@ -57,15 +57,17 @@ class GraphKind(StrEnum):
 class GraphConfig:
     """The passes to be recorded (`engine.model.cuda_graphs.graph_runner`).
 
-    They are each of `batches` with each of `row_counts` per sequence. `EngineCore.from_config` fills in what follows
-    from its limits; without `row_counts` nothing is recorded.
+    They are those of each of `batches` with each of `row_counts` per sequence; without `batches`, of any rows in all up
+    to `max_batch` sequences with the most rows, by small steps. `EngineCore.from_config` fills in what follows from its
+    limits; without `row_counts` nothing is recorded.
 
     Raises:
         ConfigError: a batch has less than 1 sequence.
     """
 
     kind: GraphKind = GraphKind.AUTO
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    batches: tuple[int, ...] = ()
+    max_batch: int = 256
     row_counts: tuple[int, ...] = ()
     max_rows: int = 2048
     has_trees: bool = False

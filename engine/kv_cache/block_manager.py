@@ -9,6 +9,7 @@ have one manager and one pool.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ class BlockManager:
         if num_missing > self.num_free_blocks:
             return False
         taken = self._pool.take(num_missing, after=table[-1] if table else None)
-        table += taken.block_ids
+        table.extend(taken.block_ids)
         if taken.evicted_keys:
             self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
         return True
@@ -168,7 +169,7 @@ class BlockManager:
         """Take all blocks back; keyed ones stay findable. The last goes first: a prefix outlives what follows it."""
         for block_id in reversed(tokens.block_table):
             self._pool.drop(block_id)
-        tokens.block_table = []
+        tokens.block_table = array("i")
         tokens.num_keyed_blocks = 0
         tokens.num_computed_tokens = 0
 
@@ -191,7 +192,7 @@ class BlockManager:
         for tokens in sequences:
             num_keyed, table = tokens.num_keyed_blocks, tokens.block_table
             found = [self._pool.find(self._content(tokens, index)) for index in range(num_keyed)]
-            assert found == table[:num_keyed], "a keyed block is not the one its key finds"
+            assert found == list(table[:num_keyed]), "a keyed block is not the one its key finds"
             assert all(counts[block_id] == 1 for block_id in table[num_keyed:]), "a block without a key is shared"
             assert len(set(table)) == len(table), "a block is twice in one table"
             assert tokens.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
@@ -224,7 +225,7 @@ class BlockManager:
         for block_id in block_ids:
             self._pool.hold(block_id)
         num_tokens = len(block_ids) * self.block_size
-        tokens.block_table = block_ids
+        tokens.block_table = array("i", block_ids)
         tokens.num_keyed_blocks = len(block_ids)
         tokens.num_computed_tokens = num_tokens
         self.num_queried_tokens += len(tokens.token_ids)

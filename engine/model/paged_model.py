@@ -114,11 +114,6 @@ class PagedModel:
         """Linear function from the states behind the final norm to logits."""
         return self._decoder.lm_head
 
-    @property
-    def is_recordable(self) -> bool:
-        """True if a forward runs the same kernels for any numbers, so that a recording of it may be replayed."""
-        return isinstance(self._decoder, LlamaDecoder)
-
     def new_cache(
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
     ) -> KVCache:

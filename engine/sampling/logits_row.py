@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sampling.grammar import TokenMask
 from protos.messages import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsRow:
-    """One row of `[R, V]` logits.
+class LogitsRow(NamedTuple):
+    """One row of `[R, V]` logits; a tuple, since a step makes hundreds of them and those are made the fastest.
 
     Its prefix is `token_ids` and then `draft_ids`; apart, so that the K + 1 rows of a verification share one list of
     committed tokens. Both are only read, and only until the call that takes the row returns. `mask` has the tokens that

@@ -13,11 +13,12 @@ from torch.nn.functional import embedding
 
 from engine.indexing import send, upload
 from engine.sampling.logits_row import LogitsRow
+from protos.messages import SamplingParams
 
 
-def has_bias(row: LogitsRow) -> bool:
+def has_bias(sampling: SamplingParams) -> bool:
     """True if the request has a `logit_bias`."""
-    return bool(row.sampling.logit_bias)
+    return bool(sampling.logit_bias)
 
 
 def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -27,6 +28,11 @@ def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     values = upload([bias for _, _, bias in biases], scores.dtype, scores.device)
     places = _index([(index, token_id) for index, token_id, _ in biases], scores)
     return scores.index_put(places, values, accumulate=True)
+
+
+def may_have_mask(sampling: SamplingParams) -> bool:
+    """True of all: a row has a mask where its proposer or its verifier gave it one."""
+    return True
 
 
 def has_mask(row: LogitsRow) -> bool:
@@ -47,6 +53,11 @@ def _byte_penalties(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return what each mask byte adds to its eight tokens, 0 or -inf: `[256, 8]`; five times faster than a fill."""
     is_set = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(is_set == 1, 0.0, -math.inf).to(device, dtype)
+
+
+def may_ban_tokens(sampling: SamplingParams) -> bool:
+    """True if a prefix may come that has banned tokens."""
+    return bool(sampling.bad_words) or sampling.min_tokens > 0
 
 
 def has_banned_tokens(row: LogitsRow) -> bool:

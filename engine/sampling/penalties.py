@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engine.indexing import index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
+from protos.messages import SamplingParams
 
 
-def has_penalties(row: LogitsRow) -> bool:
+def has_penalties(sampling: SamplingParams) -> bool:
     """True if any of the three penalties is not neutral."""
-    sampling = row.sampling
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 

@@ -6,7 +6,7 @@ sampler keeps no state: what it needs of a sequence is in the row, and the noise
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ from engine.sampling.masks import (
     has_mask,
     mask_banned_tokens,
     mask_forbidden_tokens,
+    may_ban_tokens,
+    may_have_mask,
 )
 from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
 from engine.sampling.penalties import has_penalties, penalize
@@ -37,21 +39,35 @@ from engine.sampling.truncation import (
     keep_top_k,
     keep_top_p,
 )
+from protos.messages import GREEDY_BELOW, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`."""
+    """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`.
 
-    is_needed: Callable[[LogitsRow], bool]
+    A row needs it where its parameters ask for it and, if there is more to know, `is_needed` says so of the row.
+    """
+
+    is_asked: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
+    is_needed: Callable[[LogitsRow], bool] | None = None
+
+    def choose(self, rows: Seq[LogitsRow], samplings: Mapping[int, SamplingParams]) -> list[int]:
+        """Return the indices of the rows that need it; `samplings` are their parameters, each once, by its id."""
+        asking = {key for key, sampling in samplings.items() if self.is_asked(sampling)}
+        if not asking:
+            return []
+        chosen = [index for index, row in enumerate(rows) if id(row.sampling) in asking]
+        is_needed = self.is_needed
+        return chosen if is_needed is None else [index for index in chosen if is_needed(rows[index])]
 
 
 TRANSFORMS = (
     Transform(has_penalties, penalize),
     Transform(has_bias, add_bias),
-    Transform(has_mask, mask_forbidden_tokens),
-    Transform(has_banned_tokens, mask_banned_tokens),
+    Transform(may_have_mask, mask_forbidden_tokens, has_mask),
+    Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens),
     Transform(has_temperature, divide_by_temperature),
     Transform(has_top_k, keep_top_k),
     Transform(has_top_p, keep_top_p),
@@ -77,8 +93,9 @@ class Sampler:
         as they are; when no row needs anything the result is the logits themselves, so do not write to it.
         """
         scores = logits
+        samplings = {id(row.sampling): row.sampling for row in rows}
         for transform in TRANSFORMS:
-            chosen = [index for index, row in enumerate(rows) if transform.is_needed(row)]
+            chosen = transform.choose(rows, samplings)
             if not chosen:
                 continue
             if len(chosen) == len(rows):
@@ -111,7 +128,7 @@ class Sampler:
 
     def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
         """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
-        noisy = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+        noisy = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
         if not noisy:
             return scores
         noise = _noise([rows[i] for i in noisy], purpose, scores)

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from engine.indexing import index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
+from protos.messages import SamplingParams
 
 _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
 
 
-def has_temperature(row: LogitsRow) -> bool:
-    """True if a sampled row has a temperature other than 1."""
-    return not row.sampling.is_greedy and row.sampling.temperature != 1.0
+def has_temperature(sampling: SamplingParams) -> bool:
+    """True if a sampled request has a temperature other than 1."""
+    return not sampling.is_greedy and sampling.temperature != 1.0
 
 
 def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -28,9 +29,9 @@ def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     return scores / _column([row.sampling.temperature for row in rows], scores)
 
 
-def has_top_k(row: LogitsRow) -> bool:
-    """True if a sampled row keeps the likeliest `top_k` alone."""
-    return not row.sampling.is_greedy and row.sampling.top_k > 0
+def has_top_k(sampling: SamplingParams) -> bool:
+    """True if a sampled request keeps the likeliest `top_k` alone."""
+    return not sampling.is_greedy and sampling.top_k > 0
 
 
 def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -41,9 +42,9 @@ def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     return _cut_below(scores, largest.gather(1, index_tensor(ranks, scores.device)[:, None]))
 
 
-def has_top_p(row: LogitsRow) -> bool:
-    """True if a sampled row keeps a nucleus alone."""
-    return not row.sampling.is_greedy and row.sampling.top_p < 1.0
+def has_top_p(sampling: SamplingParams) -> bool:
+    """True if a sampled request keeps a nucleus alone."""
+    return not sampling.is_greedy and sampling.top_p < 1.0
 
 
 def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -60,9 +61,9 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     return _cut_below(scores, largest.gather(1, last_kept))
 
 
-def has_min_p(row: LogitsRow) -> bool:
-    """True if a sampled row cuts tokens far below the likeliest."""
-    return not row.sampling.is_greedy and row.sampling.min_p > 0.0
+def has_min_p(sampling: SamplingParams) -> bool:
+    """True if a sampled request cuts tokens far below the likeliest."""
+    return not sampling.is_greedy and sampling.min_p > 0.0
 
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:

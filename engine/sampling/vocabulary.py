@@ -25,11 +25,14 @@ class Vocabulary:
 
     def num_known(self, token_ids: Seq[int]) -> int:
         """Count the ids before the first one that the model does not have."""
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.size:
+            return len(token_ids)
         return next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self.size), len(token_ids))
 
     def _check_ids(self, param: str, token_ids: Seq[int]) -> None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.size:
-            unknown_id = token_ids[self.num_known(token_ids)]
+        num_known = self.num_known(token_ids)
+        if num_known < len(token_ids):
+            unknown_id = token_ids[num_known]
             raise RequestError(
                 f"{param} has token id {unknown_id}, but the model's are 0 to {self.size - 1}; use its tokenizer",
                 param=param,

@@ -66,7 +66,7 @@ class Batch:
     @property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
         """The scheduled sequences that yield tokens; read it before the step is committed."""
-        return tuple(scheduled for scheduled in self.scheduled if scheduled.is_sampled)
+        return tuple(each for each in self.scheduled if each.start + each.num_tokens == len(each.sequence.token_ids))
 
     def num_logits(self, num_drafts: Seq[int]) -> list[int]:
         """Count the rows of logits of each scheduled sequence, in order, given the drafts of each sampled one."""

@@ -5,6 +5,8 @@ It knows nothing of requests, sampling or scheduling.
 
 from __future__ import annotations
 
+from array import array
+
 from protos.block_keys import BlockKey
 
 
@@ -23,7 +25,7 @@ class TokenBlocks:
         self.token_ids = token_ids
         self.cache_salt = cache_salt
         self.num_computed_tokens = 0
-        self.block_table: list[int] = []
+        self.block_table: array[int] = array("i")
         self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
         self.num_keyed_blocks = 0  # leading blocks of `block_table` that the prefix cache finds by these keys
 

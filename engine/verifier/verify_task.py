@@ -54,7 +54,7 @@ def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
     token cannot be accepted, so no row follows it: there is one row more than valid drafts.
     """
     ids = task.draft.token_ids
-    matcher = task.sequence.matcher
+    sequence, matcher = task.sequence, task.sequence.matcher
     num_valid = next((i for i, token_id in enumerate(ids) if not 0 <= token_id < num_tokens), len(ids))
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)
     if matcher is not None and task.is_tree:
@@ -62,18 +62,16 @@ def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
     elif matcher is not None:
         num_valid = matcher.num_allowed(ids[:num_valid])
         masks = matcher.masks(ids[:num_valid])
-    rows = tuple(_row(task, index - 1, mask) for index, mask in enumerate(masks))
-    return VerifyTask(task.sequence, task.draft.head(num_valid + 1), task.first_row, rows)
-
-
-def _row(task: VerifyTask, node: int, mask: TokenMask | None) -> LogitsRow:
-    """Return the row that is judged after the committed tokens and the drafts that lead to `node`."""
-    sequence = task.sequence
-    return LogitsRow(
-        sampling=sequence.sampling,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        sample_index=sequence.request.sample_index,
-        draft_ids=task.draft.path(node),
-        mask=mask,
+    sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
+    sample_index = sequence.request.sample_index
+    paths = [task.draft.path(node) for node in range(-1, num_valid)] if task.is_tree else _heads(ids, num_valid)
+    rows = tuple(
+        LogitsRow(sampling, token_ids, num_prompt_tokens, sample_index, path, mask)
+        for path, mask in zip(paths, masks, strict=True)
     )
+    return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, rows)
+
+
+def _heads(ids: tuple[int, ...], num_valid: int) -> list[tuple[int, ...]]:
+    """Return what leads to each row of a chain: no draft, then one more each."""
+    return [ids[:count] for count in range(num_valid + 1)]

@@ -23,14 +23,18 @@ from engine.attention.base import PlanAttention
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
-from engine.model.cuda_graphs.graph import CudaGraph, ForwardOutput
+from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.span import Span
 
 logger = logging.getLogger(__name__)
 
+_MAX_REPLAY_ERROR = 0.01  # the kernels are the same; libraries may choose among theirs
+
 Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
+Compute = Callable[[], ForwardOutput]
+Record = Callable[[Compute], Compute]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class RecordedStep:
 @dataclass(frozen=True, slots=True)
 class _RecordedBatch:
     static: StaticBatch
-    replay: Callable[[], ForwardOutput]  # computes the batch, from a recording or call by call
+    replay: Compute  # computes the batch, from a recording or call by call
 
 
 class CudaGraphRunner:
@@ -58,11 +62,14 @@ class CudaGraphRunner:
         graphs: GraphConfig,
         max_model_len: int,
         vocab_size: int,
+        record: Record | None = None,
     ) -> None:
-        """Record every bucket of `graphs`; on a GPU this takes about a second for each.
+        """Record every bucket of `graphs`; on a GPU this takes up to a second for each.
 
-        Attention other than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are padded
-        all the same, and computed call by call.
+        A replay is compared with its computation, call by call, on other tokens than it was recorded with. A bucket
+        where they differ is left out, and if the model cannot be recorded at all, no bucket is kept. Attention other
+        than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are padded all the same,
+        and computed call by call.
 
         Args:
             forward: the model's.
@@ -71,26 +78,67 @@ class CudaGraphRunner:
             graphs: the buckets.
             max_model_len: bounds the positions of all passes.
             vocab_size: columns of the logits.
+            record: makes the replay of a computation, RuntimeError where it cannot; None: as the device has it.
         """
-        self._buckets = graph_buckets(graphs)
+        self._forward = forward
+        self._cache = cache
         self._has_trees = graphs.has_trees
+        self._max_batch = max(graphs.batches, default=graphs.max_batch)
         self._device = cache.device
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        began_s = time.monotonic()
-        pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        largest_first = self._buckets[::-1]  # the others use the memory of the largest again
+        if record is None and cache.device.type == "cuda":
+            record = GraphRecorder()
+        largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0
         self._logits = torch.zeros(max_rows, vocab_size, device=cache.device)
-        scratch_block = cache.num_blocks - 1
-        for bucket in tqdm(largest_first, desc="recording decode and verification passes", disable=pool is None):
-            attention = _static_attention(bucket, cache, plan_attention, max_model_len, graphs.has_trees)
-            static = StaticBatch(bucket, cache, scratch_block, max_model_len, attention)
-            static.fill([Span([0], 0, [scratch_block], 1)])
-            compute = partial(forward, static.batch, self._logits[: bucket.num_rows])
-            compute()  # attention finds its windows and head sizes
-            replay = compute if pool is None else CudaGraph(compute, pool).replay
-            self._passes[bucket] = _RecordedBatch(static, replay)
+        num_blocks = self._max_batch * -(-max_model_len // cache.block_size) + max_rows
+        self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
+        began_s = time.monotonic()
+        self._record_all(largest_first, plan_attention, max_model_len, record)
+        self._buckets = sorted(self._passes)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
+
+    @property
+    def has_passes(self) -> bool:
+        """True if there is anything to replay."""
+        return bool(self._passes)
+
+    def _record_all(
+        self, buckets: Seq[GraphBucket], plan_attention: PlanAttention, max_model_len: int, record: Record | None
+    ) -> None:
+        scratch_block = self._cache.num_blocks - 1
+        for bucket in tqdm(buckets, desc="recording decode and verification passes", disable=record is None):
+            attention = self._static_attention(bucket, plan_attention)
+            static = StaticBatch(bucket, self._cache, scratch_block, max_model_len, attention)
+            static.fill([Span([0], 0, [scratch_block], 1)])
+            compute = partial(self._forward, static.batch, self._logits[: bucket.num_rows])
+            compute()  # attention finds its windows and head sizes
+            if record is None:
+                self._passes[bucket] = _RecordedBatch(static, compute)
+                continue
+            try:
+                replay = record(compute)
+            except RuntimeError as error:
+                logger.warning("passes are computed call by call, as this model's cannot be recorded: %s", error)
+                return
+            error_share = self._replay_error(static, bucket, compute, replay)
+            if error_share <= _MAX_REPLAY_ERROR:
+                self._passes[bucket] = _RecordedBatch(static, replay)
+            else:
+                logger.warning("%s is computed call by call: its replay differs by %.1f%%", bucket, 100 * error_share)
+
+    def _replay_error(self, static: StaticBatch, bucket: GraphBucket, compute: Compute, replay: Compute) -> float:
+        """Distance of a replay's logits from the computed ones, relative to their spread, on tokens of its own."""
+        scratch_block, block_size = self._cache.num_blocks - 1, self._cache.block_size
+        rows = min(bucket.rows_per_span, block_size, bucket.num_rows)
+        token_ids = [(5 + 3 * row) % self._logits.shape[1] for row in range(rows)]
+        static.fill([Span(token_ids, block_size - rows, [scratch_block], rows)])
+        expected = compute().logits[:rows].clone()
+        self._logits.zero_()
+        found = replay().logits[:rows]
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        share = float(((found - expected).norm(dim=-1) / spread).median())
+        return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
         """Compute a pass over `spans`; None if they fit no bucket. The output is valid until the next call.
@@ -110,7 +158,7 @@ class CudaGraphRunner:
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
         """As `ModelRunner.plan_steps`; None if there are more spans than in any recorded pass."""
-        if fitting_bucket([_token(span, 0) for span in spans], self._buckets) is None:
+        if self._bucket_of([_token(span, 0) for span in spans]) is None:
             return None
         input_ids = torch.zeros(len(spans), dtype=torch.long, device=self._device)
         num_steps = len(spans[0].token_ids)
@@ -127,21 +175,22 @@ class CudaGraphRunner:
     def _fitting(self, spans: Seq[Span]) -> _RecordedBatch | None:
         if not self._has_trees and any(span.parents for span in spans):
             return None
-        bucket = fitting_bucket(spans, self._buckets)
+        bucket = self._bucket_of(spans)
         return None if bucket is None else self._passes[bucket]
+
+    def _bucket_of(self, spans: Seq[Span]) -> GraphBucket | None:
+        return fitting_bucket(spans, self._buckets) if len(spans) <= self._max_batch else None
+
+    def _static_attention(self, bucket: GraphBucket, plan_attention: PlanAttention) -> StaticAttention:
+        if not is_triton(plan_attention):
+            return PlannedAttention(self._cache, plan_attention)
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.model.cuda_graphs.static_attention import TiledAttention
+
+        has_trees = self._has_trees and bucket.rows_per_span > 1
+        return TiledAttention(bucket, self._cache, self._block_tables, self._max_batch, has_trees=has_trees)
 
 
 def _token(span: Span, index: int) -> Span:
     """One token of the span, with its logits."""
     return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1)
-
-
-def _static_attention(
-    bucket: GraphBucket, cache: KVCache, plan_attention: PlanAttention, max_model_len: int, has_trees: bool
-) -> StaticAttention:
-    if not is_triton(plan_attention):
-        return PlannedAttention(cache, plan_attention)
-    # Not at the top: processes without a GPU may have no Triton, and need none.
-    from engine.model.cuda_graphs.static_attention import TiledAttention
-
-    return TiledAttention(bucket, cache, max_model_len, has_trees=has_trees and bucket.rows_per_span > 1)

@@ -10,18 +10,19 @@ many programs as the pass can need at most, and those without work end at once.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
-from engine.attention.triton_tiles import split_tiles, whole_tiles
+from engine.attention.triton_tiles import Ints, num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
-from engine.indexing import copy_into
+from engine.indexing import copy_array, copy_into
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
@@ -37,19 +38,19 @@ class TiledAttention(StaticAttention):
     nothing of use.
     """
 
-    def __init__(self, bucket: GraphBucket, cache: KVCache, max_model_len: int, *, has_trees: bool) -> None:
+    def __init__(
+        self, bucket: GraphBucket, cache: KVCache, block_tables: Tensor, max_batch: int, *, has_trees: bool
+    ) -> None:
+        """`block_tables` [blocks] int32 hold those of all spans of any padded pass; buckets share them."""
         self._bucket = bucket
         self._cache = cache
         self._has_trees = has_trees
-        self._num_spans = max_spans(bucket, cache.block_size)
-        num_blocks = bucket.num_spans * -(-max_model_len // cache.block_size) + self._num_spans
-        self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
+        self._num_spans = max_spans(bucket, max_batch, cache.block_size)
+        self._block_tables = block_tables
         self._launches: dict[_Key, Launch] = {}
 
-    def fill(self, spans: Seq[Span]) -> None:
-        spans = [span.trimmed(self._cache.block_size) for span in spans]
-        tables = list(chain.from_iterable(span.block_table for span in spans))
-        copy_into(self._block_tables[: len(tables)], tables)
+    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
+        copy_array(self._block_tables[: len(tables)], tables)
         for (window, heads), launch in self._launches.items():
             self._fill(launch, spans, window, heads)
 
@@ -63,8 +64,8 @@ class TiledAttention(StaticAttention):
 
     def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
         tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize)
-        tiles_per_span = -(-self._bucket.rows_per_span * heads.group_size // tiling.block_m)
-        num_whole = self._num_spans * tiles_per_span
+        # Each span fills its tiles but the last one.
+        num_whole = self._num_spans + self._bucket.num_rows * heads.group_size // tiling.block_m
         # `choose_split` cuts all keys into at most so many pieces; each tile adds one where its keys end within a
         # piece, and another where a window makes them begin within one.
         num_pieces = PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
@@ -82,12 +83,11 @@ class TiledAttention(StaticAttention):
         return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
 
     def _fill(self, launch: Launch, spans: Seq[Span], window: int | None, heads: Heads) -> None:
-        whole = whole_tiles(spans, window, launch.tiling, heads.group_size)
-        num_keys = sum(tile.end - tile.begin for tile in whole)
-        split_tokens = choose_split(num_keys, heads.num_kv_heads, num_processors(self._cache.device))
-        tiles, merges = split_tiles(whole, split_tokens).rows()
-        copy_into(launch.tiles, _filled(tiles, launch.tiles))
-        copy_into(launch.merges, _filled(merges, launch.merges))
+        whole = whole_tiles(spans, window, launch.tiling, heads.group_size, self._cache.block_size)
+        split_tokens = choose_split(num_keys_of(whole), heads.num_kv_heads, num_processors(self._cache.device))
+        plan = split_tiles(whole, split_tokens)
+        copy_array(launch.tiles, _filled(plan.tiles, launch.tiles))
+        copy_array(launch.merges, _filled(plan.merges, launch.merges))
         if launch.masks is not None:
             copy_into(launch.masks.ancestors, [bits for span in spans for bits in ancestor_masks(span, window)])
             copy_into(launch.masks.positions, [position for span in spans for position in span.positions])
@@ -97,8 +97,9 @@ class TiledAttention(StaticAttention):
             return torch.zeros(*shape, dtype=dtype, device=self._cache.device)
 
 
-def _filled(rows: list[tuple[int, ...]], buffer: Tensor) -> list[tuple[int, ...]]:
+def _filled(rows: Ints, buffer: Tensor) -> Ints:
     """`rows`, and rows of zeros behind them."""
-    num_missing = len(buffer) - len(rows)
-    assert num_missing >= 0, f"{len(rows)} programs in a launch of {len(buffer)}"
-    return rows + [(0,) * buffer.shape[1]] * num_missing
+    assert len(rows) <= len(buffer), f"{len(rows)} programs in a launch of {len(buffer)}"
+    filled = np.zeros(buffer.shape, np.int64)
+    filled[: len(rows)] = rows
+    return filled

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionPass, LayerOptions, PlanAttention
-from engine.indexing import copy_into, slots_of
+from engine.indexing import copy_array
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, pad
 from engine.model.forward_batch import ForwardBatch
@@ -40,13 +42,25 @@ class StaticBatch:
     def fill(self, spans: Seq[Span]) -> None:
         """Lay out `spans`, which fit the bucket, and padding behind them. Nothing waits for the device."""
         padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
-        numbers = [
-            list(chain.from_iterable(span.token_ids for span in padded)),
-            list(chain.from_iterable(span.positions for span in padded)),
-            list(chain.from_iterable(slots_of(span, self._block_size) for span in padded)),
-        ]
-        copy_into(self._numbers, numbers)
-        self._attention.fill(padded)
+        tables = [np.asarray(span.block_table[: -(-span.end // self._block_size)], np.int32) for span in padded]
+        copy_array(self._numbers, self._lay_out(padded, tables))
+        self._attention.fill(padded, np.concatenate(tables))
+
+    def _lay_out(self, spans: Seq[Span], tables: Seq[NDArray[np.int32]]) -> NDArray[np.int64]:
+        """Ids, positions and slots of all rows, [3, T]."""
+        num_rows = self._bucket.num_rows
+        counts = np.array([len(span.token_ids) for span in spans])
+        starts = np.array([span.start for span in spans])
+        first_rows = np.cumsum(counts) - counts
+        first_blocks = np.cumsum([0, *map(len, tables[:-1])])
+        index = np.repeat(np.arange(len(spans)), counts)  # the span of each row
+        places = np.arange(num_rows) + (starts - first_rows)[index]
+        blocks = np.concatenate(tables)[first_blocks[index] + places // self._block_size]
+        positions = places
+        if any(span.parents for span in spans):
+            positions = np.fromiter(chain.from_iterable(span.positions for span in spans), np.int64, num_rows)
+        ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_rows)
+        return np.stack([ids, positions, blocks * np.int64(self._block_size) + places % self._block_size])
 
 
 class StaticAttention(AttentionPass):
@@ -54,8 +68,8 @@ class StaticAttention(AttentionPass):
 
     slots: Tensor
 
-    def fill(self, spans: Seq[Span]) -> None:
-        """Lay out the padded pass."""
+    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
+        """Lay out the padded pass; `tables` are the spans' block tables end to end, each as long as its span needs."""
 
 
 class PlannedAttention(StaticAttention):
@@ -66,7 +80,7 @@ class PlannedAttention(StaticAttention):
         self._plan_attention = plan_attention
         self._planned: AttentionPass | None = None
 
-    def fill(self, spans: Seq[Span]) -> None:
+    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
         self._planned = self._plan_attention(spans, self._cache).whole(self.slots)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:

@@ -87,7 +87,7 @@ class ModelRunner:
         self.vocab_size = self._model.vocab_size
         self.eos_token_ids = eos_token_ids(stock)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
-        has_graphs = _has_graphs(model.graphs, self._model.is_recordable, device, self._plan_attention)
+        has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
         self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         self.model_version = model_version(model.path, model.quantization)
         self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype))
@@ -149,7 +149,7 @@ class ModelRunner:
 
         Small ones are recorded then, so that the device is busy while the host is not, and no other rank waits.
         """
-        return self._graphs is not None and self._rank.size == 1
+        return self._graphs is not None and self._graphs.has_passes and self._rank.size == 1
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
@@ -255,16 +255,16 @@ def _rounding(model: ModelConfig) -> str:
     return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
 
 
-def _has_graphs(graphs: GraphConfig, is_recordable: bool, device: torch.device, plan_attention: PlanAttention) -> bool:
-    """True if small passes are recorded; a line in the log says why a GPU does not record them."""
+def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention) -> bool:
+    """True if small passes are to be recorded; a line in the log says why a GPU does not record them."""
     if graphs.kind is GraphKind.OFF or not graphs.row_counts:
         return False
     if graphs.kind is GraphKind.EAGER:
         return True
     if device.type != "cuda":
         return False
-    if not is_recordable or not is_triton(plan_attention):
-        logger.info("passes are not recorded: CUDA graphs need a Llama-shaped model and the Triton attention kernel")
+    if not is_triton(plan_attention):
+        logger.info("passes are not recorded: CUDA graphs need the Triton attention kernel")
         return False
     return True
 

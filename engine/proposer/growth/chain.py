@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -96,7 +95,7 @@ def masked(row: LogitsRow, matcher: GrammarMatcher | None, num_committed: int) -
     if matcher is None:
         return row
     ahead = (*row.token_ids[num_committed:], *row.draft_ids)
-    return replace(row, mask=matcher.mask_after(ahead))
+    return row._replace(mask=matcher.mask_after(ahead))
 
 
 class ChainSampler:

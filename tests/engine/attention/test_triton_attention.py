@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import split_tiles, whole_tiles
+from engine.attention.triton_tiles import join_tables, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling
 from engine.config import KVDtype
-from engine.indexing import upload
+from engine.indexing import send
 from tests.engine.fixtures.attention_fixtures import (
     CHUNK,
     DECODE,
@@ -53,8 +53,9 @@ def attend(
     split_tokens: int = 16,
     scales: KVScales | None = None,
 ) -> Tensor:
-    tables = upload([block for span in world.spans for block in span.block_table], torch.int32, DEVICE)
-    plan = split_tiles(whole_tiles(world.spans, options.window, tiling, world.heads.group_size), split_tokens)
+    size = world.cache.block_size
+    tables = send(torch.from_numpy(join_tables(world.spans, size)), DEVICE)
+    plan = split_tiles(whole_tiles(world.spans, options.window, tiling, world.heads.group_size, size), split_tokens)
     masks = RowMasks.of(world.spans, options.window, DEVICE)
     launch = Launch.of(plan, tiling, world.heads.group_size, tables, masks)
     return paged_attention(world.query, world.cache.keys[0], world.cache.values[0], launch, options, scales)

@@ -251,7 +251,7 @@ def test_rejected_slots_are_written_again_by_the_next_pass() -> None:
     assert len(table) == 3, "the surplus stays reserved"
     batch = bench.scheduler.schedule()
     assert scheduled_of(batch) == [("0", 4, 1, 6)]
-    assert sequence.block_table == table
+    assert list(sequence.block_table) == table
     bench.finish(batch)
 
 
@@ -273,7 +273,7 @@ def test_the_least_urgent_sequence_is_preempted() -> None:
     for _ in range(5):
         bench.step()
     assert (first.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
-    assert second.block_table == []
+    assert list(second.block_table) == []
 
 
 def test_preempted_sequence_resumes_from_committed_tokens() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import pytest
 import torch
@@ -190,8 +189,7 @@ def drafting_in_the_running_pass() -> Drafting:
         passes = [starts.get(sequence.request_id, len(sequence.token_ids)) for sequence in sequences]
         for _ in range(num_drafts):
             rows = [
-                replace(
-                    row_of(sequence),
+                row_of(sequence)._replace(
                     token_ids=sequence.token_ids[:start],
                     draft_ids=(*sequence.token_ids[start:], *drafted.token_ids),
                 )

@@ -199,7 +199,7 @@ def draft_is_drawn_at_another_temperature(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("samples")
 def draft_is_drawn_truncated_and_reported_whole(patch: pytest.MonkeyPatch) -> None:
-    _draw_from(patch, lambda scores, rows: keep_top_p(scores, [replace(row, sampling=NUCLEUS) for row in rows]))
+    _draw_from(patch, lambda scores, rows: keep_top_p(scores, [row._replace(sampling=NUCLEUS) for row in rows]))
 
 
 @mutant("samples")
@@ -211,7 +211,7 @@ def draft_is_the_argmax_and_reported_as_drawn(patch: pytest.MonkeyPatch) -> None
 
 
 def _without_drafts(rows: Seq[LogitsRow]) -> list[LogitsRow]:
-    return [replace(row, draft_ids=()) for row in rows]
+    return [row._replace(draft_ids=()) for row in rows]
 
 
 @mutant("enumeration, penalties", "samples, penalties", "equality")
@@ -224,7 +224,7 @@ def penalties_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 @mutant("equality")
 def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
     real = masks._banned_tokens
-    patch.setattr(masks, "_banned_tokens", lambda row: real(replace(row, draft_ids=())))
+    patch.setattr(masks, "_banned_tokens", lambda row: real(row._replace(draft_ids=())))
 
 
 @mutant("enumeration, top-p")
@@ -233,7 +233,7 @@ def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
 
     def untruncated(task: verify_task.VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
         row = real(task, num_drafts, mask)
-        return replace(row, sampling=replace(row.sampling, top_p=1.0))
+        return row._replace(sampling=replace(row.sampling, top_p=1.0))
 
     patch.setattr(verify_task, "_row", untruncated)
 

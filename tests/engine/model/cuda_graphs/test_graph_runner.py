@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.attention.triton_tiles import Tile
+from engine.attention.torch_attention import TorchAttention
+from engine.attention.triton_tiles import TileField, join_tables
 from engine.attention.triton_tiling import Heads
 from engine.config import (
     CacheConfig,
@@ -26,8 +28,19 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets, max_spans, pad, sized
+from engine.model.cuda_graphs.buckets import (
+    GraphBucket,
+    fitting_bucket,
+    graph_buckets,
+    max_spans,
+    pad,
+    row_sizes,
+    sized,
+)
+from engine.model.cuda_graphs.graph import ForwardOutput
+from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, Record
 from engine.model.cuda_graphs.static_attention import TiledAttention
+from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.span import Span
@@ -98,12 +111,12 @@ def test_padding_changes_no_logit_and_no_block_of_a_pass(folders: Folders, atten
 
 
 def test_padding_lies_in_the_scratch_block_and_fills_its_bucket() -> None:
-    bucket = GraphBucket(4, 9)
+    bucket = GraphBucket(36, 9)
     spans = [Span([1] * 9, 3, [0, 1, 2], 9), Span([1], 7, [5, 6], 1)]
     padded = pad(spans, bucket, scratch_block=63, block_size=BLOCK_SIZE)
     assert padded[:2] == spans
     assert sum(len(span.token_ids) for span in padded) == bucket.num_rows
-    assert len(padded) <= max_spans(bucket, BLOCK_SIZE)
+    assert len(padded) <= max_spans(bucket, 4, BLOCK_SIZE)
     for span in padded[2:]:
         assert span.block_table == [63]
         assert span.end <= BLOCK_SIZE
@@ -116,17 +129,19 @@ def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
     monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
     heads = Heads(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
-    bucket = GraphBucket(4, 6)
+    bucket = GraphBucket(24, 6)
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
-    attention = TiledAttention(bucket, cache, max_model_len=40_000, has_trees=False)
+    tables = torch.zeros(4 * 10_000 + 24, dtype=torch.int32)
+    attention = TiledAttention(bucket, cache, tables, max_batch=4, has_trees=False)
     launch = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
     for contexts in ([39_000] * 4, [39_000], [257] * 4, [39_000, 1, 1, 1], [512, 513, 511, 5], [255, 256, 257, 300]):
         for num_rows in (1, 6):
             spans = [Span([0] * num_rows, start, [0] * 10_000, num_rows) for start in contexts]
-            attention.fill(pad(spans, bucket, 0, BLOCK_SIZE))
+            padded = pad(spans, bucket, 0, BLOCK_SIZE)
+            attention.fill(padded, join_tables(padded, BLOCK_SIZE))
             work = launch.tiles[launch.tiles[:, 2] > 0]
             assert work[:, -1].max() < launch.num_partials
-            rows = {(tile.first_row, tile.first_packed) for tile in (Tile(*row) for row in work.tolist())}
+            rows = set(map(tuple, work[:, [TileField.FIRST_ROW, TileField.FIRST_PACKED]].tolist()))
             assert len(rows) >= len(contexts)
 
 
@@ -135,22 +150,18 @@ def test_buckets_follow_from_the_limits_of_the_engine() -> None:
     graphs = sized(GraphConfig(batches=(1, 16, 32)), limits, SpeculationConfig(3))
     assert graph_buckets(graphs) == [
         GraphBucket(1, 1),
-        GraphBucket(1, 4),
+        GraphBucket(4, 4),
         GraphBucket(16, 1),
-        GraphBucket(24, 1),
         GraphBucket(16, 4),
+        GraphBucket(24, 1),
+        GraphBucket(24, 4),
+        GraphBucket(64, 4),
     ]
     tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree=TreeConfig(num_nodes=8)))
     assert (tree.row_counts, tree.has_trees) == ((1, 4, 9), True)
-    assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (
-        1,
-        2,
-        3,
-        4,
-        6,
-    )
+    assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (1, 3, 6)
     suffixes = SpeculationConfig(3, methods=(SpeculationMethod.SUFFIX,), num_guess_tokens=8)
-    assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 2, 4, 8, 9)
+    assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 4, 9)
     with pytest.raises(ConfigError, match="cuda_graph_batches has 0"):
         GraphConfig(batches=(1, 0))
 
@@ -160,9 +171,61 @@ def test_the_smallest_bucket_with_room_is_taken() -> None:
     one, four = Span([1], 0, [0], 1), Span([1] * 4, 0, [0], 4)
     assert fitting_bucket([one], buckets) == GraphBucket(1, 1)
     assert fitting_bucket([one] * 3, buckets) == GraphBucket(4, 1)
-    assert fitting_bucket([one, four], buckets) == GraphBucket(2, 4)
-    assert fitting_bucket([one] * 5, buckets) is None
+    assert fitting_bucket([one, four], buckets) == GraphBucket(8, 4)
+    assert fitting_bucket([four] * 3, buckets) == GraphBucket(16, 4)
+    assert fitting_bucket([four] * 5, buckets) is None
     assert fitting_bucket([Span([1] * 5, 0, [0, 1], 5)], buckets) is None
+
+
+def test_few_long_drafts_among_many_sequences_take_few_rows() -> None:
+    limits = SchedulerConfig(max_num_sequences=64)
+    buckets = graph_buckets(sized(GraphConfig(), limits, SpeculationConfig(4)))
+    one, five = Span([1], 0, [0], 1), Span([1] * 5, 0, [0], 5)
+    assert fitting_bucket([*[one] * 32, five], buckets) == GraphBucket(40, 5)
+    assert buckets[-1] == GraphBucket(320, 5)
+    sizes = row_sizes(2048)
+    assert all(larger - size <= max(8, size // 8) for size, larger in pairwise(sizes))
+
+
+def recorded(record: Record) -> CudaGraphRunner:
+    """A runner of a model whose logits are its token ids, over a recorder that stands for a GPU's."""
+    cache = KVCache([LayerShape(1, 8, 8)], 3, BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
+
+    def forward(batch: ForwardBatch, out: torch.Tensor) -> ForwardOutput:
+        return ForwardOutput(out.copy_(torch.nn.functional.one_hot(batch.input_ids, 64).float()))
+
+    graphs = GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3))
+    return CudaGraphRunner(forward, cache, TorchAttention, graphs, 32, 64, record)
+
+
+def test_what_cannot_be_recorded_is_computed_call_by_call(caplog: pytest.LogCaptureFixture) -> None:
+    def record(compute: Compute) -> Compute:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    passes = recorded(record)
+    assert not passes.has_passes
+    assert passes.forward([Span([1], 0, [0], 1)]) is None
+    assert "not permitted" in caplog.text
+
+
+def test_a_replay_that_differs_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    """A recording that holds the tokens of its own first pass, as one does whose tensors have moved."""
+
+    def record(compute: Compute) -> Compute:
+        output = compute()
+        if len(output.logits) != 6:
+            return compute
+        frozen = output.logits.clone()
+        return lambda: ForwardOutput(frozen)
+
+    passes = recorded(record)
+    assert passes.has_passes
+    three, span = Span([7] * 3, 0, [0], 3), Span([9], 0, [1], 1)
+    output = passes.forward([span])
+    assert output is not None
+    assert output.logits.argmax(dim=1).tolist() == [9]
+    assert passes.forward([three, three]) is None
+    assert "GraphBucket(num_rows=6, rows_per_span=3) is computed call by call" in caplog.text
 
 
 @pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])

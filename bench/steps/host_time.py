@@ -1,0 +1,140 @@
+"""`python -m bench.steps.host_time`: the host's own time per step, beside a device that computes nothing.
+
+The engine, its scheduler, its verifier and the recorded passes with the lists of work of the Triton kernel are the real
+ones; the forward returns ready logits at once, drafts are all accepted, and noise is not drawn: that is the device's
+work. On a GPU some copies to the device come on top. Triton's interpreter finds the head sizes once, at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence as Seq
+from unittest import mock
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import LayerOptions
+from engine.attention.triton_attention import TritonAttention
+from engine.config import GraphConfig, GraphKind, SchedulerConfig, SpeculationConfig
+from engine.draft import Draft
+from engine.engine_core import EngineCore, Speculation
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.compaction import KVMove
+from engine.kv_cache.pool import KVCache, LayerShape
+from engine.model.cuda_graphs.graph import ForwardOutput
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
+from engine.model.forward_batch import ForwardBatch
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.sampling.logits_row import LogitsRow
+from engine.sampling.noise import Purpose
+from engine.sampling.sampler import Sampler, row_keys
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence.draft_query import DraftQuery
+from engine.span import Span
+from engine.stats.step_times import StepTimes
+from engine.verifier.verifier import Verifier
+from protos.messages import GenerateRequest, SamplingParams
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 64  # of so few that their sampling, which is the device's work, takes no time here
+NUM_KV_HEADS = 8
+GROUP_SIZE = 4
+TOKEN_ID = 1
+NUM_WARM_STEPS = 5
+
+
+class InstantRunner:
+    """A runner whose recorded passes are laid out in full and computed in no time."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, batch: int, num_rows: int, num_blocks: int, max_model_len: int) -> None:
+        shape = LayerShape(NUM_KV_HEADS, 16, 16)
+        cache = KVCache([shape], num_blocks, BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
+        graphs = GraphConfig(GraphKind.EAGER, batches=(batch,), row_counts=(num_rows,))
+        self._is_laying_out = True
+        self._graphs = CudaGraphRunner(self._compute, cache, TritonAttention, graphs, max_model_len, VOCAB_SIZE)
+        self._is_laying_out = False
+        self._logits = torch.zeros(1 << 16, VOCAB_SIZE)
+        self._logits[:, TOKEN_ID] = 1.0
+
+    def _compute(self, batch: ForwardBatch, out: Tensor) -> ForwardOutput:
+        if self._is_laying_out:
+            num_rows = len(batch.input_ids)
+            query = torch.zeros(1, NUM_KV_HEADS * GROUP_SIZE, num_rows, 16)
+            key = torch.zeros(1, NUM_KV_HEADS, num_rows, 16)
+            batch.attention.attend(0, query, key, key, LayerOptions(scaling=1.0))
+            out[:, TOKEN_ID] = 1.0
+        return ForwardOutput(out)
+
+    def forward(self, spans: Seq[Span]) -> Tensor:
+        """Logits of the spans' rows, a view; prompts, which are not recorded, are not laid out."""
+        output = self._graphs.forward(spans)
+        return self._logits[: sum(span.num_logits for span in spans)] if output is None else output.logits
+
+    def move(self, moves: Seq[KVMove]) -> None:
+        """Chains leave nothing to move."""
+
+
+class InstantProposer(NoProposer):
+    """Drafts that are all accepted."""
+
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        return [Draft((TOKEN_ID,) * each.max_draft_tokens) for each in queries]
+
+
+def measure(batch: int, num_drafts: int, context: int, num_steps: int, sampling: SamplingParams) -> list[StepTimes]:
+    """Return the times of steps of `batch` sequences behind `context` tokens, `num_drafts` drafts each."""
+    max_tokens = (num_steps + NUM_WARM_STEPS + 4) * (num_drafts + 1)
+    max_model_len = context + max_tokens + num_drafts + 1
+    num_blocks = batch * (-(-max_model_len // BLOCK_SIZE) + 1) + 2
+    runner = InstantRunner(batch, num_drafts + 1, num_blocks, max_model_len)
+    blocks = BlockManager(num_blocks - 1, BLOCK_SIZE, "instant")
+    scheduler = Scheduler(SchedulerConfig(batch, batch * context), blocks, max_model_len)
+    verifier = Verifier(Sampler())
+    speculation = Speculation(InstantProposer(), verifier, SpeculationConfig(num_drafts))
+    engine = EngineCore(runner, scheduler, blocks, speculation)
+    for index in range(batch):
+        engine.add(GenerateRequest(str(index), (2,) * context, sampling, cache_salt=str(index)))
+    times = []
+    with mock.patch("engine.sampling.sampler._noise", _no_noise):
+        for _ in range(NUM_WARM_STEPS + num_steps):
+            engine.step()
+            times.append(engine.last_times)
+    engine.close()
+    return times[NUM_WARM_STEPS:]
+
+
+def _no_noise(rows: Seq[LogitsRow], purpose: Purpose, like: Tensor) -> Tensor:
+    row_keys(rows, purpose, like.device)
+    return torch.zeros_like(like)
+
+
+def main() -> None:
+    """Print a line for each batch and kind of sampling, medians in microseconds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = ("schedule_s", "draft_s", "forward_s", "sample_s", "commit_s", "total_s")
+    print(f"K = {args.drafts}, {args.context} tokens of context; microseconds, medians of {args.steps} steps")
+    print(f"{'batch':>6} {'sampling':10}" + "".join(f"{part.removesuffix('_s'):>10}" for part in parts))
+    for batch in args.batches:
+        for name, temperature in (("greedy", 0.0), ("sampled", 0.7)):
+            max_tokens = (args.steps + NUM_WARM_STEPS + 4) * (args.drafts + 1)
+            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
+            times = measure(batch, args.drafts, args.context, args.steps, sampling)
+            medians = [1e6 * statistics.median(getattr(step, part) for step in times) for part in parts]
+            print(f"{batch:6} {name:10}" + "".join(f"{median:10.0f}" for median in medians), flush=True)
+
+
+if __name__ == "__main__":
+    main()
