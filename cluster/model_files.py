@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
+from engine.model.checkpoint.scheme import scheme_of
+from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
+from engine.model.checkpoint.weight_files import read_config, tensor_headers
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 
-def check_models(config: DeployConfig) -> None:
-    """Check the target's weights and tokenizer and a draft model's weights.
+def check_models(config: DeployConfig) -> list[str]:
+    """Check the target's weights and tokenizer and a draft model's weights; return what an operator should know.
 
     A redeploy that cannot work is thus refused while the old pairs still serve. Of weights only the headers are read;
     Hub ids are fetched where they are loaded.
 
     Raises:
-        ConfigError: a file is missing, cut short or not what its name says.
+        ConfigError: a file is missing, cut short or not what its name says, or weights are in a format that is not
+            read.
     """
+    notes = []
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
-        load_tokenizer_files(str(target))
+        if load_tokenizer_files(str(target)).chat_template is None:
+            notes.append(
+                f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
+                f"{target / 'chat_template.jinja'}"
+            )
     if config.draft.kind is SpeculationMethod.MODEL and config.draft.path is not None:
         draft = Path(resolve_model_path(config.draft.path))
         if draft.is_dir():
             _check_weights(draft)
+    return notes
 
 
 def _check_weights(folder: Path) -> None:
-    files = _weight_files(folder)
-    if not files:
-        raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors; other formats are not read")
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{str(file)!r} is not a whole safetensors file: {error}") from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the index names, or all where there is none."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(index)!r} is no index of weights: {error}") from None
-    return [folder / name for name in sorted(names)]
+    headers = tensor_headers(folder)
+    if not headers:
+        raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors, and names no GGUF file")
+    config = read_config(folder)
+    scheme = scheme_of(config, str(folder))
+    if scheme is not None:
+        stored_weights(scheme, headers, str(folder))
+    elif "quantization_config" not in config:
+        refuse_unscaled(headers, str(folder))

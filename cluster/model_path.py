@@ -8,23 +8,30 @@ from pathlib import Path
 from protos.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parent.parent
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
 def resolve_model_path(path: str) -> str:
-    """Return an absolute folder, or the Hub id as it is.
+    """Return an absolute folder or GGUF file, or the Hub id as it is.
 
-    A relative folder is looked for where the application is built and then beside the project's packages, so that the
+    A relative path is looked for where the application is built and then beside the project's packages, so that the
     bundled models are found wherever `serve deploy` builds it.
 
     Raises:
-        ConfigError: there is no such folder, and it is no Hub id.
+        ConfigError: there is no such folder or file, and it is no Hub id.
     """
     for folder in (Path(path).expanduser().absolute(), _PROJECT / path):
+        if folder.is_file() and folder.suffix == GGUF:
+            return str(folder)
         if folder.is_dir():
             if not (folder / "config.json").is_file():
-                raise ConfigError(f"model folder {str(folder)!r} has no config.json; give the folder of a model")
+                file = next(iter(sorted(folder.glob("*.gguf"))), None)
+                remedy = f"give the file itself, {str(file)!r}" if file else "give the folder of a model"
+                raise ConfigError(f"model folder {str(folder)!r} has no config.json; {remedy}")
             return str(folder)
+    if path.endswith(GGUF):
+        raise ConfigError(f"GGUF file {path!r} is neither here ({Path.cwd()}) nor in {_PROJECT}")
     if _HUB_ID.fullmatch(path):
         return path
     raise ConfigError(

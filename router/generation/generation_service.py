@@ -149,7 +149,9 @@ class GenerationService:
         template = self.files.chat_template
         if template is None:
             raise RequestError(
-                f"The model {self.config.model_id!r} has no chat template; use /v1/completions.", param="messages"
+                f"The model {self.config.model_id!r} has no chat template; use /v1/completions, or add its template as "
+                "chat_template.jinja to the folder of the model and start again.",
+                param="messages",
             )
         text = template.render(
             [message.for_template() for message in messages],

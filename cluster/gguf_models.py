@@ -1,0 +1,74 @@
+"""GGUF files of deploy.yaml as folders that are served, each converted once into the cache of this machine's user."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cluster.config import DeployConfig
+from cluster.model_path import GGUF, resolve_model_path
+from engine.config import ModelDtype
+from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.checkpoint.weight_files import file_sample
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 3600.0
+
+
+def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
+    """Return `config` with the folder of its conversion in the place of each GGUF file; `report` hears of a new one.
+
+    Raises:
+        ConfigError: a file is missing, cut short, or not one that transformers reads.
+    """
+    target = config.target.model_copy(update={"path": _folder_of(config.target.path, config.target.dtype, report)})
+    draft = config.draft
+    if draft.path is not None:
+        draft = draft.model_copy(update={"path": _folder_of(draft.path, draft.dtype, report)})
+    return config.model_copy(update={"target": target, "draft": draft})
+
+
+def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> str:
+    if not path.endswith(GGUF):
+        return path
+    file = Path(resolve_model_path(path))
+    read_gguf_header(file)  # what can be refused at once is
+    folder = _cache() / f"{file.stem}-{blake2b(file_sample(file), digest_size=6).hexdigest()}-{dtype}"
+    if not folder.is_dir():
+        report(
+            f"converting {file} into {folder}, once: its numbers are exact in float32, then rounded to dtype {dtype}"
+        )
+        _convert(file, folder, dtype)
+    return str(folder)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider" / "models"
+
+
+def _convert(file: Path, folder: Path, dtype: ModelDtype) -> None:
+    """Convert in a process of its own, which loads torch and ends with its memory."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as unfinished:
+        made = Path(unfinished) / "model"
+        command = [sys.executable, "-m", "engine.model.checkpoint.gguf", str(file), str(made), dtype]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{str(file)!r} was not converted within {_TIMEOUT_S:.0f} s") from None
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(done.stdout.strip() or f"{str(file)!r} was not converted ({done.returncode}): {last}")
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise

@@ -1,0 +1,125 @@
+"""Weights of GPTQ, AWQ, FP8 and compressed-tensors as numbers: exact in float32, then rounded to the served dtype.
+
+GPTQ: arXiv:2210.17323, as AutoGPTQ and GPTQModel write it. AWQ: arXiv:2306.00978, as AutoAWQ's `gemm` writes it. FP8:
+blocks as DeepSeek-V3's (arXiv:2412.19437), channels and tensors as vLLM's. Packed integers: compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.model.checkpoint.scheme import Scheme, WeightFormat
+from engine.model.checkpoint.stored_weights import StoredWeight, stored_weights
+from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
+
+_WORD_BITS = 32
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
+
+
+def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return all weights of the checkpoint in `folder` under the names of the plain model, floating ones in `dtype`.
+
+    Raises:
+        ConfigError: a tensor of a quantized weight is missing or has another shape.
+    """
+    headers = tensor_headers(folder)
+    quantized = stored_weights(scheme, headers, str(folder))
+    parts = {name for stored in quantized for name in stored.tensors.values()}
+    read = partial(_read, headers)
+    weights = {name: _cast(read(name), dtype) for name in headers if name not in parts}
+    for stored in quantized:
+        tensors = {last: read(name) for last, name in stored.tensors.items()}
+        weights[f"{stored.module}.weight"] = dequantized(stored, tensors, scheme).to(dtype)
+    return weights
+
+
+def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    """Return the weight [out, in] float32 that the tensors of a stored weight stand for."""
+    rows, columns = (torch.arange(size) // step for size, step in zip(stored.shape, stored.step, strict=True))
+    groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    if groups is not None and bool((groups >= 0).all()):
+        columns = groups.long()
+    parts = _PARTS[stored.format](tensors, scheme)
+    numbers = parts.numbers.float()
+    if parts.zeros is not None:
+        numbers -= _spread(parts.zeros, rows, columns)
+    return numbers.mul_(_spread(parts.scales, rows, columns))
+
+
+def _spread(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[], [1], [out] or [row steps, column steps] -> [out, in] float32, each value where its step is."""
+    grid: Tensor = values.float().reshape(len(values), -1) if values.ndim else values.float().reshape(1, 1)
+    return grid[rows.clamp(max=len(grid) - 1)][:, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Numbers [out, in], and scales and zero points of the steps of rows and columns."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+def _gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    numbers = _unpack(tensors["qweight"].T, scheme.num_bits)
+    zeros = _unpack(tensors["qzeros"], scheme.num_bits) + scheme.zero_offset & (1 << scheme.num_bits) - 1
+    return _Parts(numbers, tensors["scales"].T, zeros.T)
+
+
+def _awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    numbers, zeros = (_awq_outputs(tensors[name]) for name in ("qweight", "qzeros"))
+    return _Parts(numbers, tensors["scales"].T, zeros)
+
+
+def _awq_outputs(words: Tensor) -> Tensor:
+    """[n, out / 8] int32 -> [out, n]."""
+    octets: Tensor = _unpack(words, 4).unflatten(1, (-1, 8))
+    ordered: Tensor = octets[..., list(_AWQ_PLACES)].flatten(1)
+    return ordered.T
+
+
+def _packed(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    middle = 1 << scheme.num_bits - 1
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = _unpack(zeros.T, scheme.num_bits).T - middle
+    return _Parts(_unpack(tensors["weight_packed"], scheme.num_bits) - middle, tensors["weight_scale"], zeros)
+
+
+def _scaled(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    assert scales is not None, "the headers were checked"
+    return _Parts(tensors["weight"], scales, tensors.get("weight_zero_point"))
+
+
+_PARTS = {
+    WeightFormat.GPTQ: _gptq,
+    WeightFormat.AWQ: _awq,
+    WeightFormat.PACKED: _packed,
+    WeightFormat.SCALED: _scaled,
+}
+
+
+def _unpack(words: Tensor, num_bits: int) -> Tensor:
+    """[n, m] int32 -> [n, m * 32 / bits] int32: the numbers of each word, lowest bits first."""
+    shifts = torch.arange(0, _WORD_BITS, num_bits, dtype=torch.int32)
+    numbers: Tensor = words[..., None] >> shifts & (1 << num_bits) - 1
+    return numbers.flatten(-2)
+
+
+def _read(headers: Mapping[str, TensorHeader], name: str) -> Tensor:
+    with safe_open(headers[name].file, framework="pt") as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,135 @@
+"""The `quantization_config` of a checkpoint: the format of its weights, or a refusal with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from protos.errors import ConfigError
+
+_SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8 and compressed-tensors (packed integers, int8, float8)"
+_BY_TRANSFORMERS = "mxfp4"  # transformers dequantizes it itself
+_COMPRESSED_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+class WeightFormat(StrEnum):
+    """The storage of a linear layer's weight, by the tensors that hold it.
+
+    GPTQ: `qweight` packed along the inputs, `qzeros`, `scales`. AWQ: the same names, packed along the outputs.
+    PACKED: `weight_packed` along the inputs, `weight_scale`. SCALED: `weight` in float8 or int8 and `weight_scale` or
+    `weight_scale_inv`. PACKED and SCALED are both found in checkpoints of compressed-tensors.
+    """
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+    PACKED = "packed"
+    SCALED = "scaled"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Everything that a checkpoint's configuration says of its quantized weights, and its tensors do not.
+
+    Attributes:
+        method: `quant_method`, for messages.
+        formats: the formats that may be there.
+        num_bits: of a number that is packed into words.
+        zero_offset: what is added to a stored zero point: 1 in GPTQ's first format.
+        block: rows and columns that share a scale where scales are of blocks.
+        may_be_dense: no quantized weight need be there.
+    """
+
+    method: str
+    formats: tuple[WeightFormat, ...]
+    num_bits: int = 4
+    zero_offset: int = 0
+    block: tuple[int, int] | None = None
+    may_be_dense: bool = False
+
+
+def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
+    """Return the scheme of the checkpoint at `path`; None where its weights are plain, or read by transformers.
+
+    Raises:
+        ConfigError: they are in a format that is not read.
+    """
+    section = config.get("quantization_config") or config.get("compression_config")
+    if section is None:
+        return None
+    method = section.get("quant_method", "compressed-tensors" if "config_groups" in section else None)
+    if method == _BY_TRANSFORMERS:
+        return None
+    if method not in _READERS:
+        raise refusal(path, f"quant_method is {method!r}")
+    return _READERS[method](section, path)
+
+
+def refusal(path: str, reason: str) -> ConfigError:
+    """An error that names the checkpoint, why it is not read, and what is."""
+    return ConfigError(
+        f"the quantized weights of {path!r} are not read: {reason}; read are {_SERVED}. Give a checkpoint in one of "
+        "these or in bfloat16, and target.quantization to round it here"
+    )
+
+
+def _gptq(section: Mapping[str, Any], path: str) -> Scheme:
+    _require(path, section, "bits", (4, 8))
+    version = section.get("checkpoint_format", section.get("format", "gptq"))
+    if version not in ("gptq", "gptq_v2") or section.get("is_marlin_format"):
+        raise refusal(path, f"the format of GPTQ is {version!r}, and must be 'gptq' or 'gptq_v2'")
+    if section.get("dynamic"):
+        raise refusal(path, "GPTQ has other bits for some modules ('dynamic')")
+    return Scheme("gptq", (WeightFormat.GPTQ,), int(section["bits"]), zero_offset=int(version == "gptq"))
+
+
+def _awq(section: Mapping[str, Any], path: str) -> Scheme:
+    _require(path, section, "bits" if "bits" in section else "w_bit", (4,))
+    version = str(section.get("version", section.get("format", "gemm"))).lower()
+    if version != "gemm":
+        raise refusal(path, f"the version of AWQ is {version!r}, and must be 'gemm'")
+    return Scheme("awq", (WeightFormat.AWQ,))
+
+
+def _fp8(section: Mapping[str, Any], path: str) -> Scheme:
+    block = section.get("weight_block_size")
+    return Scheme(section["quant_method"], (WeightFormat.SCALED,), block=None if block is None else _pair(block))
+
+
+def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
+    groups = (section.get("config_groups") or {}).values()
+    formats = {section.get("format", "dense"), *(group.get("format") or "dense" for group in groups)}
+    if unknown := sorted(formats - {*_COMPRESSED_FORMATS, "mixed-precision"}):
+        raise refusal(path, f"the format of compressed-tensors is {unknown[0]!r}")
+    if (section.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise refusal(path, "its weights are sparse ('sparsity_config')")
+    if (section.get("transform_config") or {}).get("config_groups"):
+        raise refusal(path, "its weights are rotated ('transform_config')")
+    weights = [group.get("weights") or {} for group in groups]
+    blocks = {_pair(each["block_structure"]) for each in weights if each.get("block_structure")}
+    widths = {int(each.get("num_bits", 8)) for each in weights if each.get("type", "int") == "int"}
+    if len(blocks) > 1 or len(widths) > 1 or not widths <= {4, 8}:
+        raise refusal(path, f"its groups have {sorted(widths)} bits and blocks of {sorted(blocks)}")
+    return Scheme(
+        "compressed-tensors",
+        (WeightFormat.PACKED, WeightFormat.SCALED),
+        num_bits=next(iter(widths), 8),
+        block=next(iter(blocks), None),
+        may_be_dense=formats == {"dense"},
+    )
+
+
+_READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed}
+
+
+def _require(path: str, section: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> None:
+    if section.get(key) not in allowed:
+        wanted = " or ".join(str(value) for value in allowed)
+        raise refusal(path, f"{key} is {section.get(key)!r}, and must be {wanted}")
+
+
+def _pair(block: Any) -> tuple[int, int]:
+    """Read a block's rows and columns, written as a list or as "128x128"."""
+    rows, columns = block.lower().split("x") if isinstance(block, str) else block
+    return int(rows), int(columns)

@@ -1,0 +1,159 @@
+"""The quantized weights of a checkpoint, found and checked by the headers of its tensors alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.model.checkpoint.scheme import Scheme, WeightFormat, refusal
+from engine.model.checkpoint.weight_files import TensorHeader
+from protos.errors import ConfigError
+
+_WORD_BITS = 32
+_BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
+# The tensors of each format behind a module's name: the one that tells it, and those beside it.
+_NUMBERS = {
+    WeightFormat.GPTQ: "qweight",
+    WeightFormat.AWQ: "qweight",
+    WeightFormat.PACKED: "weight_packed",
+    WeightFormat.SCALED: "weight",
+}
+_OTHERS = {
+    WeightFormat.GPTQ: ("scales", "qzeros", "g_idx"),
+    WeightFormat.AWQ: ("scales", "qzeros"),
+    WeightFormat.PACKED: ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    WeightFormat.SCALED: ("weight_scale", "weight_scale_inv", "weight_zero_point"),
+}
+_BY_GROUP = (WeightFormat.GPTQ, WeightFormat.AWQ)  # scales [groups of inputs, out], and zero points always
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A linear layer's weight [out, in] as a checkpoint holds it.
+
+    Attributes:
+        module: its name, without the tensor's.
+        tensors: names of its tensors by their last part ("qweight", "scales", ...).
+        step: rows and columns of the weight that share a scale.
+    """
+
+    module: str
+    format: WeightFormat
+    shape: tuple[int, int]
+    tensors: Mapping[str, str]
+    step: tuple[int, int]
+
+
+def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: str) -> list[StoredWeight]:
+    """Return the quantized weights of a checkpoint.
+
+    Raises:
+        ConfigError: a tensor of one is missing or has a shape that does not go with the others'.
+    """
+    found = []
+    for name in headers:
+        module, _, last = name.rpartition(".")
+        for kind in scheme.formats:
+            if last == _NUMBERS[kind] and (kind is not WeightFormat.SCALED or headers[name].dtype in _BYTE_DTYPES):
+                found.append(_Module(module, kind, scheme, headers, path).stored())
+    if not found and not scheme.may_be_dense:
+        wanted = " or ".join(f"'.{_NUMBERS[kind]}'" for kind in scheme.formats)
+        raise refusal(path, f"config.json says {scheme.method}, and no such tensor ends in {wanted}")
+    _refuse_orphans(scheme, headers, found, path)
+    return found
+
+
+def refuse_unscaled(headers: Mapping[str, TensorHeader], path: str) -> None:
+    """Raise ConfigError for a tensor in float8 that no configuration explains: its scales would be left out."""
+    for name, header in headers.items():
+        if header.dtype.startswith("F8"):
+            raise refusal(path, f"{name!r} is {header.dtype}, and config.json has no quantization_config")
+
+
+def _refuse_orphans(scheme: Scheme, headers: Mapping[str, TensorHeader], found: list[StoredWeight], path: str) -> None:
+    """Raise ConfigError for scales whose numbers are not there."""
+    used = {name for stored in found for name in stored.tensors.values()}
+    lasts = {last for kind in scheme.formats for last in _OTHERS[kind]}
+    for name in headers:
+        module, _, last = name.rpartition(".")
+        if last in lasts and name not in used:
+            numbers = " or ".join(repr(f"{module}.{_NUMBERS[kind]}") for kind in scheme.formats)
+            raise _broken(path, f"it has {name!r}, and no quantized {numbers}")
+
+
+class _Module:
+    """One module's tensors."""
+
+    def __init__(
+        self, module: str, kind: WeightFormat, scheme: Scheme, headers: Mapping[str, TensorHeader], path: str
+    ) -> None:
+        self._module, self._kind, self._scheme, self._path = module, kind, scheme, path
+        names = {last: f"{module}.{last}" for last in (_NUMBERS[kind], *_OTHERS[kind])}
+        self._names = {last: name for last, name in names.items() if name in headers}
+        self._shapes = {last: headers[name].shape for last, name in self._names.items()}
+
+    def stored(self) -> StoredWeight:
+        kind, scales = self._kind, self._shape_of("scales" if self._kind in _BY_GROUP else self._scale_name())
+        rows, columns = self._matrix(_NUMBERS[kind])
+        per_word = _WORD_BITS // self._scheme.num_bits
+        match kind:
+            case WeightFormat.GPTQ:
+                shape = (columns, rows * per_word)
+            case WeightFormat.AWQ:
+                shape = (columns * per_word, rows)
+            case WeightFormat.PACKED:
+                shape = (rows, columns * per_word)
+            case WeightFormat.SCALED:
+                shape = (rows, columns)
+        step = self._step(scales[::-1] if kind in _BY_GROUP else scales, shape)
+        self._check_others(shape, step, per_word)
+        return StoredWeight(self._module, kind, shape, self._names, step)
+
+    def _step(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns that share a scale, by the scales' shape: [], [1], [out], or [rows, columns]."""
+        if math.prod(scales) == 1:
+            return shape
+        block = self._scheme.block
+        if block is not None and scales == tuple(-(-size // each) for size, each in zip(shape, block, strict=True)):
+            return block
+        num_columns = scales[1] if len(scales) == 2 else 1
+        if len(scales) in (1, 2) and scales[0] == shape[0] and num_columns and shape[1] % num_columns == 0:
+            return 1, shape[1] // num_columns
+        raise self._refusal(f"its scales are {list(scales)}, which does not go with a weight of {list(shape)}")
+
+    def _check_others(self, shape: tuple[int, int], step: tuple[int, int], per_word: int) -> None:
+        """Check zero points and the groups of inputs."""
+        num_groups = -(-shape[1] // step[1])
+        if self._kind in _BY_GROUP:
+            self._expect("qzeros", (num_groups, shape[0] // per_word))
+        elif self._kind is WeightFormat.PACKED and "weight_zero_point" in self._shapes:
+            self._expect("weight_zero_point", (-(-shape[0] // per_word), num_groups))
+        for name in ("g_idx", "weight_g_idx"):
+            if name in self._shapes:
+                self._expect(name, (shape[1],))
+
+    def _scale_name(self) -> str:
+        return "weight_scale_inv" if "weight_scale_inv" in self._shapes else "weight_scale"
+
+    def _matrix(self, last: str) -> tuple[int, int]:
+        shape = self._shape_of(last)
+        if len(shape) != 2:
+            raise self._refusal(f"its {last!r} is {list(shape)}, and must be a matrix")
+        return shape[0], shape[1]
+
+    def _shape_of(self, last: str) -> tuple[int, ...]:
+        if last not in self._shapes:
+            raise self._refusal(f"its {last!r} is missing")
+        return self._shapes[last]
+
+    def _expect(self, last: str, shape: tuple[int, ...]) -> None:
+        if self._shape_of(last) != shape:
+            raise self._refusal(f"its {last!r} is {list(self._shapes[last])}, and must be {list(shape)}")
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return _broken(self._path, f"{self._module!r} is in {self._kind}, and {reason}")
+
+
+def _broken(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"the quantized weights of {path!r} are not whole: {reason}; fetch the checkpoint again")

@@ -1,0 +1,101 @@
+"""A small Llama as a GGUF file with a type of its own for each linear layer, and the weights it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tests.engine.model.checkpoint.gguf_blocks import BLOCKS, random_blocks
+
+NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 64
+LINEAR = {
+    "attn_q": ("self_attn.q_proj", HEADS * HEAD_DIM),
+    "attn_k": ("self_attn.k_proj", KV_HEADS * HEAD_DIM),
+    "attn_v": ("self_attn.v_proj", KV_HEADS * HEAD_DIM),
+    "attn_output": ("self_attn.o_proj", HIDDEN),
+    "ffn_gate": ("mlp.gate_proj", HIDDEN),
+    "ffn_up": ("mlp.up_proj", HIDDEN),
+    "ffn_down": ("mlp.down_proj", HIDDEN),
+}
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TOKENS = [*bytes_to_unicode().values(), "he", "<s>", "</s>"]
+
+
+@dataclass
+class GgufFile:
+    """A file to be written; `expected` are its weights in transformers' names and layout, float32."""
+
+    path: Path
+    architecture: str = "llama"
+    is_tied: bool = False
+    template: str | None = TEMPLATE
+    rope_divisors: np.ndarray | None = None
+    left_out: str = ""
+    expected: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def write(self) -> GgufFile:
+        self._writer = GGUFWriter(self.path, self.architecture)
+        self._random = np.random.default_rng(3)
+        self._metadata()
+        self._tokenizer()
+        self._matrix("token_embd", "model.embed_tokens", len(TOKENS), "Q8_0")
+        kinds = cycle(BLOCKS)
+        for layer in range(NUM_LAYERS):
+            for name, (module, rows) in LINEAR.items():
+                self._matrix(f"blk.{layer}.{name}", f"model.layers.{layer}.{module}", rows, next(kinds))
+            for name, module in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+                self._vector(f"blk.{layer}.{name}", f"model.layers.{layer}.{module}")
+        self._vector("output_norm", "model.norm")
+        if not self.is_tied:
+            self._matrix("output", "lm_head", len(TOKENS), "Q6_K")
+        if self.rope_divisors is not None:
+            self._writer.add_tensor("rope_freqs.weight", self.rope_divisors.astype(np.float32))
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+        return self
+
+    def _metadata(self) -> None:
+        writer = self._writer
+        writer.add_name("tiny")
+        writer.add_block_count(NUM_LAYERS)
+        writer.add_context_length(64)
+        writer.add_embedding_length(HIDDEN)
+        writer.add_feed_forward_length(HIDDEN)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10_000.0)
+        writer.add_rope_dimension_count(HEAD_DIM)
+        writer.add_vocab_size(len(TOKENS))
+
+    def _tokenizer(self) -> None:
+        writer = self._writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
+        writer.add_token_merges(["h e"])
+        writer.add_bos_token_id(len(TOKENS) - 2)
+        writer.add_eos_token_id(len(TOKENS) - 1)
+        if self.template is not None:
+            writer.add_chat_template(self.template)
+
+    def _matrix(self, name: str, module: str, rows: int, kind: str) -> None:
+        data, numbers = random_blocks(kind, rows, HIDDEN, self._random)
+        if name.endswith(("attn_q", "attn_k")):  # llama.cpp has the two halves of each head interleaved
+            numbers = numbers.reshape(-1, HEAD_DIM // 2, 2, HIDDEN).swapaxes(1, 2).reshape(rows, HIDDEN)
+        self.expected[f"{module}.weight"] = numbers
+        if name != self.left_out:
+            self._writer.add_tensor(f"{name}.weight", data, raw_dtype=GGMLQuantizationType(BLOCKS[kind][0]))
+
+    def _vector(self, name: str, module: str) -> None:
+        numbers = self._random.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
+        self.expected[f"{module}.weight"] = numbers
+        self._writer.add_tensor(f"{name}.weight", numbers)

@@ -1,0 +1,113 @@
+"""Small Llamas whose linear layers are written in the formats of quantized checkpoints, with what they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+GROUP = 32
+Written = tuple[dict[str, Tensor], Tensor]  # tensors by their last name, and the weight [out, in] float32
+Writer = Callable[[Tensor], Written]
+
+
+def llama(folder: Path, *, is_tied: bool = True) -> dict[str, Tensor]:
+    """Write a small Llama of random weights and return them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        max_position_embeddings=64,
+        tie_word_embeddings=is_tied,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def quantize_folder(
+    folder: Path, write: Writer, section: Mapping[str, Any], *, is_tied: bool = True
+) -> dict[str, Tensor]:
+    """Write a Llama with quantized linear layers; return its weights as they are to be read, in float32."""
+    weights, expected = {}, {}
+    for name, weight in llama(folder, is_tied=is_tied).items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("_proj", "lm_head")):
+            parts, expected[name] = write(weight)
+            weights |= {f"{module}.{last}": part.contiguous() for last, part in parts.items()}
+        else:
+            weights[name] = expected[name] = weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return expected
+
+
+def gptq(weight: Tensor, zero_offset: int = 1, num_bits: int = 4, *, is_ordered: bool = False) -> Written:
+    """As AutoGPTQ writes it: words along the inputs; a zero point is stored less `zero_offset`."""
+    num_outputs, num_inputs = weight.shape
+    order = torch.randperm(num_inputs) if is_ordered else torch.arange(num_inputs)
+    group_of = order // GROUP
+    levels, scales, zeros = _random_levels(num_inputs, num_outputs, num_bits)
+    expected = torch.empty(num_outputs, num_inputs)
+    for row in range(num_inputs):
+        group = group_of[row]
+        expected[:, row] = (levels[row] - zeros[group]) * scales[group].float()
+    parts = {
+        "qweight": _pack(levels.T, num_bits).T,
+        "qzeros": _pack(zeros - zero_offset & (1 << num_bits) - 1, num_bits),
+        "scales": scales,
+        "g_idx": group_of.int(),
+    }
+    return parts, expected
+
+
+def awq(weight: Tensor) -> Written:
+    """As AutoAWQ's gemm writes it: words along the outputs, whose numbers are of the outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    num_outputs, num_inputs = weight.shape
+    levels, scales, zeros = _random_levels(num_inputs, num_outputs, 4)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def pack(numbers: Tensor) -> Tensor:
+        return _pack(numbers.reshape(len(numbers), -1, 8)[:, :, order].flatten(1), 4)
+
+    expected = (levels - zeros.repeat_interleave(GROUP, 0)) * scales.float().repeat_interleave(GROUP, 0)
+    return {"qweight": pack(levels), "qzeros": pack(zeros), "scales": scales}, expected.T
+
+
+def float8(weight: Tensor, scales_shape: Callable[[int, int], tuple[int, ...]], name: str = "weight_scale") -> Written:
+    """Float8 with random scales of a shape; the weight as it is meant."""
+    scales = torch.rand(scales_shape(*weight.shape)) + 0.5
+    numbers = weight.to(torch.float8_e4m3fn)
+    grid = scales.reshape(len(scales), -1) if scales.ndim else scales.reshape(1, 1)
+    expected = torch.empty(weight.shape)
+    row_step, column_step = -(-len(weight) // len(grid)), -(-weight.shape[1] // grid.shape[1])
+    for row in range(len(weight)):
+        for column in range(weight.shape[1]):
+            expected[row, column] = numbers[row, column].float() * grid[row // row_step, column // column_step]
+    return {"weight": numbers, name: scales, "input_scale": torch.ones(())}, expected
+
+
+def _random_levels(num_inputs: int, num_outputs: int, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels [in, out], scales and zero points [groups, out]."""
+    shape = (num_inputs // GROUP, num_outputs)
+    levels = torch.randint(0, 1 << num_bits, (num_inputs, num_outputs))
+    zeros = torch.randint(1, 1 << num_bits, shape)
+    return levels, (torch.rand(shape) * 0.1 + 0.01).half(), zeros
+
+
+def _pack(numbers: Tensor, num_bits: int) -> Tensor:
+    """[n, m] -> [n, m * bits / 32] int32, lowest bits first."""
+    words = numbers.reshape(len(numbers), -1, 32 // num_bits)
+    shifts = torch.arange(0, 32, num_bits)
+    return (words.long() << shifts).sum(-1).to(torch.int32)

@@ -1,0 +1,139 @@
+"""GGUF files: every type of block as ggml defines it, the tokenizer with its template, and refusals by name."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.config import CacheConfig, ModelConfig
+from engine.model.checkpoint.gguf import convert_gguf
+from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.runner.model_runner import ModelRunner
+from protos.errors import ConfigError
+from router.tokenizer.tokenizer_files import load_tokenizer_files
+from tests.engine.model.checkpoint.gguf_files import HEAD_DIM, TEMPLATE, TOKENS, GgufFile
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    return GgufFile(tmp_path_factory.mktemp("gguf") / "tiny.gguf").write()
+
+
+@pytest.fixture(scope="module")
+def folder(file: GgufFile) -> Path:
+    folder = file.path.parent / "float32"
+    convert_gguf(file.path, folder, torch.float32)
+    return folder
+
+
+def test_every_type_of_block_is_read_as_it_is_defined(file: GgufFile, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    assert set(weights) == set(file.expected)
+    for name, numbers in file.expected.items():
+        np.testing.assert_allclose(weights[name].numpy(), numbers, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_served_dtype_is_the_nearest_of_the_exact_numbers(file: GgufFile, folder: Path, tmp_path: Path) -> None:
+    convert_gguf(file.path, tmp_path / "m", torch.bfloat16)
+    exact = load_file(folder / "model.safetensors")
+    for name, weight in load_file(tmp_path / "m" / "model.safetensors").items():
+        assert torch.equal(weight, exact[name].to(torch.bfloat16)), name
+
+
+def test_its_tokenizer_and_chat_template_come_along(folder: Path) -> None:
+    files = load_tokenizer_files(str(folder))
+    assert files.chat_template is not None
+    assert files.chat_template.source == TEMPLATE
+    ids = files.tokenizer.encode("the hen", add_special_tokens=False)
+    assert TOKENS.index("he") in ids
+
+
+def test_it_is_served(folder: Path) -> None:
+    runner = ModelRunner(ModelConfig(str(folder), "float32"), CacheConfig(num_blocks=4))
+    assert runner.vocab_size == len(TOKENS)
+    assert runner.eos_token_ids == (len(TOKENS) - 1,)
+
+
+def test_without_a_head_of_its_own_the_embeddings_are_the_head(tmp_path: Path) -> None:
+    convert_gguf(GgufFile(tmp_path / "tied.gguf", is_tied=True).write().path, tmp_path / "m", torch.float32)
+    assert AutoConfig.from_pretrained(tmp_path / "m").tie_word_embeddings
+    assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
+
+
+def llama_3_divisors(factor: float) -> np.ndarray:
+    """As convert_hf_to_gguf.py computes them from Llama 3's `rope_scaling`."""
+    divisors = []
+    for frequency in 10_000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM):
+        length = 2 * np.pi / frequency
+        smooth = (8192 / length - 1) / (4 - 1)
+        middle = 1 / ((1 - smooth) / factor + smooth)
+        divisors.append(1 if length < 8192 / 4 else factor if length > 8192 else middle)
+    return np.array(divisors)
+
+
+def test_llama_3_keeps_its_scaled_frequencies(tmp_path: Path) -> None:
+    divisors = llama_3_divisors(32.0)
+    assert len(set(divisors)) > 3
+    file = GgufFile(tmp_path / "llama3.gguf", rope_divisors=divisors).write()
+    convert_gguf(file.path, tmp_path / "m", torch.float32)
+    config = AutoConfig.from_pretrained(tmp_path / "m")
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 10_000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    np.testing.assert_allclose(frequencies.numpy(), plain / divisors, rtol=1e-4)
+
+
+def test_other_scalings_of_frequencies_are_refused(tmp_path: Path) -> None:
+    file = GgufFile(tmp_path / "odd.gguf", rope_divisors=np.linspace(1, 3, HEAD_DIM // 2)).write()
+    with pytest.raises(ConfigError, match="scales its rotary frequencies"):
+        convert_gguf(file.path, tmp_path / "m", torch.float32)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 12, 500, 4_000, 100_000, -64])
+def test_a_file_that_is_cut_short_is_refused_by_its_header(file: GgufFile, tmp_path: Path, num_bytes: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.path.read_bytes()[:num_bytes])
+    with pytest.raises(ConfigError, match=r"cut.gguf' is (no GGUF file|no whole GGUF file|cut short)"):
+        read_gguf_header(cut)
+
+
+def test_an_unknown_type_is_refused_with_the_tensor_and_those_that_are_read(file: GgufFile, tmp_path: Path) -> None:
+    content = file.path.read_bytes()
+    name = b"blk.0.attn_q.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8
+    odd = tmp_path / "odd.gguf"
+    odd.write_bytes(content[:place] + struct.pack("<I", 39) + content[place + 4 :])
+    with pytest.raises(
+        ConfigError, match=r"'blk.0.attn_q.weight' of .* is of GGUF type 39, which is not read; .* Q6_K"
+    ):
+        read_gguf_header(odd)
+
+
+def test_another_architecture_is_refused_by_its_name(file: GgufFile, tmp_path: Path) -> None:
+    path = replace(file, path=tmp_path / "other.gguf", architecture="rwkv7").write().path
+    with pytest.raises(ConfigError, match="architecture 'rwkv7'"):
+        convert_gguf(path, tmp_path / "m", torch.float32)
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = GgufFile(tmp_path / "part.gguf", left_out="blk.1.ffn_up").write().path
+    with pytest.raises(ConfigError, match=r"1 tensors are missing, 'model.layers.1.mlp.up_proj.weight'"):
+        convert_gguf(path, tmp_path / "m", torch.float32)
+
+
+def test_what_transformers_would_leave_out_is_refused(tmp_path: Path) -> None:
+    class WithBias(GgufFile):
+        def _tokenizer(self) -> None:
+            super()._tokenizer()
+            self._writer.add_tensor("blk.0.attn_q.bias", np.ones(256, dtype=np.float32))
+
+    path = WithBias(tmp_path / "bias.gguf").write().path
+    with pytest.raises(ConfigError, match="a part of it would be left out"):
+        convert_gguf(path, tmp_path / "m", torch.float32)

@@ -1,0 +1,202 @@
+"""Checkpoints in GPTQ, AWQ, FP8 and compressed-tensors: read as their definitions say, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cluster.config import parse_config
+from cluster.model_files import check_models
+from engine.config import CacheConfig, ModelConfig, Quantization
+from engine.model.linear.quantized_linear import can_quantize
+from engine.model.loader import load_model
+from engine.model.runner.model_runner import ModelRunner
+from protos.errors import ConfigError
+from tests.engine.model.checkpoint.quantized_folders import (
+    GROUP,
+    Written,
+    awq,
+    float8,
+    gptq,
+    llama,
+    quantize_folder,
+)
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3"}
+
+
+def blocks(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // 32), -(-columns // 32)
+
+
+BY_DEFINITION = {
+    "gptq": (gptq, GPTQ),
+    "gptq with another order": (partial(gptq, is_ordered=True), {**GPTQ, "desc_act": True}),
+    "gptq_v2": (partial(gptq, zero_offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq of 8 bits": (partial(gptq, num_bits=8), {**GPTQ, "bits": 8}),
+    "awq": (awq, AWQ),
+    "fp8 per tensor": (partial(float8, scales_shape=lambda *_: ()), FP8),
+    "fp8 per tensor, [1]": (partial(float8, scales_shape=lambda *_: (1,)), FP8),
+    "fp8 per channel": (partial(float8, scales_shape=lambda rows, _: (rows, 1)), {"quant_method": "fbgemm_fp8"}),
+    "fp8 per block": (partial(float8, scales_shape=blocks, name="weight_scale_inv"), BLOCK_FP8),
+}
+
+
+def compressed(group: dict[str, Any], layout: str) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": group}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": []}
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+BY_LIBRARY = {
+    "int4 by group": compressed(INT4, "pack-quantized"),
+    "int4 by group with zero points": compressed({**INT4, "symmetric": False}, "pack-quantized"),
+    "int8 packed by channel": compressed(INT8, "pack-quantized"),
+    "int8 by channel": compressed(INT8, "int-quantized"),
+    "float8 by channel": compressed(FLOAT8, "float-quantized"),
+    "float8 by tensor": compressed({**FLOAT8, "strategy": "tensor"}, "float-quantized"),
+    "float8 by block": compressed({**FLOAT8, "strategy": "block", "block_structure": [32, 32]}, "float-quantized"),
+}
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    return dict(load_model(ModelConfig(str(folder), "float32")).state_dict())
+
+
+def check(folder: Path) -> None:
+    check_models(parse_config({"model_id": "m", "target": {"path": str(folder)}, "draft": {"kind": "none"}}))
+
+
+@pytest.mark.parametrize("name", BY_DEFINITION)
+def test_weights_are_what_the_definition_says(tmp_path: Path, name: str) -> None:
+    write, section = BY_DEFINITION[name]
+    expected = quantize_folder(tmp_path, write, section)
+    check(tmp_path)
+    weights = read(tmp_path)
+    for each, weight in expected.items():
+        torch.testing.assert_close(weights[each], weight, rtol=1e-6, atol=1e-6, msg=each)
+
+
+def test_blocks_of_float8_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    write, section = BY_DEFINITION["fp8 per block"]
+    quantize_folder(tmp_path, write, section)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for name, weight in read(tmp_path).items():
+        torch.testing.assert_close(weight, stock[name], rtol=0, atol=0)
+
+
+def by_library(weight: Tensor, section: dict[str, Any]) -> Written:
+    """Compress a weight and decompress it by the library compressed-tensors."""
+    scheme = QuantizationScheme(**section["config_groups"]["group_0"])
+    args, layout = scheme.weights, section["format"]
+    assert args is not None
+    grid = {"group": (len(weight), -(-weight.shape[1] // GROUP)), "channel": (len(weight), 1), "tensor": (1,)}
+    shape = grid.get(args.strategy) or blocks(*weight.shape)
+    scales = torch.rand(shape) * 0.02 + 0.01
+    zeros = torch.zeros(shape, dtype=torch.int8)
+    if not args.symmetric:
+        zeros = torch.randint(-8, 8, shape, dtype=torch.int8)
+    compressor: Any = BaseCompressor.get_value_from_registry(layout)
+    parts = compressor.compress({"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}, scheme)
+    return parts, compressor.decompress(parts, scheme)["weight"].float()
+
+
+@pytest.mark.parametrize("name", BY_LIBRARY)
+def test_compressed_tensors_are_read_as_their_library_reads_them(tmp_path: Path, name: str) -> None:
+    section = BY_LIBRARY[name]
+    expected = quantize_folder(tmp_path, partial(by_library, section=section), section, is_tied=False)
+    check(tmp_path)
+    weights = read(tmp_path)
+    for each, weight in expected.items():
+        torch.testing.assert_close(weights[each], weight, rtol=1e-6, atol=1e-6, msg=each)
+
+
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+def test_it_is_served_with_a_quantized_head_and_requantized(tmp_path: Path, quantization: Quantization) -> None:
+    if quantization is not Quantization.NONE and not can_quantize(torch.device("cpu")):
+        pytest.skip("no kernels for int8 weights here")
+    quantize_folder(tmp_path, awq, AWQ, is_tied=False)
+    runner = ModelRunner(ModelConfig(str(tmp_path), "float32", quantization=quantization), CacheConfig(num_blocks=4))
+    assert runner.vocab_size == 96
+
+
+REFUSED = {
+    "of another method": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
+    "of 3 bits": ({**GPTQ, "bits": 3}, "bits is 3, and must be 4 or 8"),
+    "of mixed bits": ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic"),
+    "for marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "'marlin'"),
+    "of gemv": ({**AWQ, "version": "GEMV"}, "'gemv'"),
+    "of nvfp4": (compressed(INT4, "nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
+    "that are sparse": ({**compressed(INT4, "pack-quantized"), "sparsity_config": {"format": "x"}}, "sparse"),
+    "without tensors": (AWQ | {"quant_method": "gptq"}, "no such tensor ends in '.qweight'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    llama(tmp_path)
+    section, reason = REFUSED[name]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    with pytest.raises(ConfigError, match=reason):
+        check(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        read(tmp_path)
+
+
+DAMAGES = {
+    "q_proj.scales": ("model.layers.1.self_attn.q_proj' is in gptq, and its 'scales' is missing", None),
+    "q_proj.qzeros": ("its 'qzeros' is missing", None),
+    "q_proj.qweight": ("it has 'model.layers.1.self_attn.q_proj.g_idx', and no quantized", None),
+    "up_proj.scales": (r"up_proj' is in gptq, and its scales are \[128, 3\]", (3, 128)),
+    "up_proj.qzeros": (r"its 'qzeros' is \[2, 15\], and must be \[2, 16\]", (2, 15)),
+    "up_proj.g_idx": (r"its 'g_idx' is \[63\], and must be \[64\]", (63,)),
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_a_missing_tensor_or_a_wrong_shape_is_named_before_anything_starts(tmp_path: Path, damaged: str) -> None:
+    quantize_folder(tmp_path, gptq, GPTQ)
+    reason, shape = DAMAGES[damaged]
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in weights if each.startswith("model.layers.1") and each.endswith(damaged))
+    tensor = weights.pop(name)
+    if shape is not None:
+        weights[name] = torch.zeros(shape, dtype=tensor.dtype)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=reason):
+        check(tmp_path)
+
+
+def test_a_whole_module_that_is_missing_is_named_at_load(tmp_path: Path) -> None:
+    quantize_folder(tmp_path, gptq, GPTQ)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "layers.1.mlp.up_proj" not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 tensors are missing, 'model.layers.1.mlp.up_proj.weight'"):
+        read(tmp_path)
+
+
+def test_float8_without_its_configuration_is_refused(tmp_path: Path) -> None:
+    write, section = BY_DEFINITION["fp8 per tensor"]
+    quantize_folder(tmp_path, write, section)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"F8_E4M3, and config.json has no quantization_config"):
+        check(tmp_path)
