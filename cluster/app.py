@@ -6,7 +6,6 @@ import logging
 import os
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -20,24 +19,20 @@ from cluster.config import DeployConfig, parse_config
 from cluster.devices import pin_devices
 from cluster.gguf_models import convert_gguf_models
 from cluster.model_files import check_models
-from cluster.model_path import resolve_model_path
 from cluster.placement import (
     INGRESS_CPUS,
     SHELL_CPUS,
     NodeResources,
     PairPlacement,
-    PlacementRequest,
     plan_pair,
 )
-from cluster.replica_settings import pair_settings, prefill_settings
+from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
-from cluster.schema.speculation import DraftMode
 from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig
-from protos.messages import SpeculationMethod
-from router.config import IngressConfig, IngressLimits, RouterConfig
+from router.config import RouterConfig
 from router.ingress import Ingress
 from router.routing.index.index_client import IndexClient
 
@@ -61,7 +56,7 @@ def build(args: dict[str, Any]) -> Application:
     for note in check_models(config):
         logger.warning(note)
     warn_of_missing_variables()
-    placement = plan_pair(_placement_request(config), _nodes(), read_topology())
+    placement = plan_pair(placement_request(config), _nodes(), read_topology())
     settings = pair_settings(config, placement)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
     router = _router_config(config)
@@ -70,7 +65,7 @@ def build(args: dict[str, Any]) -> Application:
     open_index = partial(IndexClient, config=router)
     prefill = _prefill(config, settings.engine, placement)
     pin = partial(pin_devices, num_ranks=config.target.tensor_parallel_size, draft_gpu=config.draft.gpu)
-    return ingress.bind(pair.bind(settings, pin, open_index, prefill), _ingress_config(config), prefill)
+    return ingress.bind(pair.bind(settings, pin, open_index, prefill), ingress_config(config), prefill)
 
 
 def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> Application | None:
@@ -78,22 +73,6 @@ def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacemen
         return None
     deployment = serve.deployment(name="Prefill", **_prefill_options(config, placement, placement.prefill))(Prefill)
     return deployment.bind(prefill_settings(config, engine, placement))
-
-
-def _placement_request(config: DeployConfig) -> PlacementRequest:
-    return PlacementRequest(
-        num_pairs=config.pair.max_replicas,
-        num_ingresses=config.ingress.num_replicas,
-        has_draft_model=config.draft.kind is SpeculationMethod.MODEL,
-        target_threads=config.target.num_threads,
-        draft_threads=config.draft.num_threads,
-        is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
-        num_prefills=config.prefill.max_replicas,
-        prefill_threads=config.prefill.num_threads,
-        num_ranks=config.target.tensor_parallel_size,
-        draft_gpu=config.draft.gpu,
-        draft_process=config.draft.process,
-    )
 
 
 def _nodes() -> list[NodeResources]:
@@ -167,14 +146,3 @@ def _ingress_options(config: DeployConfig) -> dict[str, Any]:
         "max_ongoing_requests": 4096,
         "graceful_shutdown_timeout_s": CONNECTION_DRAIN_S,
     }
-
-
-def _ingress_config(config: DeployConfig) -> IngressConfig:
-    keys = config.ingress.api_keys_file
-    return IngressConfig(
-        model_id=config.model_id,
-        model_path=resolve_model_path(config.target.path),
-        api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
-        tool_format=config.ingress.tool_format,
-        limits=IngressLimits(**config.ingress.limits.model_dump()),
-    )

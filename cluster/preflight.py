@@ -36,8 +36,8 @@ def check_ports(file: DeployFile) -> None:
             raise ConfigError(f"{key}.port is {port}; it must be 1 to {_LAST_PORT}")
         if port is not None and not is_free(host, port):
             raise ConfigError(
-                f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml "
-                "(an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
+                f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml, "
+                "or --port and --grpc-port (an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
             )
 
 

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from actors.settings import DraftSettings, PairSettings, PrefillSettings
 from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
-from cluster.placement import PairPlacement
+from cluster.placement import PairPlacement, PlacementRequest
+from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 from protos.messages import SpeculationMethod
+from router.config import IngressConfig, IngressLimits
 
 _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
+
+
+def placement_request(config: DeployConfig) -> PlacementRequest:
+    """Return the processes that a deployment asks for."""
+    return PlacementRequest(
+        num_pairs=config.pair.max_replicas,
+        num_ingresses=config.ingress.num_replicas,
+        has_draft_model=config.draft.kind is SpeculationMethod.MODEL,
+        target_threads=config.target.num_threads,
+        draft_threads=config.draft.num_threads,
+        is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
+        num_prefills=config.prefill.max_replicas,
+        prefill_threads=config.prefill.num_threads,
+        num_ranks=config.target.tensor_parallel_size,
+        draft_gpu=config.draft.gpu,
+        draft_process=config.draft.process,
+    )
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
@@ -73,4 +93,16 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
     )
     return DraftSettings(
         draft.kind, model, draft_cache_config(config.cache), config.speculation.outcomes_ahead, draft.vocabulary
+    )
+
+
+def ingress_config(config: DeployConfig) -> IngressConfig:
+    """Return the configuration of each ingress replica."""
+    keys = config.ingress.api_keys_file
+    return IngressConfig(
+        model_id=config.model_id,
+        model_path=resolve_model_path(config.target.path),
+        api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
+        tool_format=config.ingress.tool_format,
+        limits=IngressLimits(**config.ingress.limits.model_dump()),
     )

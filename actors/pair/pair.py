@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from actors.pair.admission import Admission
 from actors.pair.index_reporter import IndexReporter, ReportSink
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_metrics import PairMetrics
+from actors.pair.pair_shell import PairShell
 from actors.pair.ray_metrics import RayMetrics
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog
@@ -26,14 +26,11 @@ from actors.process.process_logging import configure_logging
 from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-_SIGN_OF_LIFE_S = 5.0
 
-
-class Pair:
+class Pair(PairShell):
     """One replica of the Serve deployment `Pair`.
 
     Args:
@@ -67,43 +64,6 @@ class Pair:
         self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
-        """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
-
-        An empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
-        the request.
-
-        Raises:
-            OverloadedError: refused, the pair is full.
-            ModelChangedError: refused, the request was made for another model.
-            UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
-        """
-        arrived_s = time.monotonic()
-        self._admission.enter()
-        is_accepted = False
-        try:
-            stream = self._client.add(request)
-            is_accepted = True
-            is_finished = False
-            while not is_finished:
-                chunks = await stream.next(_SIGN_OF_LIFE_S)
-                is_finished = bool(chunks) and chunks[-1].finish_reason is not None
-                yield chunks
-        finally:
-            self._admission.leave(time.monotonic() - arrived_s)
-            if is_accepted:
-                self._client.drop(request.request_id)
-
-    async def describe(self) -> ModelCard:
-        """Return the card of the model. Raises UnavailableError while the target is away."""
-        return self._client.require_card()
-
-    async def metrics_text(self) -> str:
-        """Return this replica's metrics in Prometheus text format, as they are now."""
-        if self._client.is_connected:
-            self._on_pong(await self._client.ping(self._ping_timeout_s))
-        return self._metrics.text()
-
     async def check_health(self) -> None:
         """Raise if this replica should be replaced; called by Serve."""
         self._watchdog.check()
@@ -114,7 +74,7 @@ class Pair:
             self._actors.close()
 
     def _on_pong(self, pong: Pong) -> None:
-        self._metrics.update(pong, self._admission.num_refused)
+        super()._on_pong(pong)
         self._ray_metrics.export(self._metrics)
 
 

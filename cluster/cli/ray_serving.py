@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import signal
 import threading
 import time
@@ -12,10 +10,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from cluster.cli.console import report
+from cluster.cli.invitation import invitation
 from cluster.deploy_file import DeployFile
 from cluster.local_cluster import AppStatus, LocalCluster
 
 _REPORT_PERIOD_S = 5.0
+_LOGS = "/tmp/ray/session_latest/logs"
 
 
 class Interrupt:
@@ -67,7 +67,7 @@ def serve_on_ray(file: DeployFile) -> None:
         with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
             cluster.deploy(file)
         cluster.wait_running(_Progress(interrupt, began_s))
-        report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{_invitation(file)}")
+        report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{invitation(file, _LOGS)}")
         interrupt.is_set.wait()
         report("\nstopping: running requests may finish; Ctrl-C again to stop at once")
     except InterruptedStartError:
@@ -104,19 +104,3 @@ class _Progress:
 
 def _draft_name(file: DeployFile) -> str:
     return file.config.draft.path or file.config.draft.kind
-
-
-def _invitation(file: DeployFile) -> str:
-    address = f"http://{file.http_host}:{file.http_port}"
-    body = {"model": file.config.model_id, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
-    lines = [
-        f"  HTTP   {address}/v1   (model {file.config.model_id})",
-        *([f"  gRPC   127.0.0.1:{file.grpc_port}   (outrider.v1.Generation)"] if file.grpc_port else []),
-        "  logs   /tmp/ray/session_latest/logs",
-        "",
-        "try:",
-        f"  curl {address}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
-        "",
-        "stop with Ctrl-C",
-    ]
-    return "\n".join(lines)

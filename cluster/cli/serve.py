@@ -10,8 +10,10 @@ import typer
 from typer import Argument, Option
 
 from cluster.cli.check import check_deployment
+from cluster.cli.console import report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.fetch import fetch_models
+from cluster.cli.invitation import invitation
 from cluster.cli.ray_serving import serve_on_ray
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
 from cluster.preflight import check_ports
@@ -48,6 +50,9 @@ def serve(
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args, e.g. cache.memory_gib=8; repeatable"),
     ] = None,
+    no_ray: Annotated[
+        bool, Option("--no-ray", help="one pair in this process: less memory, no restart of a target that dies")
+    ] = False,
     print_: Annotated[bool, Option("--print", help="print the deploy.yaml that would run, and start nothing")] = False,
 ) -> None:
     """Serve a model, or a deploy.yaml, on this machine until Ctrl-C."""
@@ -71,12 +76,12 @@ def serve(
     if print_:
         print(to_yaml(file.deployment), end="")
         return
-    _run(model, file)
+    _run(model, file, no_ray)
 
 
 def _refuse_options(context: typer.Context) -> None:
     """Refuse options beside a deploy.yaml, which has all of them: two sources of one key would be ambiguous."""
-    given = [name for name, value in context.params.items() if name not in ("model", "print_")]
+    given = [name for name, value in context.params.items() if name not in ("model", "no_ray", "print_")]
     sources = {name: context.get_parameter_source(name) for name in given}
     strange = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if strange:
@@ -86,11 +91,19 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-def _run(model: str, file: DeployFile) -> None:
+def _run(model: str, file: DeployFile, no_ray: bool) -> None:
     check_ports(file)
     fetch_models(model, file.config)
     file = check_deployment(file)
     try:
-        serve_on_ray(file)
+        (_serve_in_process if no_ray else serve_on_ray)(file)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _serve_in_process(file: DeployFile) -> None:
+    # Not at the top: uvicorn and the frontends' servers are for this way alone.
+    from cluster.one_process import serve_in_process
+
+    report(f"loading {file.config.target.path}")
+    serve_in_process(file, lambda: report(f"ready\n\n{invitation(file)}"))

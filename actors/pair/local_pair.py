@@ -1,0 +1,83 @@
+"""A pair in this process, without Ray: the engine in a thread, behind the same socket as in a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from functools import partial
+
+from actors.pair.admission import Admission
+from actors.pair.pair_metrics import PairMetrics
+from actors.pair.pair_shell import PairShell
+from actors.pair.target_client import TargetClient
+from actors.pair.watchdog import Watchdog
+from actors.process.actor_thread import ActorThread
+from actors.process.socket_folder import private_folder
+from actors.settings import PairSettings
+from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
+
+logger = logging.getLogger(__name__)
+
+
+class LocalPair(PairShell):
+    """A `router.backend.backend.Backend` of one pair; `start` before the first request.
+
+    Nothing restarts a target here: where a pair of a cluster would, the process ends with status 1.
+    """
+
+    def __init__(self, settings: PairSettings) -> None:
+        assert settings.draft_share is None, "a draft model is in the target's process"
+        self._settings = settings
+        self._admission = Admission(settings.max_requests)
+        self._metrics = PairMetrics()
+        self._ping_timeout_s = settings.pong_timeout_s
+        self._folder = private_folder()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the models; return when the target answers.
+
+        Raises:
+            ServingError: it could not start.
+        """
+        # Here and not above: it loads torch, whose threads follow the environment of the first import.
+        from actors.target.target_process import serve_target
+
+        thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
+        await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)
+        self._client = TargetClient(self._folder / TARGET_SOCKET, _NoIndex())
+        await self._client.wait_connected(self._settings.pong_timeout_s)
+        watchdog = Watchdog(self._client, self._settings, _end_process, self._on_pong)
+        self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
+
+    async def metrics_texts(self) -> Sequence[str]:
+        """Return this pair's metrics in Prometheus text format."""
+        return [await self.metrics_text()]
+
+    async def close(self) -> None:
+        """Disconnect from the target, which computes no more; a second call does nothing."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+            await self._client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _NoIndex:
+    """The listener of a target that no router chooses: there is nothing to report."""
+
+    def on_ready(self, epoch: int) -> None: ...
+
+    def on_status(self, status: Status) -> None: ...
+
+    def on_snapshot(self, snapshot: Snapshot) -> None: ...
+
+    def on_lost(self) -> None: ...
+
+
+def _end_process() -> None:
+    logger.error("the target is stuck, and nothing restarts it without Ray: the process ends")
+    os._exit(1)

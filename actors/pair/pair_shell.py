@@ -1,0 +1,63 @@
+"""The part of a pair's shell that needs no Ray: requests in, tokens out, and the target's numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from actors.pair.admission import Admission
+from actors.pair.pair_metrics import PairMetrics
+from actors.pair.target_client import TargetClient
+from actors.shell_messages import Pong
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+
+_SIGN_OF_LIFE_S = 5.0
+
+
+class PairShell:
+    """Lets requests in and carries their tokens out. A child sets the attributes before the first request."""
+
+    _admission: Admission
+    _client: TargetClient
+    _metrics: PairMetrics
+    _ping_timeout_s: float
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
+        """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
+
+        An empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
+        the request.
+
+        Raises:
+            OverloadedError: refused, the pair is full.
+            ModelChangedError: refused, the request was made for another model.
+            UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
+        """
+        arrived_s = time.monotonic()
+        self._admission.enter()
+        is_accepted = False
+        try:
+            stream = self._client.add(request)
+            is_accepted = True
+            is_finished = False
+            while not is_finished:
+                chunks = await stream.next(_SIGN_OF_LIFE_S)
+                is_finished = bool(chunks) and chunks[-1].finish_reason is not None
+                yield chunks
+        finally:
+            self._admission.leave(time.monotonic() - arrived_s)
+            if is_accepted:
+                self._client.drop(request.request_id)
+
+    async def describe(self) -> ModelCard:
+        """Return the card of the model. Raises UnavailableError while the target is away."""
+        return self._client.require_card()
+
+    async def metrics_text(self) -> str:
+        """Return this replica's metrics in Prometheus text format, as they are now."""
+        if self._client.is_connected:
+            self._on_pong(await self._client.ping(self._ping_timeout_s))
+        return self._metrics.text()
+
+    def _on_pong(self, pong: Pong) -> None:
+        self._metrics.update(pong, self._admission.num_refused)

@@ -1,0 +1,142 @@
+"""A deployment in this process, without Ray: one pair, its draft in the target's process, and both frontends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+
+from actors.pair.local_pair import LocalPair
+from actors.settings import PairSettings
+from cluster.config import DeployConfig
+from cluster.deploy_file import DeployFile
+from cluster.placement import NodeResources, plan_pair
+from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.schema.models import DraftProcess
+from cluster.schema.speculation import DraftMode
+from cluster.topology import read_topology
+from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
+from router.api_keys import ApiKeys
+from router.generation.generation_service import GenerationService
+from router.grpc_api.api import GrpcApi
+from router.grpc_api.server import start_grpc_server
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
+from router.openai.request_id import AddRequestId
+from router.tokenizer.tokenizer_files import load_tokenizer_files
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S = 30  # for running requests, after the first Ctrl-C
+_KEEP_ALIVE_S = 75  # longer than the minute after which clients and proxies close
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def in_one_process(config: DeployConfig) -> DeployConfig:
+    """Return the deployment with its draft model in the target's process.
+
+    Raises:
+        ConfigError: it asks for more than one process.
+    """
+    if obstacles := list(_obstacles(config)):
+        raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
+    if config.draft.kind is not SpeculationMethod.MODEL:
+        return config
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
+
+
+def _obstacles(config: DeployConfig) -> Iterator[str]:
+    if config.pair.max_replicas > 1:
+        yield f"pair asks for {config.pair.max_replicas} replicas"
+    if config.prefill.max_replicas > 0:
+        yield f"prefill asks for {config.prefill.max_replicas} replicas"
+    if config.target.tensor_parallel_size > 1:
+        yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
+    if config.draft.process is DraftProcess.OWN:
+        yield "draft.process is 'own'"
+    if config.speculation.mode is DraftMode.ASYNC:
+        yield "speculation.mode is 'async'"
+
+
+def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish; call `on_ready` once both frontends listen.
+
+    Raises:
+        ServingError: the deployment asks for more than one process, or could not start.
+    """
+    config = in_one_process(file.config)
+    settings = _settings(config)
+    os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
+    asyncio.run(_serve(file, config, settings, on_ready))
+
+
+def _settings(config: DeployConfig) -> PairSettings:
+    topology = read_topology()
+    node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
+    return pair_settings(config, plan_pair(placement_request(config), [node], topology))
+
+
+async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
+    pair = LocalPair(settings)
+    try:
+        await pair.start()
+        ingress = ingress_config(config)
+        service = GenerationService(pair, load_tokenizer_files(ingress.model_path), ingress, IngressMetrics())
+        api_keys = ApiKeys.from_file(ingress.api_keys_file)
+        async with _grpc(service, api_keys, file.grpc_port):
+            await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
+    finally:
+        await pair.close()
+
+
+@asynccontextmanager
+async def _grpc(service: GenerationService, api_keys: ApiKeys, port: int | None) -> AsyncIterator[None]:
+    if port is None:
+        yield
+        return
+    server = await start_grpc_server(GrpcApi(service, api_keys), f"0.0.0.0:{port}")
+    try:
+        yield
+    finally:
+        await server.stop(_DRAIN_S)
+
+
+class _HttpServer(uvicorn.Server):
+    """A server that ends at SIGINT or SIGTERM, at once at the second one, and leaves the exit status alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+async def _serve_http(app: Any, file: DeployFile, on_ready: Callable[[], None]) -> None:
+    server = _HttpServer(
+        uvicorn.Config(
+            app,
+            host=file.http_host,
+            port=file.http_port,
+            log_level="warning",
+            timeout_graceful_shutdown=_DRAIN_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event
+        await asyncio.sleep(0.01)
+    if server.started:
+        on_ready()
+    await serving

@@ -1,0 +1,45 @@
+"""The gRPC frontend on a server of its own, where no Serve proxy listens."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import outrider_pb2_grpc
+from protos.errors import ConfigError
+from router.grpc_api.api import SERVICE_NAME, GrpcApi
+
+_SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+
+
+class _Servicer:
+    """The calls under the names that the stubs register."""
+
+    def __init__(self, api: GrpcApi) -> None:
+        self.Generate = api.generate
+        self.GenerateStream = api.generate_stream
+        self.Tokenize = api.tokenize
+        self.GetModel = api.get_model
+        self.Check = api.check
+        self.Watch = api.watch
+        self.List = api.check
+
+
+async def start_grpc_server(api: GrpcApi, address: str) -> grpc.aio.Server:
+    """Return a server that listens at `host:port`.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    server = grpc.aio.server()
+    servicer = _Servicer(api)
+    outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection(_SERVICES, server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"gRPC cannot listen at {address}: {error}; choose another --grpc-port, or 0") from None
+    await server.start()
+    return server

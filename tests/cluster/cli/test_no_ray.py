@@ -1,0 +1,100 @@
+"""`outrider serve --no-ray`: the same answers at both frontends, from one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from cluster.cli.deployment import ServeOptions, deployment_of
+from cluster.deploy_file import checked_deployment
+from cluster.one_process import in_one_process
+from cluster.ports import free_ports
+from protos import outrider_pb2, outrider_pb2_grpc
+from protos.errors import ConfigError
+from tests.serve.tiny_models import write_pair
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[range]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_pair(folder)
+    ports = free_ports(2)
+    options = ["--draft", str(folder / "draft"), "--model-id", "tiny", "--set", "cache.num_blocks=64"]
+    options += ["--set", "cache.memory_gib=null", "--port", str(ports[0]), "--grpc-port", str(ports[1])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "serve", str(folder / "target"), "--no-ray", *options], env=environment
+    )
+    try:
+        wait_healthy(process, ports[0])
+        yield ports
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+
+
+def wait_healthy(process: subprocess.Popen[bytes], port: int) -> None:
+    end_s = time.monotonic() + 120
+    while time.monotonic() < end_s:
+        assert process.poll() is None, "the server has ended"
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    pytest.fail("not healthy in time")
+
+
+def complete(port: int, **fields: object) -> httpx.Response:
+    body = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 12, "seed": 7, "temperature": 1.0, **fields}
+    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+
+
+def test_both_frontends_give_the_same_tokens_with_and_without_drafts(ports: range):
+    drafted = complete(ports[0], return_token_ids=True).json()
+    plain = complete(ports[0], return_token_ids=True, speculation={"enabled": False}).json()
+    assert drafted["usage"]["completion_tokens"] == 12
+    assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    request = outrider_pb2.GenerateRequest(
+        model="tiny", prompt_token_ids=[3, 4, 5], max_tokens=12, seed=7, temperature=1.0
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{ports[1]}") as channel:
+        chunks = list(outrider_pb2_grpc.GenerationStub(channel).GenerateStream(request, timeout=60))
+    assert [token for chunk in chunks for token in chunk.token_ids] == drafted["choices"][0]["token_ids"]
+
+
+def test_requests_keep_their_id_and_the_pair_is_measured(ports: range):
+    answer = httpx.get(f"http://127.0.0.1:{ports[0]}/health", headers={"X-Request-Id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    complete(ports[0])
+    metrics = httpx.get(f"http://127.0.0.1:{ports[0]}/metrics").text
+    assert "outrider_spec_decode_num_drafts" in metrics
+    assert "outrider_time_to_first_token_seconds" in metrics
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("pair.num_replicas=2", "pair asks for 2 replicas"),
+        ("prefill.num_replicas=1", "prefill asks for 1 replicas"),
+        ("speculation.mode=async", "speculation.mode is 'async'"),
+        ("draft.process=own", "draft.process is 'own'"),
+        ("target.tensor_parallel_size=2", "tensor_parallel_size is 2"),
+    ],
+)
+def test_more_than_one_process_is_refused(setting: str, message: str):
+    deployment = deployment_of("demo", ServeOptions(settings=(setting,)))
+    with pytest.raises(ConfigError, match=message):
+        in_one_process(checked_deployment(deployment, "demo").config)
