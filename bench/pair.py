@@ -26,7 +26,7 @@ from bench.contenders.prompts import held_out_prompts
 from bench.contenders.race import race
 from bench.contenders.table import print_rows, print_step_times, rows_of
 from bench.contenders.transformers_contender import TransformersContender, load
-from bench.padded_pair import CACHE, DEMO, padded_target
+from bench.padded_pair import CACHE, PAIRS, padded_target
 from bench.served.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
@@ -39,8 +39,9 @@ def main() -> None:
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)
-    target = args.fixture or padded_target()
-    prompts = held_out_prompts(DEMO / "target", max(args.streams))
+    target = args.fixture or padded_target(name=args.padded)
+    args.draft = args.draft or PAIRS[args.padded].draft
+    prompts = held_out_prompts(target, max(args.streams))
     with ExitStack() as stack:
         contenders = _contenders(args, target, stack)
         runs = race(contenders, prompts, args.streams, args.tokens, args.rounds)
@@ -62,7 +63,8 @@ def _parse_args() -> argparse.Namespace:
         "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all requests; 1: texts fall into loops"
     )
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--padded", choices=list(PAIRS), default="demo", help="the fixture to build, and its draft")
+    parser.add_argument("--draft", type=Path, help="folder of the draft; that of --padded if absent")
     parser.add_argument("--skip-http", action="store_true", help="leave out the served application")
     parser.add_argument("--skip-transformers", action="store_true", help="leave out Transformers")
     parser.add_argument("--json", type=Path, help="write the rows here too")

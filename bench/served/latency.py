@@ -23,12 +23,13 @@ import yaml
 from bench.contenders.contender import Run
 from bench.contenders.http_contender import HttpContender
 from bench.contenders.prompts import held_out_prompts
-from bench.padded_pair import CACHE, DEMO, padded_target
+from bench.padded_pair import CACHE, DEMO, PAIRS, SMOLLM2, padded_target
 from bench.served.application import ServedApplication
 from bench.served.served_pair import GRPC_PORT, HTTP_PORT
 
 P99_BAR = 2.5  # of the median gap
 MAX_BAR = 8.0
+MODELS = ("demo", "smollm2", "padded", "smollm2-0.5b", "smollm2-1b")
 _DEFAULT = "default"
 _WARM_UP_TOKENS = 48
 _HEAD = f"{'model':9} {'threads':>7} {'clients':>7} {'tok/s':>7} {'first p50':>9} {'max':>6}"
@@ -79,7 +80,7 @@ class Case:
 
     def deploy(self) -> dict[str, Any]:
         """Return the deployment, on the ports of a benchmark."""
-        source = Path("models/published/smollm2.deploy.yaml" if self.model == "smollm2" else "deploy.yaml")
+        source = Path("models/published/smollm2.deploy.yaml" if self.is_smollm2 else "deploy.yaml")
         deploy: dict[str, Any] = yaml.safe_load(source.read_text())
         deploy["http_options"]["port"] = HTTP_PORT
         deploy["grpc_options"]["port"] = GRPC_PORT
@@ -88,13 +89,19 @@ class Case:
         if self.model == "padded":
             args["target"] |= {"path": str(padded_target().resolve()), "dtype": "bfloat16"}
             args["draft"]["dtype"] = "bfloat16"
+        elif self.model in PAIRS:
+            args["target"] |= {"path": str(padded_target(name=self.model).resolve()), "dtype": "bfloat16"}
         if self.threads != _DEFAULT:
             args["target"]["num_threads"] = int(self.threads)
         return deploy
 
     @property
+    def is_smollm2(self) -> bool:
+        return self.model.startswith("smollm2")
+
+    @property
     def tokenizer_folder(self) -> Path:
-        return Path(".cache/models/smollm2-135m-instruct") if self.model == "smollm2" else DEMO / "target"
+        return SMOLLM2 if self.is_smollm2 else DEMO / "target"
 
 
 def main() -> None:
@@ -155,7 +162,7 @@ def _threads(text: str) -> str:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", nargs="+", default=["demo", "smollm2", "padded"], choices=("demo", "smollm2", "padded")
+        "--models", nargs="+", default=["demo", "smollm2", "padded"], choices=MODELS, help="to be served in turn"
     )
     parser.add_argument("--threads", nargs="+", type=_threads, default=[_DEFAULT], help="of the target, or 'default'")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 6, 8])

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
-from bench.padded_pair import padded_target
+from bench.padded_pair import PAIRS, padded_target
 from engine.attention.native import NativePass
 from engine.config import CacheConfig, ModelConfig
 from engine.model.linear.native_product import NativeProduct
@@ -108,7 +108,7 @@ def main() -> None:
     """Time every kind of step and print it beside its floor."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
-    folder = args.model or padded_target()
+    folder = args.model or padded_target(name=args.padded)
     runner = _runner(folder, args)
     size = ModelSize.of(folder, args.dtype, args.quantization)
     print(f"{args.threads} threads, {args.dtype}")
@@ -124,6 +124,7 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a model; the padded fixture if absent")
+    parser.add_argument("--padded", choices=list(PAIRS), default="demo", help="the fixture to build")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--threads", type=int, default=2)

@@ -1,0 +1,79 @@
+"""The price of fewer bits: perplexity of one model in every kind of weights, on the same tokens of the same texts.
+
+python -m bench.steps.perplexity --text docs/architecture.md README.md --tokens 4096 --gguf MODEL.gguf
+
+A GGUF file stands for its numbers in float32, as llama.cpp reads its weights; the rows that meet them are not rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from tokenizers import Tokenizer
+
+from bench.padded_pair import SMOLLM2
+from engine.config import CacheConfig, ModelConfig, ModelDtype, Quantization
+from engine.model.checkpoint.gguf import convert_gguf
+from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.perplexity import WINDOW, perplexity
+
+KINDS = (
+    ("bfloat16", ModelDtype.BFLOAT16, Quantization.NONE),
+    ("float32", ModelDtype.FLOAT32, Quantization.NONE),
+    ("int8", ModelDtype.BFLOAT16, Quantization.INT8),
+    ("int4, the head int8", ModelDtype.BFLOAT16, Quantization.INT4),
+)
+
+
+def main() -> None:
+    """Print a table whose first row is what the others are compared with."""
+    args = _parse_args()
+    torch.set_num_threads(args.threads)
+    token_ids = _token_ids(args.model, args.text, args.tokens)
+    print(f"{args.model.name}, {len(token_ids)} tokens of {len(args.text)} texts, read {WINDOW} at a time\n")
+    print("| weights | perplexity | over bfloat16 |\n|---|---|---|")
+    first = None
+    for name, value in _measured(args.model, args.gguf, token_ids):
+        first = first or value
+        print(f"| {name} | {value:.3f} | {value / first - 1:+.2%} |", flush=True)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a model; `make real-model` has made it")
+    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="files of text that was not trained on")
+    parser.add_argument("--tokens", type=int, default=4096, help="at most so many, an equal part of each text")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def _token_ids(model: Path, texts: list[Path], num_tokens: int) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    share = -(-num_tokens // len(texts))
+    encoded = (tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids for text in texts)
+    return [token_id for ids in encoded for token_id in ids[:share]][:num_tokens]
+
+
+def _measured(model: Path, gguf: Path | None, token_ids: list[int]) -> Iterator[tuple[str, float]]:
+    for name, dtype, quantization in KINDS:
+        yield name, _perplexity(ModelConfig(str(model), dtype, quantization=quantization), token_ids)
+    if gguf is not None:
+        types = sorted({tensor.type for tensor in read_gguf_header(gguf).tensors})
+        with TemporaryDirectory() as folder:
+            convert_gguf(gguf, Path(folder), torch.float32)
+            value = _perplexity(ModelConfig(folder, ModelDtype.FLOAT32), token_ids)
+        yield f"{gguf.name} ({', '.join(types)})", value
+
+
+def _perplexity(model: ModelConfig, token_ids: list[int]) -> float:
+    return perplexity(ModelRunner(model, CacheConfig(num_blocks=-(-WINDOW // CacheConfig().block_size))), token_ids)
+
+
+if __name__ == "__main__":
+    main()
