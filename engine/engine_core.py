@@ -56,6 +56,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
+from engine.stats.class_acceptance import ClassCounters, class_key
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
@@ -151,6 +152,7 @@ class EngineCore:
         self._clock = clock
         self._budget = DraftBudget(config.num_tokens, config.max_num_tokens) if is_adaptive(config) else None
         self._drafts = DraftCounters()
+        self._classes = ClassCounters()
         self._total_times = StepTimes()
         self._timer = StepTimer()
         self._is_broken = False
@@ -265,6 +267,8 @@ class EngineCore:
             decode_tokens_per_s=self.rates.decode_tokens_per_s,
             speedups={} if self._budget is None else self._budget.speedups,
             remote=self._source.stats,
+            classes=self._classes.snapshot(),
+            queue_times=self.scheduler.queue_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
         )
 
@@ -347,10 +351,21 @@ class EngineCore:
             return []
         drawn = self._overlap.issue_next(issued, tasks)
         verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
-        for draft, outcome in zip(issued.drafts, verified, strict=True):
-            if outcome.is_exact:
-                self._drafts.record(draft.num_valid, outcome.num_accepted, draft.computed.depth)
+        for task, draft, outcome in zip(tasks, issued.drafts, verified, strict=True):
+            if outcome.is_exact and draft.num_valid > 0:
+                self._count(task.sequence, draft, outcome)
         return verified
+
+    def _count(self, sequence: Sequence, draft: CheckedDraft, outcome: VerifyResult) -> None:
+        """Count a pass with drafts; what the grammar forced says nothing of the method that drafted before it."""
+        depth = draft.computed.depth
+        self._drafts.record(draft.num_valid, outcome.num_accepted, depth)
+        if (num_own := depth - draft.num_forced) > 0:
+            key = class_key(self._method_of(draft), sequence)
+            self._classes.record(key, num_own, min(outcome.num_accepted, num_own))
+
+    def _method_of(self, draft: CheckedDraft) -> str:
+        return str(draft.draft.source or self._own_method)
 
     @timed("forward_s")
     def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
@@ -377,7 +392,7 @@ class EngineCore:
         for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True):
             if (report := each.sequence.report) is not None:
                 is_open = self._budget is None or self._budget.is_open(each.sequence)
-                method = str(draft.draft.source or self._own_method)
+                method = self._method_of(draft)
                 reason = plain_reason(each, draft, is_class_open=is_open)
                 report.record(token_sources(draft, outcome, method), method, reason)
 

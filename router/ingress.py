@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from protos import outrider_pb2 as pb2
 from router.api_keys import ApiKeys
 from router.backend.application_watch import INGRESS, ApplicationWatch
+from router.backend.frontend_metrics import FrontendMetrics
 from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
@@ -46,7 +47,12 @@ class Ingress:
         application = ApplicationWatch()
         backend = ServeBackend(pair, RequestRouting(metrics.router), application.is_deleted, prefill)
         self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
+        self._service.peers = FrontendMetrics().read
         self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
+
+    async def metrics_text(self) -> tuple[str, str]:
+        """Return the name of this replica and its own metrics; called by the replica that answers `/metrics`."""
+        return serve.get_replica_context().replica_id.unique_id, self._service.metrics.text()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service, self._api_keys)

@@ -27,6 +27,7 @@ HOMES = {
         "cluster/",
         "router/ingress.py",
         "router/backend/application_watch.py",
+        "router/backend/frontend_metrics.py",
         "router/backend/serve_backend.py",
         "router/routing/index/index_actor.py",
         "router/routing/index/index_client.py",

@@ -49,7 +49,7 @@ class Pair(PairShell):
     ) -> None:
         configure_logging()
         self._admission = Admission(settings.max_requests)
-        self._metrics = PairMetrics()
+        self._metrics = PairMetrics(serve.get_replica_context().replica_id.unique_id)
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()

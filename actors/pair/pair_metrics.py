@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from actors.shell_messages import Pong
 from engine.remote_prefill.fetch_failure import FetchFailure
 
-Family = CounterMetricFamily | GaugeMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class PairMetrics(Collector):
-    """The pair's `outrider_*` metrics; sums start over when the target restarts, as Prometheus expects."""
+    """The pair's `outrider_*` metrics; sums start over when the target restarts, as Prometheus expects.
 
-    def __init__(self) -> None:
+    Args:
+        replica: the label of every sample, so that a series stays one replica's own; None: no label.
+    """
+
+    def __init__(self, replica: str | None = None) -> None:
+        self._replica = replica
         self._pong: Pong | None = None
         self._num_refused = 0
 
@@ -32,9 +38,16 @@ class PairMetrics(Collector):
 
     def collect(self) -> Iterable[Family]:
         """Yield every metric."""
+        for family in self._families():
+            if self._replica is not None:
+                family.samples = [_of_replica(sample, self._replica) for sample in family.samples]
+            yield family
+
+    def _families(self) -> Iterable[Family]:
         if self._pong is None:
             return
         yield from _speculation(self._pong)
+        yield from _classes(self._pong)
         yield from _reasoning(self._pong)
         yield from _cache(self._pong)
         yield from _requests(self._pong)
@@ -79,6 +92,21 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
 
 
+def _classes(pong: Pong) -> Iterable[Family]:
+    """Yield acceptance by position, method and class of requests: the ratio of the two families."""
+    labels = ["method", "class", "position"]
+    drafted = CounterMetricFamily("outrider_spec_decode_class_draft_tokens_per_pos", "Drafts verified.", labels=labels)
+    accepted = CounterMetricFamily(
+        "outrider_spec_decode_class_accepted_tokens_per_pos", "Drafts accepted.", labels=labels
+    )
+    for stats in pong.engine.classes:
+        for position, counts in enumerate(zip(stats.num_drafted, stats.num_accepted, strict=True)):
+            for family, count in zip((drafted, accepted), counts, strict=True):
+                family.add_metric([stats.method, stats.name, str(position)], count)
+    yield drafted
+    yield accepted
+
+
 def _reasoning(pong: Pong) -> Iterable[Family]:
     """Yield the metrics of steps that are not exact, in families of their own: no other family counts them."""
     stats = pong.engine.reasoning
@@ -114,6 +142,13 @@ def _requests(pong: Pong) -> Iterable[Family]:
     yield _counter(
         "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
     )
+    queue = pong.engine.queue_times
+    yield HistogramMetricFamily(
+        "outrider_request_queue_time_seconds",
+        "From a sequence's arrival at the engine to its first blocks.",
+        buckets=queue.cumulative,
+        sum_value=queue.total,
+    )
     times = pong.engine.times
     parts = ("receive", "schedule", "draft", "forward", "sample", "commit")
     seconds = {part: getattr(times, f"{part}_s") for part in parts}
@@ -124,6 +159,10 @@ def _requests(pong: Pong) -> Iterable[Family]:
         "Passes that began before the host had seen their tokens.",
         pong.engine.num_overlapped_passes,
     )
+
+
+def _of_replica(sample: Sample, replica: str) -> Sample:
+    return sample._replace(labels={**sample.labels, "replica": replica})
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:

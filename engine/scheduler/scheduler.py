@@ -26,6 +26,7 @@ from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.stats.histogram import QUEUE_BUCKETS_S, Histogram
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
@@ -63,6 +64,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
+        self.queue_times = Histogram(QUEUE_BUCKETS_S)
         self._tree = tree
         self._max_num_sequences = config.max_num_sequences
         self._max_tokens_per_step = config.max_tokens_per_step
@@ -299,6 +301,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.queue_times.observe(max(0.0, self._clock() - sequence.arrival_s))
         return True
 
     def _schedule_rows(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.stats.class_acceptance import ClassStats
+from engine.stats.histogram import HistogramStats
 from engine.stats.step_times import StepTimes
 
 
@@ -126,6 +128,10 @@ class EngineStats:
     )  # by class of requests (`engine.proposer.adaptive.speculation_gate`)
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
     reasoning: ReasoningStats = field(default_factory=ReasoningStats)
+    classes: tuple[ClassStats, ...] = ()
+    queue_times: HistogramStats = field(
+        default_factory=HistogramStats
+    )  # seconds from a request's arrival to its first blocks
     num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
 
     @property

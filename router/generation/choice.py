@@ -49,6 +49,8 @@ class Choice:
             return None
         self.meter.record(self.index, gained, batch)
         self.clock.tick(sum(len(delta.token_ids) for delta in gained))
+        if (reason := gained[-1].finish_reason) is not None:
+            self.clock.end(reason.value)
         if self.echo is not None:
             gained.insert(0, _with_logprobs(self.echo, batch[0]))
             self.echo = None

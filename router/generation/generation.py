@@ -75,7 +75,15 @@ class Generation:
             num_echoed_characters=len(echo.text) if echo else 0,
         )
         batches = self._backend.generate(request)
-        return Choice(index, batches, text, echo, self._tool_calls(), self._meter, self._metrics.token_clock())
+        return Choice(
+            index,
+            batches,
+            text,
+            echo,
+            self._tool_calls(),
+            self._meter,
+            self._metrics.token_clock(len(request.prompt_token_ids)),
+        )
 
     def _tool_calls(self) -> ToolCallParser | None:
         if self._tool_format is None or not self._params.tool_names:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.messages import ModelCard
@@ -40,6 +40,7 @@ class GenerationService:
         self.files = files
         self.metrics = metrics
         self.backend = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
+        self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
         self._card: ModelCard | None = None
@@ -84,6 +85,17 @@ class GenerationService:
                 return await self.backend.metrics_texts()
         except TimeoutError:
             raise UnavailableError(f"The pairs have not sent their metrics within {_METRICS_TIMEOUT_S} s.") from None
+
+    async def frontend_metrics(self) -> str | Mapping[str, str]:
+        """Return the metrics of every ingress replica by its name; this one's alone where the others do not answer."""
+        if self.peers is None:
+            return self.metrics.text()
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                return await self.peers()
+        except Exception as error:  # any of Ray's; a scrape without the others is better than none
+            logger.warning("the other ingress replicas' metrics are missing: %r", error)
+            return self.metrics.text()
 
     async def complete(self, body: CompletionRequest) -> Generation:
         """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""

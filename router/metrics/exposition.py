@@ -1,9 +1,11 @@
 """Several processes' metrics as one Prometheus text.
 
-Families that several replicas report appear once, their samples told apart by a `replica` label. Every sample bears
-exactly the name of the contract, which has no `_total`: counters are therefore typed `gauge`, since
-Prometheus' clients rename the samples of a `counter` family to end in `_total`. They fall only when a process
-restarts, so `rate()` works on them.
+Families that several processes report appear once, their samples told apart by a label: `ingress` for the frontends,
+`replica` for pairs and prefill replicas. So every series is one process's own, a counter falls only when that process
+restarts, and `sum(rate(...))` is right whichever ingress replica answers. Every sample bears exactly the name of the
+contract, which has no `_total`; Prometheus reads a counter of any name, and OpenMetrics parsers add the suffix.
+
+For tools that know vLLM's metrics, the families that it has too are repeated under its names.
 """
 
 from __future__ import annotations
@@ -16,24 +18,76 @@ from prometheus_client.parser import text_string_to_metric_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TYPES = {"counter": "gauge", "unknown": "untyped"}
+_TYPES = {"unknown": "untyped"}
 _REPLICA = "replica"
+_INGRESS = "ingress"
+_VLLM_NAMES = {
+    f"outrider_{ours}": f"vllm:{theirs}"
+    for ours, theirs in {
+        "num_requests_running": "num_requests_running",
+        "num_requests_waiting": "num_requests_waiting",
+        "num_preemptions": "num_preemptions",
+        "kv_cache_usage": "kv_cache_usage_perc",
+        "prefix_cache_queries": "prefix_cache_queries",
+        "prefix_cache_hits": "prefix_cache_hits",
+        "spec_decode_num_drafts": "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos": "spec_decode_num_accepted_tokens_per_pos",
+        "time_to_first_token_seconds": "time_to_first_token_seconds",
+        "inter_token_latency_seconds": "inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+        "request_queue_time_seconds": "request_queue_time_seconds",
+        "request_prompt_tokens": "request_prompt_tokens",
+        "request_generation_tokens": "request_generation_tokens",
+        "prompt_tokens": "prompt_tokens",
+        "generation_tokens": "generation_tokens",
+        "request_success": "request_success",
+    }.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A value; `suffix` is what its name has behind that of its family."""
+
+    suffix: str
+    labels: Mapping[str, str]
+    value: float
 
 
 @dataclass(slots=True)
 class _Family:
     kind: str
     documentation: str
-    lines: list[str] = field(default_factory=list)
+    samples: list[_Sample] = field(default_factory=list)
+
+    def text(self, name: str, labels: Mapping[str, str]) -> str:
+        documentation = self.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+        lines = [_sample_line(name + each.suffix, {**labels, **each.labels}, each.value) for each in self.samples]
+        return f"# HELP {name} {documentation}\n# TYPE {name} {self.kind}\n" + "".join(lines)
 
 
-def merge_metrics(own_text: str, replica_texts: Iterable[str]) -> str:
-    """Return one text of our own families and the replicas'; a replica without a name is named by its rank."""
+def merge_metrics(
+    frontend_texts: str | Mapping[str, str], replica_texts: Iterable[str], model_name: str | None = None
+) -> str:
+    """Return one text of the frontends' families and the replicas'.
+
+    Args:
+        frontend_texts: those of the ingress replicas by their names; a single text has no name.
+        replica_texts: those of pairs and prefill replicas; one that does not name itself is named by its rank.
+        model_name: of the served model; if given, vLLM's names come too.
+    """
     families: dict[str, _Family] = {}
-    _collect(families, own_text, {})
+    if isinstance(frontend_texts, str):
+        _collect(families, frontend_texts, {})
+    else:
+        for name, text in sorted(frontend_texts.items()):
+            _collect(families, text, {_INGRESS: name})
     for rank, text in enumerate(replica_texts):
         _collect(families, text, {_REPLICA: str(rank)})
-    return "".join(_written(name, family) for name, family in families.items())
+    ours = "".join(family.text(name, {}) for name, family in families.items())
+    return ours if model_name is None else ours + _vllm_text(families, model_name)
 
 
 def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[str, str]) -> None:
@@ -43,13 +97,18 @@ def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[st
         kind = _TYPES.get(parsed.type, parsed.type)
         family = families.setdefault(parsed.name, _Family(kind, parsed.documentation))
         for sample in parsed.samples:
-            name = parsed.name if parsed.type == "counter" else sample.name
-            family.lines.append(_sample_line(name, {**default_labels, **sample.labels}, sample.value))
+            suffix = "" if parsed.type == "counter" else sample.name.removeprefix(parsed.name)
+            family.samples.append(_Sample(suffix, {**default_labels, **sample.labels}, sample.value))
 
 
-def _written(name: str, family: _Family) -> str:
-    documentation = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
-    return f"# HELP {name} {documentation}\n# TYPE {name} {family.kind}\n" + "".join(family.lines)
+def _vllm_text(families: Mapping[str, _Family], model_name: str) -> str:
+    labels = {"model_name": model_name}
+    parts = []
+    for ours, theirs in _VLLM_NAMES.items():
+        if (family := families.get(ours)) is not None:
+            name = f"{theirs}_total" if family.kind == "counter" else theirs
+            parts.append(family.text(name, labels))
+    return "".join(parts)
 
 
 def _sample_line(name: str, labels: Mapping[str, str], value: float) -> str:

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from router.routing.router_metrics import RouterMetrics
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
@@ -27,6 +29,31 @@ class IngressMetrics:
             "outrider_inter_token_latency_seconds",
             "Time per token after the first; tokens that arrive together share the wait for them.",
             buckets=_INTER_TOKEN_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._e2e = Histogram(
+            "outrider_e2e_request_latency_seconds",
+            "From the start of a sequence to its end.",
+            buckets=_E2E_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens of sequences.", registry=self._registry)
+        self._generation_tokens = Counter(
+            "outrider_generation_tokens", "Tokens that sequences have gained.", registry=self._registry
+        )
+        self._request_tokens = {
+            kind: Histogram(
+                f"outrider_request_{kind}_tokens",
+                f"Tokens of a finished sequence: {kind}.",
+                buckets=_TOKEN_BUCKETS,
+                registry=self._registry,
+            )
+            for kind in ("prompt", "generation")
+        }
+        self._finished = Counter(
+            "outrider_request_success",
+            "Sequences that ended, by reason.",
+            ("finished_reason",),
             registry=self._registry,
         )
         self._requests = Counter(
@@ -50,9 +77,26 @@ class IngressMetrics:
         """Count one attempt to go on with a request whose pair was lost."""
         self._migrations.inc()
 
-    def token_clock(self) -> TokenClock:
+    def token_clock(self, num_prompt_tokens: int = 0) -> TokenClock:
         """A clock that starts now, for one sequence."""
-        return TokenClock(self._first_token, self._inter_token)
+        return TokenClock(self, num_prompt_tokens)
+
+    def count_tokens(self, waited_s: float, num_tokens: int, num_prompt_tokens: int | None) -> None:
+        """Count tokens that have come together; the first of a sequence come with the length of its prompt."""
+        self._generation_tokens.inc(num_tokens)
+        if num_prompt_tokens is not None:
+            self._prompt_tokens.inc(num_prompt_tokens)
+            self._first_token.observe(waited_s)
+            return
+        for _ in range(num_tokens):
+            self._inter_token.observe(waited_s / num_tokens)
+
+    def count_end(self, reason: str, elapsed_s: float, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Count a sequence that has ended; `reason` must come from a fixed set."""
+        self._finished.labels(reason).inc()
+        self._e2e.observe(elapsed_s)
+        self._request_tokens["prompt"].observe(num_prompt_tokens)
+        self._request_tokens["generation"].observe(num_tokens)
 
     def text(self) -> str:
         """All families in Prometheus text."""
@@ -62,22 +106,23 @@ class IngressMetrics:
 class TokenClock:
     """Times the tokens of one sequence."""
 
-    def __init__(self, first_token: Histogram, inter_token: Histogram) -> None:
-        self._first_token = first_token
-        self._inter_token = inter_token
-        self._last_s = time.perf_counter()
-        self._has_started = False
+    def __init__(self, metrics: IngressMetrics, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._started_s = self._last_s = time.perf_counter()
 
     def tick(self, num_tokens: int) -> None:
         """`num_tokens` have just arrived."""
         if num_tokens == 0:
             return
         now_s = time.perf_counter()
-        elapsed_s = now_s - self._last_s
+        is_first = self._num_tokens == 0
+        self._metrics.count_tokens(now_s - self._last_s, num_tokens, self._num_prompt_tokens if is_first else None)
         self._last_s = now_s
-        if not self._has_started:
-            self._has_started = True
-            self._first_token.observe(elapsed_s)
-            return
-        for _ in range(num_tokens):
-            self._inter_token.observe(elapsed_s / num_tokens)
+        self._num_tokens += num_tokens
+
+    def end(self, reason: str) -> None:
+        """The sequence has ended."""
+        elapsed_s = time.perf_counter() - self._started_s
+        self._metrics.count_end(reason, elapsed_s, self._num_prompt_tokens, self._num_tokens)

@@ -125,13 +125,14 @@ class OpenAIApi:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """Answer with the metrics of this ingress replica, and of the pairs if they answer."""
+        """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""
         try:
             replica_texts = await self._service.replica_metrics()
         except ServingError as error:
             logger.warning("the pairs' metrics are missing: %s", error)
             replica_texts = []
-        text = merge_metrics(self._service.metrics.text(), replica_texts)
+        frontend_texts = await self._service.frontend_metrics()
+        text = merge_metrics(frontend_texts, replica_texts, self._service.config.model_id)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
 

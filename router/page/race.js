@@ -59,8 +59,9 @@ async function race() {
   for (const name of ["off", "on"]) byId(`race-${name}`).textContent = "";
   byId("race-sources").replaceChildren();
   const { tokens } = await post("/tokenize", { model: settings.model, prompt: body.prompt });
-  const warm = { ...body, max_tokens: 1, speculation: { enabled: false } };
-  for await (const _ of stream("/v1/completions", warm)); // the prompt is in the cache for both
+  for (const enabled of [false, true]) { // the prompt is in the cache then, and both ways have run before
+    for await (const _ of stream("/v1/completions", { ...body, max_tokens: Math.min(16, body.max_tokens), speculation: { enabled } }));
+  }
   const off = await run("off", { ...body, speculation: { enabled: false } });
   const on = await run("on", body);
   judge(off, on);

@@ -3,7 +3,9 @@
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.stats.class_acceptance import ClassStats
 from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.histogram import Histogram
 from engine.stats.step_times import StepTimes
 from router.metrics.exposition import merge_metrics
 
@@ -52,6 +54,34 @@ def test_speedups_are_exported_by_class():
     metrics = PairMetrics()
     metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
     assert 'outrider_spec_decode_speedup{class="model-greedy"} 1.5' in metrics.text().splitlines()
+
+
+def test_acceptance_is_counted_by_position_method_and_class():
+    classes = (ClassStats("model", "greedy-free", (4, 3), (3, 1)),)
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), classes=classes)
+    metrics = PairMetrics("r1")
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    lines = merge_metrics("", [metrics.text()]).splitlines()
+    labels = '{class="greedy-free",method="model",position="1",replica="r1"}'
+    assert f"outrider_spec_decode_class_draft_tokens_per_pos{labels} 3.0" in lines
+    assert f"outrider_spec_decode_class_accepted_tokens_per_pos{labels} 1.0" in lines
+
+
+def test_queue_times_are_a_histogram():
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.1, 0.5, 7.0):
+        histogram.observe(seconds)
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), queue_times=histogram.snapshot())
+    metrics = PairMetrics()
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    name = "outrider_request_queue_time_seconds"
+    assert [line for line in metrics.text().splitlines() if line.startswith(name)] == [
+        f'{name}_bucket{{le="0.1"}} 1.0',
+        f'{name}_bucket{{le="1.0"}} 2.0',
+        f'{name}_bucket{{le="+Inf"}} 3.0',
+        f"{name}_count 3.0",
+        f"{name}_sum 7.6",
+    ]
 
 
 def test_there_are_no_metrics_before_the_first_pong():

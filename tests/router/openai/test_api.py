@@ -78,9 +78,15 @@ async def test_metrics_are_the_ingress_s_and_the_pairs(http: httpx.AsyncClient, 
     assert samples["outrider_inter_token_latency_seconds_count", ()] == 4
     assert samples["outrider_kv_cache_usage", (("replica", "1"),)] == 0.5
     served = (("face", "http"), ("operation", "/v1/completions"), ("status", "200"))
-    assert samples["outrider_requests", served] == 1
+    assert samples["outrider_requests_total", served] == 1
+    ended = (("finished_reason", "length"),)
+    assert samples["outrider_request_success_total", ended] == 1
+    assert samples["vllm:request_success_total", (*ended, ("model_name", "fake"))] == 1
+    assert samples["outrider_e2e_request_latency_seconds_count", ()] == 1
+    assert samples["outrider_request_prompt_tokens_sum", ()] == 3
+    assert samples["outrider_generation_tokens_total", ()] == 6
     unknown = (("face", "http"), ("operation", "other"), ("status", "404"))
-    assert samples["outrider_requests", unknown] == 1
+    assert samples["outrider_requests_total", unknown] == 1
 
 
 async def test_metrics_do_not_need_the_pairs(http: httpx.AsyncClient, backend: FakeBackend) -> None:

@@ -1,0 +1,58 @@
+"""Acceptance by the method of drafts and the class of requests; both sets are small and fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.sequence.request_tokens import RequestTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ClassKey:
+    """Passes that should fare alike: the source of their drafts, and how their requests are sampled."""
+
+    method: str
+    name: str  # greedy or sampled, free or structured
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStats:
+    """Sums since the start. Of `num_drafted[i]` passes with a draft at position i, `num_accepted[i]` accepted it."""
+
+    method: str
+    name: str
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]
+
+
+def class_key(method: str, sequence: RequestTokens) -> ClassKey:
+    """Return the class of a sequence's pass."""
+    sampling = "greedy" if sequence.is_greedy else "sampled"
+    return ClassKey(method, f"{sampling}-{'free' if sequence.matcher is None else 'structured'}")
+
+
+class ClassCounters:
+    """The running sums behind `ClassStats`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[ClassKey, tuple[list[int], list[int]]] = {}
+
+    def record(self, key: ClassKey, depth: int, num_accepted: int) -> None:
+        """Count one pass whose drafts are `depth` deep."""
+        drafted, accepted = self._counts.setdefault(key, ([], []))
+        missing = [0] * (depth - len(drafted))
+        drafted += missing
+        accepted += missing
+        for position in range(depth):
+            drafted[position] += 1
+        for position in range(num_accepted):
+            accepted[position] += 1
+
+    def snapshot(self) -> tuple[ClassStats, ...]:
+        """Return the sums so far."""
+        counts: Mapping[ClassKey, tuple[list[int], list[int]]] = self._counts
+        return tuple(
+            ClassStats(key.method, key.name, tuple(drafted), tuple(accepted))
+            for key, (drafted, accepted) in counts.items()
+        )
