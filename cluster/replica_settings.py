@@ -104,5 +104,7 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         model_path=resolve_model_path(config.target.path),
         api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
         tool_format=config.ingress.tool_format,
+        strict_fields=config.ingress.strict_fields,
+        cors_origins=config.ingress.cors_origins,
         limits=IngressLimits(**config.ingress.limits.model_dump()),
     )

@@ -44,10 +44,19 @@ class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
     `api_keys_file` has one key per line; without it every client is served. `tool_format` is how the model writes tool
-    calls; auto follows its chat template.
+    calls; auto follows its chat template. `strict_fields` refuses a request with a field that is not known here; else
+    the field is ignored, and named in the answer's header X-Ignored-Fields. `cors_origins` are the web pages that may
+    call, as scheme://host:port with * for anything; those of this machine by default.
     """
 
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: str | None = None
     tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
+    strict_fields: bool = False
+    cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
+        "http://localhost",
+        "http://localhost:*",
+        "http://127.0.0.1",
+        "http://127.0.0.1:*",
+    )
     limits: LimitsSection = LimitsSection()

@@ -28,6 +28,7 @@ class Choice:
     tool_calls: ToolCallParser | None  # None where the model may call no tools
     meter: UsageMeter
     clock: TokenClock
+    has_prompt_logprobs: bool = False
 
     def __aiter__(self) -> Self:
         return self
@@ -55,6 +56,9 @@ class Choice:
             gained.insert(0, _with_logprobs(self.echo, batch[0]))
             self.echo = None
         delta = join_deltas(gained)
+        if self.has_prompt_logprobs:
+            delta = replace(delta, prompt_logprobs=(None, *batch[0].prompt_logprobs))
+            self.has_prompt_logprobs = False
         return delta if self.tool_calls is None else self.tool_calls.read(delta)
 
 

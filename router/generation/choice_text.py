@@ -27,6 +27,7 @@ class ChoiceText:
         stop_strings: Sequence[str] = (),
         skip_special_tokens: bool = True,
         num_echoed_characters: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
@@ -35,6 +36,8 @@ class ChoiceText:
             tokenizer, request.prompt_token_ids, skip_special_tokens=skip_special_tokens
         )
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
+        self._includes_stop = includes_stop
+        self.stop_string: str | None = None  # the one that ended the text
         self._num_tokens = 0
         self._num_characters = num_echoed_characters
         self.is_finished = False
@@ -47,7 +50,8 @@ class ChoiceText:
         for rank, token_id in enumerate(chunk.token_ids):
             offsets.append(self._num_characters)
             is_stop_token = chunk.stop_token_id is not None and rank == len(chunk.token_ids) - 1
-            text, is_stopped = ("", False) if is_stop_token else self._push(token_id)
+            is_hidden = is_stop_token and not self._includes_stop
+            text, is_stopped = ("", False) if is_hidden else self._push(token_id)
             texts.append(text)
             if is_stopped:
                 finish_reason = FinishReason.STOP
@@ -86,4 +90,6 @@ class ChoiceText:
         if self._stop_strings is None or self._num_tokens < self._min_tokens:
             return piece, False
         scan = self._stop_strings.push(piece)
-        return scan.text, scan.stop_string is not None
+        self.stop_string = scan.stop_string
+        shown = scan.text + (scan.stop_string or "") if self._includes_stop else scan.text
+        return shown, scan.stop_string is not None

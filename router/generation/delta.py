@@ -36,6 +36,7 @@ class Delta:
     sources: tuple[str, ...] = ()  # one per token if asked for
     guess_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
     guess_text: str = ""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -53,4 +54,5 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         sources=tuple(source for delta in deltas for source in delta.sources),
         guess_ids=deltas[-1].guess_ids,
         guess_text=deltas[-1].guess_text,
+        prompt_logprobs=tuple(logprobs for delta in deltas for logprobs in delta.prompt_logprobs),
     )

@@ -31,10 +31,12 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         system_fingerprint: str,
+        model_id: str,
         tool_format: ToolFormat | None = None,
     ) -> None:
         self.id = params.request_id
         self.fields = params.fields
+        self.model_id = model_id
         self.num_choices = len(requests)
         self.system_fingerprint = system_fingerprint
         self.created_s = int(time.time())
@@ -73,6 +75,7 @@ class Generation:
             stop_strings=self.fields.stop or (),
             skip_special_tokens=self.fields.skip_special_tokens is not False,
             num_echoed_characters=len(echo.text) if echo else 0,
+            includes_stop=bool(self.fields.include_stop_str_in_output),
         )
         batches = self._backend.generate(request)
         return Choice(
@@ -83,6 +86,7 @@ class Generation:
             self._tool_calls(),
             self._meter,
             self._metrics.token_clock(len(request.prompt_token_ids)),
+            has_prompt_logprobs=self.fields.prompt_logprobs is not None,
         )
 
     def _tool_calls(self) -> ToolCallParser | None:

@@ -100,7 +100,7 @@ class GenerationService:
     async def complete(self, body: CompletionRequest) -> Generation:
         """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
         self.check_model(body.model)
-        prompts = [await self._prompt(prompt) for prompt in body.prompts]
+        prompts = [await self._prompt(prompt, body) for prompt in body.prompts]
         return await self._start(
             GenerateParams(
                 request_id=_new_id("cmpl"),
@@ -120,13 +120,19 @@ class GenerationService:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.documents is not None:
+            variables.setdefault("documents", body.documents)
         use = body.tool_use
         grammar = body.grammar
         if use is not None:
             variables["tools"] = use.for_template
             grammar = self._tool_format().grammar(use, body.grammar)
         token_ids = await self.encode_chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt is not False, variables=variables
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            variables=variables,
+            add_special_tokens=bool(body.add_special_tokens),
         )
         return await self._start(
             GenerateParams(
@@ -155,7 +161,9 @@ class GenerationService:
         messages: list[ChatMessageFields],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: dict[str, object] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Return the token ids of a chat, by the model's template, which writes its own special tokens."""
         template = self.files.chat_template
@@ -168,13 +176,17 @@ class GenerationService:
         text = template.render(
             [message.for_template() for message in messages],
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             variables=variables,
         )
-        return await self.files.tokenizer.encode_async(text, add_special_tokens=False)
+        return await self.files.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
-    async def _prompt(self, prompt: str | list[int]) -> Prompt:
+    async def _prompt(self, prompt: str | list[int], body: GenerationFields) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(tuple(await self.files.tokenizer.encode_async(prompt)), prompt)
+            has_special = body.add_special_tokens is not False
+            return Prompt(
+                tuple(await self.files.tokenizer.encode_async(prompt, add_special_tokens=has_special)), prompt
+            )
         return Prompt(tuple(prompt))
 
     async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
@@ -199,6 +211,7 @@ class GenerationService:
             tokenizer=self.files.tokenizer,
             tool_format=self._format,
             metrics=self.metrics,
+            model_id=self.config.model_id,
             system_fingerprint=card.fingerprint or card.model_version,
         )
 

@@ -12,7 +12,7 @@ from router.generation.delta import Delta
 
 @dataclass(frozen=True, slots=True)
 class PredictionUsage:
-    """Tokens of a prediction that appeared in the output, and those that did not."""
+    """Tokens of a prediction (or drafts) that appeared in the output, and those that did not."""
 
     accepted_tokens: int
     rejected_tokens: int
@@ -36,10 +36,14 @@ class Usage:
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
-        """The figures that OpenAI reports of a prediction; without one, those of the drafts."""
+        """The figures that OpenAI reports of a prediction; without one there are none."""
+        return self.prediction or PredictionUsage(0, 0)
+
+    @property
+    def draft_tokens(self) -> PredictionUsage:
+        """Draft tokens that verification kept, and those that it did not."""
         stats = self.speculation or SpeculationStats()
-        drafts = PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
-        return self.prediction or drafts
+        return PredictionUsage(stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
 
 
 class UsageMeter:

@@ -70,7 +70,7 @@ class GrpcApi:
             return pb2.GenerateResponse(
                 id=generation.id,
                 created=generation.created_s,
-                model=generation.fields.model,
+                model=generation.model_id,
                 choices=[choice_message(choice, generation) for choice in choices],
                 usage=usage_message(generation.usage),
                 x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),

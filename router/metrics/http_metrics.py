@@ -13,6 +13,8 @@ _ENDPOINTS = (
     "/tokenize",
     "/detokenize",
     "/health",
+    "/live",
+    "/ready",
     "/metrics",
 )
 

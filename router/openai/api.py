@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -22,6 +22,7 @@ from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
+from router.openai.headers import NameIgnoredFields, add_cors
 from router.openai.http_body import read_body
 from router.openai.response_writer import ResponseWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
@@ -32,13 +33,19 @@ from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset({"/", "/health", "/metrics"})  # for the page, for probes and scrapers, which have no key
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# For the page, for probes and scrapers, which have no key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/live", "/metrics"})
 
 
 class ServedModel(Model):
     """An entry of `/v1/models`."""
 
     max_model_len: int
+    root: str
+    parent: str | None = None
+    permission: list[dict[str, Any]]
 
 
 class OpenAIApi:
@@ -49,21 +56,22 @@ class OpenAIApi:
         self._api_keys = api_keys
         self._tokenizer = service.files.tokenizer
         self._max_body_bytes = service.config.limits.max_body_bytes
+        self._is_strict = service.config.strict_fields
 
     async def authenticate(self, request: Request) -> None:
         """Refuse a call without a known key, if keys are configured."""
         if request.url.path not in _OPEN_PATHS and not request.url.path.startswith(PAGE_PREFIX):
-            self._api_keys.check(request.headers.get("authorization"))
+            self._api_keys.check(_authorization(request))
 
     async def completions(self, request: Request) -> Response:
         """Continue each prompt."""
-        body = await read_body(request, CompletionRequest, self._max_body_bytes)
+        body = await self._body(request, CompletionRequest)
         generation = await self._service.complete(body)
         return await self._answer(request, generation, CompletionWriter(generation, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
-        body = await read_body(request, ChatCompletionRequest, self._max_body_bytes)
+        body = await self._body(request, ChatCompletionRequest)
         generation = await self._service.chat(body)
         return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
 
@@ -92,11 +100,14 @@ class OpenAIApi:
             created=self._service.created_s,
             owned_by="outrider",
             max_model_len=card.max_model_len,
+            root=self._service.config.model_id,
+            parent=None,
+            permission=[_permission(self._service.config.model_id, self._service.created_s)],
         )
 
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids of a text or of a chat, as generation would see them."""
-        body = await read_body(request, TokenizeRequest, self._max_body_bytes)
+        body = await self._body(request, TokenizeRequest)
         self._service.check_model(body.model)
         if body.messages is not None:
             tokens = await self._service.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
@@ -111,12 +122,19 @@ class OpenAIApi:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids."""
-        body = await read_body(request, DetokenizeRequest, self._max_body_bytes)
+        body = await self._body(request, DetokenizeRequest)
         self._service.check_model(body.model)
         if body.tokens:
             check_token_ids(body.tokens, await self._service.card(), "tokens")
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return JSONResponse({"prompt": text})
+
+    async def _body(self, request: Request, schema: type[Schema]) -> Schema:
+        return await read_body(request, schema, self._max_body_bytes, is_strict=self._is_strict)
+
+    async def live(self) -> Response:
+        """Answer 200 while this process answers, whatever the pairs do."""
+        return JSONResponse({"status": "ok"})
 
     async def health(self) -> Response:
         """Answer 200 while a pair answers; a busy pair is healthy."""
@@ -145,7 +163,9 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
         dependencies=[Depends(api.authenticate)],
     )
     add_error_handlers(app)
+    app.add_middleware(NameIgnoredFields)
     app.add_middleware(CountRequests, metrics=service.metrics)
+    add_cors(app, service.config.cors_origins)
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
@@ -156,12 +176,38 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
     for path, get in (
         ("/v1/models", api.models),
         ("/v1/models/{model_id:path}", api.model),
+        ("/live", api.live),
+        ("/ready", api.health),
         ("/health", api.health),
         ("/metrics", api.metrics),
     ):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     StaticPage().add_routes(app)
     return app
+
+
+def _authorization(request: Request) -> str | None:
+    """Return the key of a request as OpenAI's clients send it; Anthropic's send it as `x-api-key`."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
+
+
+def _permission(model_id: str, created_s: int) -> dict[str, Any]:
+    """Return the entry of `permission` that older clients read; it grants what is served."""
+    return {
+        "id": f"modelperm-{model_id}",
+        "object": "model_permission",
+        "created": created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
 
 
 def _json(model: BaseModel) -> Response:

@@ -24,7 +24,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation import Generation
-from router.openai.logprobs import chat_logprobs
+from router.openai.logprobs import PromptLogprob, chat_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
 from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
 from router.tokenizer.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ class Chat(ChatCompletion):
     """The full answer of `/v1/chat/completions`."""
 
     choices: list[ChatChoice]  # type: ignore[assignment]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
 
@@ -74,6 +75,7 @@ class ChatWriter(ResponseWriter):
             choices=[self._full_choice(choice) for choice in choices],
             **self._envelope(),
             **self._accounts(),
+            **prompt_logprobs(choices[0], self._fields.prompt_logprobs, self._tokenizer),
         )
 
     def chunks(self, delta: Delta) -> Iterable[ChatChunk]:

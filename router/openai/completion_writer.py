@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from openai.types import Completion, CompletionChoice
 
 from router.generation.delta import Delta
-from router.openai.logprobs import CompletionLogprobs, completion_logprobs
+from router.openai.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
 from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
 
@@ -20,6 +20,7 @@ class TextChoice(CompletionChoice):
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | None = None
     token_sources: list[str] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class TextCompletion(Completion):
@@ -57,4 +58,5 @@ class CompletionWriter(ResponseWriter):
             finish_reason=cast(Literal["stop", "length"] | None, openai_reason(delta.finish_reason)),
             logprobs=completion_logprobs(delta, self._tokenizer),
             **self._token_ids(delta),
+            **prompt_logprobs(delta, self._fields.prompt_logprobs, self._tokenizer),
         )

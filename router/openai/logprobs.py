@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
+from pydantic import BaseModel
 
 from protos.messages import TokenLogprobs
 from router.generation.delta import Delta
@@ -18,6 +21,14 @@ class CompletionLogprobs(Logprobs):
 
     token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
     top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+
+
+class PromptLogprob(BaseModel):
+    """A token at a position of the prompt, as vLLM has it; its rank is None where it is not among the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
 
 
 def completion_logprobs(delta: Delta, tokenizer: Tokenizer) -> CompletionLogprobs | None:
@@ -53,6 +64,25 @@ def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> list[ChatCompletionToke
         )
         for position in positions
     ]
+
+
+def prompt_logprobs(delta: Delta, num_top: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the field `prompt_logprobs` in vLLM's form: by position, the tokens by id. Empty if not asked for."""
+    if num_top is None:
+        return {}
+    positions = [None if each is None else _top_by_id(each, num_top, tokenizer) for each in delta.prompt_logprobs]
+    return {"prompt_logprobs": positions}
+
+
+def _top_by_id(position: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[int, PromptLogprob]:
+    ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(position.top, 1)}
+    entries = dict([*position.top[:num_top], (position.token_id, position.logprob)])
+    return {
+        token_id: PromptLogprob(
+            logprob=_finite(logprob), rank=ranks.get(token_id), decoded_token=tokenizer.token_text(token_id)
+        )
+        for token_id, logprob in entries.items()
+    }
 
 
 def _top_by_text(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:

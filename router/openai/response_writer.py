@@ -49,7 +49,7 @@ class ResponseWriter(ABC):
         return {
             "id": self._generation.id,
             "created": self._generation.created_s,
-            "model": self._fields.model,
+            "model": self._generation.model_id,
             "system_fingerprint": self._generation.system_fingerprint,
             **self._mark(),
         }

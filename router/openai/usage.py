@@ -75,7 +75,11 @@ def explanation_object(explanation: SpeculationExplanation) -> Explanation:
 
 
 def usage_object(usage: Usage) -> CompletionUsage:
-    """Return `usage`; without a prediction, drafts are reported where OpenAI reports predictions."""
+    """Return `usage`; a prediction is what the client sent, drafts are ours."""
+    drafts = {  # beside OpenAI's fields, whose types take others
+        "accepted_draft_tokens": usage.draft_tokens.accepted_tokens,
+        "rejected_draft_tokens": usage.draft_tokens.rejected_tokens,
+    }
     return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -84,5 +88,6 @@ def usage_object(usage: Usage) -> CompletionUsage:
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=usage.prediction_tokens.accepted_tokens,
             rejected_prediction_tokens=usage.prediction_tokens.rejected_tokens,
+            **drafts,
         ),
     )

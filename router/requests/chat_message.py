@@ -17,14 +17,41 @@ def _join_text_parts(value: object) -> object:
         return value
     texts = []
     for rank, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        text = _text_of(part)
+        if text is None:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RequestError(f"content[{rank}] is of type {kind!r}; this model reads text only.", param="messages")
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 
-_SAID_ELSEWHERE = {"annotations", "parsed"}  # of an answer that is sent back as it came; `content` says it all
+def _text_of(part: object) -> str | None:
+    """Return the text of a content part, nothing of one that replays thoughts; None if it is no text."""
+    if not isinstance(part, dict):
+        return None
+    match part.get("type"):
+        case "text":
+            text = part.get("text")
+        case "refusal":
+            text = part.get("refusal")
+        case "thinking" | "redacted_thinking" | "reasoning":
+            return ""
+        case _:
+            return None
+    return text if isinstance(text, str) else None
+
+
+# Of an answer that is sent back as it came: `content` and `thoughts` say it all.
+_SAID_ELSEWHERE = {
+    "annotations",
+    "parsed",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_details",
+    "thinking_blocks",
+    "provider_specific_fields",
+    "cache_control",
+}
 
 
 class Role(StrEnum):
@@ -45,7 +72,12 @@ class ChatMessageFields(Body):
     content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
     name: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name of `reasoning`
+    thinking_blocks: list[dict[str, Any]] | None = None  # LiteLLM's form of the same
+    reasoning_details: Any = None
+    provider_specific_fields: Any = None
+    cache_control: Any = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
@@ -59,6 +91,13 @@ class ChatMessageFields(Body):
             raise RequestError(f"a message of role {self.role.value!r} has no content.", param="messages")
         return self
 
+    @property
+    def thoughts(self) -> str:
+        """The reasoning of an answer that is sent back, under whichever name it came."""
+        blocks = self.thinking_blocks or []
+        texts = [block.get("thinking") for block in blocks]
+        return self.reasoning or self.reasoning_content or "".join(text for text in texts if isinstance(text, str))
+
     def for_template(self) -> dict[str, object]:
         """Return the message as chat templates expect it.
 
@@ -67,6 +106,8 @@ class ChatMessageFields(Body):
         fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
         if self.tool_calls is not None:
             fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.thoughts:  # each family of templates has its own name for them
+            fields |= {"reasoning_content": self.thoughts, "reasoning": self.thoughts, "thinking": self.thoughts}
         fields["role"] = str(Role.SYSTEM if self.role is Role.DEVELOPER else self.role)
         return fields
 

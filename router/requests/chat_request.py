@@ -22,6 +22,9 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[Any] | None = None  # read by the templates of models for retrieval
+    chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
     tools: list[Tool] | None = None
@@ -31,7 +34,7 @@ class ChatCompletionRequest(GenerationFields):
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
-    verbosity: Any = None
+    verbosity: str | None = None
     web_search_options: Any = None
 
     @model_validator(mode="after")
@@ -40,6 +43,11 @@ class ChatCompletionRequest(GenerationFields):
             raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; send one of them.",
+                param="continue_final_message",
+            )
         if self.tool_use is not None and self.grammar is not None:
             _check_tools_and_grammar(self.tool_use, self.grammar)
         return self

@@ -32,5 +32,11 @@ class GenerateParams:
     prediction_token_ids: tuple[int, ...] = ()
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likely tokens wanted at each position of the prompt; None if none are wanted."""
+        echoed = self.num_logprobs if self.has_echo else None
+        return echoed if self.fields.prompt_logprobs is None else max(self.fields.prompt_logprobs, echoed or 0)
+
+    @property
     def num_choices_per_prompt(self) -> int:
         return self.fields.n or 1

@@ -1,8 +1,8 @@
 """The fields that every generating body has, OpenAI's and our own: types and ranges of every parameter.
 
 One schema for both frontends: a gRPC request is validated as the `CompletionRequest` that has the same fields. Unknown
-fields are refused, and so are parameters whose meaning is not served here, unless they hold the value that means
-"off".
+fields are refused or named as ignored (`strict_fields`); parameters that change the answer in a way that is not served
+here are refused, unless they hold the value that means "off".
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ TokenCountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
 # Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
+    "chat_template": (),  # one that a client writes may run for ever
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
     "suffix": ("",),
-    "verbosity": ("medium",),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
 
@@ -95,7 +97,7 @@ class GenerationFields(Constraints):
     OpenAI's API.
     """
 
-    model: str
+    model: str | None = None  # the one that is served
     n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     temperature: Temperature | None = None
@@ -116,6 +118,10 @@ class GenerationFields(Constraints):
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None  # of a prompt in text; a chat template writes its own
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # keeps the last; -1: what fits
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_token_sources: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -137,6 +143,8 @@ class GenerationFields(Constraints):
     prompt_cache_options: dict[str, Any] | None = None
 
     # Refused unless they ask for nothing (`_NOT_SERVED`).
+    logits_processors: Any = None
+    use_beam_search: Any = None
     functions: Any = None
     function_call: Any = None
 
@@ -148,6 +156,8 @@ class GenerationFields(Constraints):
                 raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is only there when stream is false.", param="prompt_logprobs")
         return self
 
     @property

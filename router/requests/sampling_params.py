@@ -38,7 +38,7 @@ def sampling_params(
         min_tokens=fields.min_tokens or 0,
         num_logprobs=params.num_logprobs,
         grammar=params.grammar,
-        num_prompt_logprobs=params.num_logprobs if params.has_echo else None,
+        num_prompt_logprobs=params.num_prompt_logprobs,
     )
 
 

@@ -40,12 +40,25 @@ def generate_requests(
     seed = secrets.randbits(63) if params.fields.seed is None else params.fields.seed
     requests: list[GenerateRequest] = []
     common = sampling_params(params, seed, card, bad_words)
-    for prompt in params.prompts:
+    for whole in params.prompts:
+        prompt = _truncated(whole, params, card)
         check_token_ids(prompt.token_ids, card, "prompt")
         sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
     return requests
+
+
+def _truncated(prompt: Prompt, params: GenerateParams, card: ModelCard) -> Prompt:
+    """Return the end of a prompt that the client wants shortened, to a length or (-1) to what leaves room."""
+    num_kept = params.fields.truncate_prompt_tokens
+    if num_kept is None:
+        return prompt
+    if num_kept < 0:
+        num_kept = max(card.max_model_len - max(params.max_tokens or 1, 1), 1)
+    if num_kept == 0 or num_kept >= len(prompt.token_ids):
+        return prompt
+    return Prompt(prompt.token_ids[-num_kept:])
 
 
 def _request(

@@ -17,6 +17,7 @@ from router.requests.json_text import read_json
 _WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
 _ANY_OBJECT = {"type": "object"}
 
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Choices = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1)]
 
 
@@ -79,6 +80,7 @@ class Constraints(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None  # Lark or GBNF
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65_536)] | None = None  # or the end
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Constraints:
@@ -108,6 +110,7 @@ class Constraints(Body):
             _text(GrammarKind.GRAMMAR, "structured_outputs.grammar", outer.grammar),
             _choice("guided_choice", self.guided_choice),
             _choice("structured_outputs.choice", outer.choice),
+            _allowed_tokens(self.allowed_token_ids),
         ]
         return [grammar for grammar in candidates if grammar is not None]
 
@@ -137,3 +140,10 @@ def _text(kind: GrammarKind, param: str, source: str | None) -> Grammar | None:
 
 def _choice(param: str, choices: list[str] | None) -> Grammar | None:
     return None if choices is None else Grammar(GrammarKind.CHOICE, json.dumps(choices), param)
+
+
+def _allowed_tokens(token_ids: list[int] | None) -> Grammar | None:
+    if token_ids is None:
+        return None
+    source = f"%llguidance {{}}\nstart: (<[{','.join(map(str, sorted(set(token_ids))))}]>)*\n"
+    return Grammar(GrammarKind.GRAMMAR, source, "allowed_token_ids")

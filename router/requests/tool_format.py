@@ -30,7 +30,7 @@ class ToolFormat:
 
         `answer` constrains that text; None leaves it free. None where nothing is constrained.
         """
-        is_strict = any(function.strict for function in use.callable_)
+        is_strict = any(function.strict for function in use.callable_) or len(use.callable_) < len(use.tools)
         if use.is_required:
             start = self._calls(use)
         elif answer is not None:

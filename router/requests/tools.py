@@ -42,6 +42,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None  # Anthropic's; every prefix is cached here
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,10 @@ class ToolUse:
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
+            for tool in self.tools
+        ]
 
 
 def tool_use(tools: list[Tool] | None, choice: object, is_parallel: bool | None) -> ToolUse | None:
@@ -69,16 +73,16 @@ def tool_use(tools: list[Tool] | None, choice: object, is_parallel: bool | None)
         RequestError: they contradict each other.
     """
     offered = _by_name(tools or [])
-    mode, name = _read_choice(choice)
-    _check_choice(mode, name, choice, offered)
+    mode, names = _read_choice(choice)
+    _check_choice(mode, names or [], choice, offered)
     if not offered or mode is ToolChoice.NONE:
         return None
-    callable_ = tuple(offered.values()) if name is None else (offered[name],)
+    callable_ = tuple(offered.values()) if names is None else tuple(offered[name] for name in dict.fromkeys(names))
     return ToolUse(
         tools=tuple(tools or ()),
         callable_=callable_,
         is_required=mode is ToolChoice.REQUIRED,
-        is_parallel=is_parallel is not False and name is None,
+        is_parallel=is_parallel is not False and not _names_one(choice),
     )
 
 
@@ -89,26 +93,47 @@ def _by_name(tools: list[Tool]) -> dict[str, Function]:
     return functions
 
 
-def _read_choice(choice: object) -> tuple[ToolChoice, str | None]:
-    """Return the mode of a `tool_choice`, and the function that it names: such a call is required."""
+def _names_one(choice: object) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "function"
+
+
+def _read_choice(choice: object) -> tuple[ToolChoice, list[str] | None]:
+    """Return the mode of a `tool_choice`, and the functions that it names; None where all of them may be called."""
     match choice:
         case None:
             return ToolChoice.AUTO, None
         case "none" | "auto" | "required":
             return ToolChoice(choice), None
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice.REQUIRED, name
+            return ToolChoice.REQUIRED, [name]
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
+        }:
+            return ToolChoice(mode), [_allowed_name(tool) for tool in tools]
     raise RequestError(
-        f"tool_choice is {json.dumps(choice)}; it must be 'none', 'auto', 'required', or "
-        '{"type": "function", "function": {"name": ...}}.',
+        f"tool_choice is {json.dumps(choice)}; it must be 'none', 'auto', 'required', "
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": '
+        '{"mode": "auto" or "required", "tools": [...]}}.',
         param="tool_choice",
     )
 
 
-def _check_choice(mode: ToolChoice, name: str | None, choice: object, offered: dict[str, Function]) -> None:
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise RequestError(
+        f'tool_choice allows {json.dumps(tool)}; send {{"type": "function", "function": {{"name": ...}}}}.',
+        param="tool_choice",
+    )
+
+
+def _check_choice(mode: ToolChoice, names: list[str], choice: object, offered: dict[str, Function]) -> None:
     if mode is ToolChoice.REQUIRED and not offered:
         raise RequestError(f"tool_choice is {json.dumps(choice)}, but there are no tools.", param="tool_choice")
-    if name is not None and name not in offered:
-        raise RequestError(
-            f"tool_choice names {name!r}; the tools are {', '.join(offered)}.", param="tool_choice.function.name"
-        )
+    for name in names:
+        if name not in offered:
+            raise RequestError(
+                f"tool_choice names {name!r}; the tools are {', '.join(offered)}.", param="tool_choice.function.name"
+            )

@@ -42,6 +42,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt for `messages`, ready for encoding without further special tokens.
@@ -49,6 +50,7 @@ class ChatTemplate:
         Args:
             messages: role and content of each, and what else the template reads of it.
             add_generation_prompt: whether the text ends where the assistant's answer begins.
+            continue_final_message: the text ends with the last message's content, for the model to go on with it.
             variables: further names that the template may read, as `chat_template_kwargs` of a request.
 
         Raises:
@@ -60,14 +62,28 @@ class ChatTemplate:
             **self._special_tokens,
             **(variables or {}),
             "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
-            return self._template.render(names)
+            text = self._template.render(names)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        return _cut_behind(text, messages[-1].get("content")) if continue_final_message else text
+
+
+def _cut_behind(text: str, content: object) -> str:
+    """Return the prompt up to the end of the last message's content; a template may have stripped its white space."""
+    final = content if isinstance(content, str) else ""
+    start = text.rfind(final.strip()) if final.strip() else -1
+    if start < 0:
+        raise RequestError(
+            "continue_final_message needs a last message whose content the model's chat template shows as it is.",
+            param="continue_final_message",
+        )
+    is_whole = text.startswith(final.lstrip(), start)
+    return text[: start + len(final.lstrip() if is_whole else final.strip())]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -53,7 +53,8 @@ async def test_each_prompt_has_n_choices_in_order(client: openai.AsyncOpenAI, pr
 async def test_usage_and_metrics_tell_what_speculation_did(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="fake", prompt="abc", max_tokens=6)
     details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 3)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert (details.accepted_draft_tokens, details.rejected_draft_tokens) == (3, 3)
     assert answer.metrics["speculative_decoding"] == {
         "mean_acceptance_length": 2.0,
         "draft_acceptance_rate": 0.5,
