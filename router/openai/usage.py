@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from openai.types import CompletionUsage
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
@@ -76,7 +76,7 @@ def explanation_object(explanation: SpeculationExplanation) -> Explanation:
 
 def usage_object(usage: Usage) -> CompletionUsage:
     """Return `usage`; a prediction is what the client sent, drafts are ours."""
-    drafts = {  # beside OpenAI's fields, whose types take others
+    drafts: dict[str, Any] = {  # beside OpenAI's fields, whose types take others
         "accepted_draft_tokens": usage.draft_tokens.accepted_tokens,
         "rejected_draft_tokens": usage.draft_tokens.rejected_tokens,
     }
