@@ -16,6 +16,7 @@ from actors.pair.local_pair import LocalPair
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
+from cluster.gguf_models import convert_gguf_models
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
 from cluster.schema.models import DraftProcess
@@ -71,7 +72,7 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     Raises:
         ServingError: the deployment asks for more than one process, or could not start.
     """
-    config = in_one_process(file.config)
+    config = convert_gguf_models(in_one_process(file.config))
     settings = _settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
     asyncio.run(_serve(file, config, settings, on_ready))

@@ -9,6 +9,8 @@ import sys
 
 import typer
 
+from cluster.cli.bench import bench
+from cluster.cli.chat import chat
 from cluster.cli.check import check
 from cluster.cli.console import report_error
 from cluster.cli.env import env
@@ -23,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(chat)
+app.command()(bench)
 app.command()(check)
 app.command()(env)
 

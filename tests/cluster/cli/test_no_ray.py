@@ -14,6 +14,7 @@ import grpc
 import httpx
 import pytest
 
+from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of
 from cluster.deploy_file import checked_deployment
 from cluster.one_process import in_one_process
@@ -82,6 +83,24 @@ def test_requests_keep_their_id_and_the_pair_is_measured(ports: range):
     metrics = httpx.get(f"http://127.0.0.1:{ports[0]}/metrics").text
     assert "outrider_spec_decode_num_drafts" in metrics
     assert "outrider_time_to_first_token_seconds" in metrics
+
+
+@pytest.mark.parametrize("way", [["--concurrency", "2"], ["--rate", "50"]])
+def test_bench_measures_a_server_under_either_load(ports: range, way: list[str], capsys: pytest.CaptureFixture[str]):
+    url = f"http://127.0.0.1:{ports[0]}/v1"
+    assert main(["bench", "--url", url, "-n", "4", "--max-tokens", "5", "--prompt-words", "3", *way]) == 0
+    rows = {
+        row.split("│")[1].strip(): row.split("│")[2].strip()
+        for row in capsys.readouterr().out.splitlines()
+        if "│" in row
+    }
+    assert rows["failed"] == "0"
+    assert float(rows["first token (ms)"]) > 0
+
+
+def test_a_server_without_the_model_is_refused_by_name(ports: range, capsys: pytest.CaptureFixture[str]):
+    assert main(["chat", "--url", f"http://127.0.0.1:{ports[0]}/v1", "--model", "big"]) == 1
+    assert "has no model 'big'; it has tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""`outrider bench`: what users of any OpenAI server would see under a load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from openai import AsyncOpenAI
+from rich.table import Table
+from typer import Option
+
+from cluster.cli.console import console, report
+from cluster.cli.load import Load, Objective, Timing, quantile, run_load
+from cluster.cli.server import API_KEY, URL, served_model
+from protos.errors import ConfigError
+
+_WORDS = ("the", "def", "return", "value", "of", "list", "in", "for", "file", "with", "name", "is", "to", "self", "new")
+
+
+def bench(
+    url: Annotated[str, Option(help="base address of the server")] = URL,
+    model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    num_requests: Annotated[int, Option("--num-requests", "-n", min=1, help="requests to send")] = 32,
+    concurrency: Annotated[int, Option(min=1, help="users, each with one request at a time")] = 4,
+    rate: Annotated[float | None, Option(min=1e-3, help="requests per second, in place of --concurrency")] = None,
+    prompts: Annotated[Path | None, Option(help="a file with one prompt per line; by default words at random")] = None,
+    prompt_words: Annotated[int, Option(min=1, help="length of a prompt of words at random")] = 96,
+    max_tokens: Annotated[int, Option(min=1, help="length of an answer")] = 64,
+    temperature: Annotated[float, Option(min=0.0)] = 0.0,
+    seed: Annotated[int, Option(help="of prompts and arrivals")] = 0,
+    ttft_ms: Annotated[float, Option(help="goodput: longest wait for the first token")] = 1000.0,
+    itl_ms: Annotated[float, Option(help="goodput: longest mean wait per later token")] = 100.0,
+    timeout_s: Annotated[float, Option(min=0.1, help="of one request")] = 300.0,
+    plot: Annotated[Path | None, Option(help="write the distributions to this image; needs matplotlib")] = None,
+) -> None:
+    """Measure an OpenAI server: TTFT, inter-token latency, tokens per second and goodput."""
+    load = Load(
+        model=served_model(url, api_key, model),
+        prompts=_prompts(prompts, num_requests, prompt_words, seed),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        concurrency=concurrency,
+        rate=rate,
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    began_s = time.monotonic()
+    timings = asyncio.run(_run(url, api_key, load))
+    lasted_s = time.monotonic() - began_s
+    console.print(_table(timings, lasted_s, Objective(ttft_ms / 1000, itl_ms / 1000), load))
+    for message in sorted({timing.error for timing in timings if timing.error})[:3]:
+        report(f"failed: {message}")
+    if plot is not None:
+        _plot(timings, plot)
+    if all(timing.error for timing in timings):
+        raise typer.Exit(1)
+
+
+async def _run(url: str, api_key: str, load: Load) -> list[Timing]:
+    async with AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
+        return await run_load(client, load)
+
+
+def _prompts(file: Path | None, count: int, num_words: int, seed: int) -> tuple[str, ...]:
+    if file is None:
+        noise = random.Random(seed)
+        return tuple(" ".join(noise.choices(_WORDS, k=num_words)) for _ in range(count))
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts cannot be read: {error}; give a text file with one prompt per line") from None
+    if not lines:
+        raise ConfigError(f"--prompts {file} has no lines; give one prompt per line")
+    return tuple(lines[index % len(lines)] for index in range(count))
+
+
+def _table(timings: Sequence[Timing], lasted_s: float, objective: Objective, load: Load) -> Table:
+    done = [timing for timing in timings if timing.error is None]
+    way = f"{load.concurrency} at a time" if load.rate is None else f"{load.rate:g} per second"
+    table = Table(title=f"{load.model}: {len(timings)} requests, {way}, {lasted_s:.1f} s", title_justify="left")
+    table.add_column("")
+    for name in ("p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for name, values in (
+        ("first token (ms)", [each.ttft_s for each in done]),
+        ("per later token (ms)", [each.itl_s for each in done if each.num_tokens > 1]),
+        ("gap between chunks (ms)", [gap for each in done for gap in each.gaps_s]),
+        ("whole answer (ms)", [each.last_s - each.due_s for each in done]),
+    ):
+        table.add_row(name, *(f"{1000 * quantile(values, share):.1f}" for share in (0.5, 0.9, 0.99)))
+    num_good = sum(map(objective.is_met, timings))
+    table.add_section()
+    table.add_row("output tokens per second", f"{sum(each.num_tokens for each in done) / lasted_s:.1f}")
+    table.add_row("requests per second", f"{len(done) / lasted_s:.2f}")
+    table.add_row("goodput (requests per second)", f"{num_good / lasted_s:.2f}", f"{num_good / len(timings):.0%}")
+    table.add_row("failed", str(len(timings) - len(done)))
+    table.caption = f"goodput: first token within {1000 * objective.ttft_s:g} ms, {1000 * objective.itl_s:g} ms a token"
+    return table
+
+
+def _plot(timings: Sequence[Timing], file: Path) -> None:
+    """Draw how many requests had their first token, and how many tokens came, within a time."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from None
+    done = [timing for timing in timings if timing.error is None]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    both = (("first token", [each.ttft_s for each in done]), ("per later token", [each.itl_s for each in done]))
+    for axes, (name, values) in zip(figure.subplots(1, 2), both, strict=True):
+        axes.ecdf([1000 * value for value in values])
+        axes.set(xlabel=f"{name} (ms)", ylabel="share of requests", xlim=(0, None))
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {file} cannot be written: {error}") from None
+    report(f"plot: {file}")
