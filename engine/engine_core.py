@@ -40,7 +40,7 @@ from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.dispatch.no_proposer import NoProposer
-from engine.proposer.hidden_state.factory import head_proposer
+from engine.proposer.hidden_state.factory import head_proposer, self_proposer
 from engine.proposer.passed_rows import passed_rows
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillSource
@@ -450,9 +450,10 @@ def _speculation(
     """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
     speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
     head = head_proposer(runner, speculation.tree)
-    if head is not None and config.head is not None:
+    own = head or self_proposer(runner, speculation.tree)
+    if own is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"
-        proposer = proposer_of(speculation.methods, head, SpeculationMethod(config.head.kind))
+        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind))
     elif proposer is not None and speculation.steps is not None and speculation.can_draft:
         tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
         steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)

@@ -51,6 +51,7 @@ class SpeculationMethod(StrEnum):
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
     EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, and then on its own
     MTP = "mtp"  # the target's own multi-token-prediction layer
+    SELF = "self"  # the target's own weights in fewer bits, or the first of its layers
     SUFFIX = "suffix"  # the continuation of equal tokens before, in this request or in finished ones of its cache_salt
     NGRAM = "ngram"  # the continuation of the last few tokens where they occurred last in this request
     HYBRID = "hybrid"  # pass by pass, the suffix or the model or head, whichever is expected to yield more
@@ -64,6 +65,7 @@ class SpeculationMethod(StrEnum):
             SpeculationMethod.MEDUSA,
             SpeculationMethod.EAGLE3,
             SpeculationMethod.MTP,
+            SpeculationMethod.SELF,
         )
 
 

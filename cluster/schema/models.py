@@ -24,7 +24,9 @@ from engine.config import (
 from protos.messages import SpeculationMethod
 
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads
-_KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind is not SpeculationMethod.MTP)
+_OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
+_KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
+_SELF_KEYS = {"quantization", "num_layers"}
 _KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, SpeculationMethod.NONE)
 
 
@@ -89,7 +91,8 @@ class DraftSection(Section):
     `kind` model: a second model. medusa, eagle3, mtp: a head on the target's hidden states, in the
     target's process, dtype, device and threads; the first two have files of their own, at `path`, and mtp is a layer
     among the target's own weights. ngram: the text itself. suffix: the text and earlier ones under the same cache_salt.
-    none: plain decoding.
+    none: plain decoding. self: the target's own weights in its process, over its own KV: in `quantization` (int4 where
+    neither is set), or the first `num_layers` of its layers, or both.
 
     `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
     tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
@@ -106,6 +109,7 @@ class DraftSection(Section):
     vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
     dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
+    num_layers: int | None = Field(default=None, ge=1)
     attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     process: Annotated[DraftProcess, one_of(*DraftProcess)] = DraftProcess.AUTO
@@ -114,6 +118,10 @@ class DraftSection(Section):
     @property
     def head(self) -> HeadConfig | None:
         """The head that drafts in the target's process, or None."""
+        if self.kind is SpeculationMethod.SELF:
+            is_left_open = not _SELF_KEYS & self.model_fields_set
+            quantization = Quantization.INT4 if is_left_open else self.quantization
+            return HeadConfig(HeadKind.SELF, None, quantization, self.num_layers)
         return HeadConfig(HeadKind(self.kind), self.path) if str(self.kind) in tuple(HeadKind) else None
 
     def conflicts(self) -> Iterator[str]:
@@ -124,9 +132,12 @@ class DraftSection(Section):
                 f"kind '{self.kind}' loads no model of its own; remove path {self.path!r} or set kind to "
                 f"{quoted(_KINDS_WITH_PATH)}"
             )
-        own = self.model_fields_set - {"kind", "path"}
+        is_self = self.kind is SpeculationMethod.SELF
+        own = self.model_fields_set - {"kind", "path"} - (_SELF_KEYS if is_self else set())
         if self.head is not None and own:
             yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
+        if self.num_layers is not None and not is_self:
+            yield f"num_layers is for kind 'self', and the kind is '{self.kind}'; remove one of the two"
         for name in ("vocabulary", "process"):
             if self.kind is not SpeculationMethod.MODEL and name in self.model_fields_set:
                 yield f"{name} is for kind 'model', and the kind is '{self.kind}'; remove one of the two"

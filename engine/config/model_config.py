@@ -116,21 +116,27 @@ class ModelConfig:
 
 
 class HeadKind(StrEnum):
-    """Drafters that read the target's hidden states, in the target's process."""
+    """Drafters in the target's process that read what it has computed: its hidden states, or (SELF) its KV."""
 
     MEDUSA = "medusa"
     EAGLE3 = "eagle3"
     MTP = "mtp"
+    SELF = "self"
 
     @property
     def keeps_kv(self) -> bool:
-        """True if it has KV of the whole text, which replicas that compute blocks for others must compute too."""
-        return self is not HeadKind.MEDUSA
+        """True if it has KV of its own, which replicas that compute blocks for others must compute too."""
+        return self in (HeadKind.EAGLE3, HeadKind.MTP)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head and its folder or Hub id; `path` is None for a head that is among the target's own weights (mtp)."""
+    """A head and its folder or Hub id; `path` is None for those made of the target's own weights (mtp, self).
+
+    Of kind SELF the target's weights draft in another `quantization`, or the first `num_layers` of its layers, or both.
+    """
 
     kind: HeadKind
     path: str | None = None
+    quantization: Quantization = Quantization.NONE
+    num_layers: int | None = None

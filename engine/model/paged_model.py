@@ -57,6 +57,7 @@ class PagedModel:
     Attributes:
         vocab_size: columns of the logits.
         layer_shapes: the KV every layer keeps, first to last, on all ranks together.
+        decoder: the forward of this rank.
         rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not sharded.
     """
 
@@ -94,7 +95,7 @@ class PagedModel:
         self._dtype, self._device = model.dtype, rank.device or model.device
         if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
             raise _not_deterministic(model, reason)
-        self._decoder, self.rank_shapes = _decoder(
+        self.decoder, self.rank_shapes = _decoder(
             model, records, quantization, taps, rank, is_deterministic=is_deterministic
         )
         tolerance = _MAX_RELATIVE_ERROR[self._dtype] + _ROUNDED_ROWS_ERROR * (quantization is not Quantization.NONE)
@@ -107,12 +108,12 @@ class PagedModel:
     @property
     def features(self) -> Tensor | None:
         """Hidden states of the last pass, [T, F]; None without taps. Valid until the next forward."""
-        return self._decoder.features
+        return self.decoder.features
 
     @property
     def lm_head(self) -> Linear:
         """Linear function from the states behind the final norm to logits."""
-        return self._decoder.lm_head
+        return self.decoder.lm_head
 
     def new_cache(
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
@@ -124,7 +125,7 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
-        logits = self._decoder.logits(batch)
+        logits = self.decoder.logits(batch)
         return logits.float() if out is None else out.copy_(logits)
 
     def _relative_error(self, probe: _Probe, plan_attention: PlanAttention) -> float:

@@ -119,6 +119,25 @@ def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
     assert "set draft.gpu to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "gpu": 0})
 
 
+def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_otherwise():
+    found = [
+        parse_config({**MINIMAL, "draft": {"kind": "self", **more}}).to_engine().head
+        for more in ({}, {"num_layers": 4}, {"quantization": "int8"}, {"num_layers": 4, "quantization": "int4"})
+    ]
+    assert [(head.quantization, head.num_layers) for head in found if head] == [
+        ("int4", None),
+        ("none", 4),
+        ("int8", None),
+        ("int4", 4),
+    ]
+    config = parse_config({**MINIMAL, "draft": {"kind": "self"}})
+    assert config.offered_methods == ("self", "hybrid", "suffix", "ngram", "none")
+    assert "remove dtype" in error_of(draft={"kind": "self", "dtype": "float32"})
+    assert "loads no model of its own; remove path" in error_of(draft={"kind": "self", "path": "d"})
+    assert "num_layers is for kind 'self'" in error_of(draft={"kind": "model", "path": "d", "num_layers": 2})
+    assert "needs a draft in its own process" in error_of(draft={"kind": "self"}, speculation={"mode": "async"})
+
+
 def test_a_draft_in_the_targets_process_has_nothing_of_its_own():
     draft = {"kind": "model", "path": "d", "process": "target"}
     parse_config({**MINIMAL, "draft": draft})
@@ -266,7 +285,7 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
         ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
         ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
-        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp', or remove the tree"),
+        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp' or 'self', or remove the tree"),
     ],
 )
 def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:

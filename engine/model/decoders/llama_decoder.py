@@ -7,6 +7,7 @@ this forward to the stock model's logits at every start, as it does the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,17 @@ class LlamaDecoder:
     def fits(model: PreTrainedModel) -> bool:
         config = model.config
         return config.model_type in FAMILIES and config.hidden_act == "silu"
+
+    @property
+    def options(self) -> list[LayerOptions]:
+        """The attention of each layer."""
+        return [layer.options for layer in self._layers]
+
+    def first(self, num_layers: int) -> LlamaDecoder:
+        """Return a decoder of the first `num_layers` layers and the same norm and head; it shares all weights."""
+        decoder = copy.copy(self)
+        decoder._layers, decoder._taps, decoder.features = self._layers[:num_layers], NO_TAPS, None
+        return decoder
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""

@@ -21,6 +21,7 @@ def load_head(config: HeadConfig, target: PreTrainedModel) -> Head:
     """
     if config.kind is HeadKind.MTP:
         return load_mtp(target)
+    assert config.kind is not HeadKind.SELF, "the runner makes it of its own model"
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
     if config.kind is HeadKind.EAGLE3:

@@ -14,7 +14,16 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention, is_triton
 from engine.attention.base import PlanAttention
-from engine.config import CacheConfig, GraphConfig, GraphKind, HeadConfig, KVDtype, ModelConfig, Quantization
+from engine.config import (
+    CacheConfig,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    HeadKind,
+    KVDtype,
+    ModelConfig,
+    Quantization,
+)
 from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
@@ -22,6 +31,7 @@ from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.draft_heads.loader import Head, load_head
+from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.hidden_state_taps import NO_TAPS
@@ -53,6 +63,7 @@ class ModelRunner:
         eos_token_ids: tokens that end a text, from the model's generation config.
         sampling_defaults: sampling parameters of requests that leave them out.
         head: drafts from the model's hidden states, its KV in the same pool; None without one.
+        self_draft: the model's own weights as its draft; None where they do not draft.
     """
 
     def __init__(
@@ -108,7 +119,9 @@ class ModelRunner:
         quantization = _quantization(model, device)
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
-        self.head: Head | None = None if head is None else load_head(head, stock)
+        is_self = head is not None and head.kind is HeadKind.SELF
+        self.head: Head | None = None if head is None or is_self else load_head(head, stock)
+        self.self_draft = SelfDraft(head, stock, quantization) if head is not None and is_self else None
         self._rank.barrier()
         taps = NO_TAPS if self.head is None else self.head.taps
         self._model = PagedModel(
@@ -116,6 +129,8 @@ class ModelRunner:
         )
         if self.head is not None:
             self.head.lm_head = self._model.lm_head
+        if self.self_draft is not None:
+            self.self_draft.begin(self._model.decoder)
         trim_heap()
 
     @property

@@ -230,7 +230,7 @@ class DraftBudget:
 
     def _gate(self, name: str) -> SpeculationGate:
         if name not in self._gates:
-            self._gates[name] = SpeculationGate()
+            self._gates[name] = SpeculationGate(name)
         return self._gates[name]
 
 

@@ -6,15 +6,20 @@ drafts' rows and its share of the waiting cost, by a profile that plain passes k
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from protos.backoff import Backoff
+
+logger = logging.getLogger(__name__)
 
 _FADE = 0.995  # per step: the last few hundred count
 _MIN_PASSES = 64.0  # of a class's sequences, before a measurement is believed
 _LOSS = 0.97  # below, the gate closes
 _FIRST_PAUSE = 64  # steps; doubles with every trial that fails
 _LONGEST_PAUSE = 4096
+_REPORTED_STEP = 256  # at which a class's speedup is said once
+_GAIN = 1.05  # below, it is said that drafts do not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,11 @@ class SpeedupMeter:
 class SpeculationGate:
     """Closed for a class that loses by drafts; open again for a trial after ever longer pauses."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """`name` is the class's in the log."""
         self.meter = SpeedupMeter()
+        self._name = name
+        self._num_steps = 0
         self._trial = SpeedupMeter()
         self._num_steps_closed = 0
         self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
@@ -71,6 +79,7 @@ class SpeculationGate:
     def observe(self, step: ClassStep) -> None:
         """Take in one step of the class and decide."""
         self.meter.observe(step)
+        self._report()
         if not self.is_open:
             self._num_steps_closed -= 1
             return
@@ -79,6 +88,20 @@ class SpeculationGate:
             return
         if self._trial.speedup < _LOSS:
             self._num_steps_closed = int(self._backoff.next())
+            logger.info(
+                "speculation of %s loses: speedup=%.2f, off for %d steps",
+                self._name,
+                self._trial.speedup,
+                self._num_steps_closed,
+            )
             self._trial = SpeedupMeter()
         elif self._trial.speedup >= 1.0:
             self._backoff.reset()
+
+    def _report(self) -> None:
+        """Say once how the class fares, when its lengths have settled."""
+        self._num_steps += 1
+        if self._num_steps == _REPORTED_STEP:
+            speedup = self.meter.speedup
+            verdict = "" if speedup >= _GAIN else ": these drafts do not pay here, choose another draft.kind or none"
+            logger.info("speculation of %s: speedup=%.2f over plain decoding%s", self._name, speedup, verdict)

@@ -1,13 +1,15 @@
-"""The proposer of a runner's head."""
+"""The proposers of what drafts in a runner's own process: its head, or its own weights."""
 
 from __future__ import annotations
 
 from engine.config import TreeConfig
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import HeadProposer
+from engine.proposer import HeadProposer, Proposer
+from engine.proposer.dispatch.guarded_proposer import GuardedProposer
 from engine.proposer.hidden_state.medusa import MedusaProposer
 from engine.proposer.hidden_state.recurrent import RecurrentProposer
+from engine.proposer.self_proposer import SelfProposer
 
 
 def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer | None:
@@ -17,3 +19,10 @@ def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer 
     if isinstance(runner.head, MedusaHeads):
         return MedusaProposer(runner, runner.head, tree)
     return RecurrentProposer(runner, runner.head, tree)
+
+
+def self_proposer(runner: ModelRunner, tree: TreeConfig | None) -> Proposer | None:
+    """Return a proposer by the weights of `runner`; None for a runner that does not draft for itself."""
+    if runner.self_draft is None:
+        return None
+    return GuardedProposer(SelfProposer(runner, runner.self_draft, tree))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.config import (
     CacheConfig,
@@ -46,7 +48,10 @@ TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A target with an MTP layer among its weights, and other heads beside it, named after their kind."""
+    """A target with an MTP layer among its weights, and other heads beside it, named after their kind.
+
+    Its first layer drafts for it as SELF.
+    """
 
     root: Path
 
@@ -55,6 +60,8 @@ class World:
         return self.root / "target"
 
     def head(self, kind: HeadKind) -> HeadConfig:
+        if kind is HeadKind.SELF:
+            return HeadConfig(kind, num_layers=1)
         return HeadConfig(kind, None if kind is HeadKind.MTP else str(self.root / kind))
 
 
@@ -152,8 +159,7 @@ class Drafted:
 
 def record(engine: EngineCore) -> list[Drafted]:
     """Every draft that the engine's head makes for a greedy request from now on."""
-    head, drafted = engine._head, []
-    assert head is not None
+    head, drafted = _drafter(engine), []
     propose = head.propose
 
     def recording(batch: Seq[ScheduledSequence]) -> list[Draft]:
@@ -163,8 +169,31 @@ def record(engine: EngineCore) -> list[Drafted]:
                 drafted.append(Drafted(tuple(scheduled.sequence.token_ids), draft))
         return drafts
 
-    head.propose = recording  # type: ignore[method-assign]
+    head.propose = recording
     return drafted
+
+
+def _drafter(engine: EngineCore) -> Any:
+    """The engine's head, or what drafts by its own weights behind the proposers that choose and guard."""
+    if engine._head is not None:
+        return engine._head
+    chooser: Any = engine._proposer
+    return chooser._other._methods[SpeculationMethod.SELF][0]._proposer
+
+
+class FirstLayer:
+    """The target's first layer with its head, run over the whole text for every draft."""
+
+    def __init__(self, target: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, num_hidden_layers=1).eval()
+
+    @torch.no_grad()
+    def drafts(self, token_ids: Seq[int], num_drafts: int) -> tuple[int, ...]:
+        ids = torch.tensor([token_ids])
+        for _ in range(num_drafts):
+            chosen = self._model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat((ids, chosen), dim=1)
+        return tuple(ids[0, len(token_ids) :].tolist())
 
 
 class Oracle:
@@ -187,9 +216,9 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3]:
+def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3 | FirstLayer]:
     eagle3 = PlainEagle3.read(world.target, world.root / "eagle3", EAGLE3_TAPS)
-    return {HeadKind.MTP: Oracle(world.target), HeadKind.EAGLE3: eagle3}
+    return {HeadKind.MTP: Oracle(world.target), HeadKind.EAGLE3: eagle3, HeadKind.SELF: FirstLayer(world.target)}
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -199,7 +228,7 @@ def test_a_head_changes_no_token(
     kind: HeadKind,
     world: World,
     reference: dict[str, tuple[int, ...]],
-    oracles: dict[HeadKind, Oracle | PlainEagle3],
+    oracles: dict[HeadKind, Oracle | PlainEagle3 | FirstLayer],
 ) -> None:
     setup = SETUPS[name]
     engine = build(world, kind, setup)

@@ -147,7 +147,7 @@ def test_a_class_is_a_method_and_greedy_or_not() -> None:
 
 
 def test_the_gate_closes_for_a_class_that_loses_and_opens_after_ever_longer_pauses() -> None:
-    gate, trials = SpeculationGate(), []
+    gate, trials = SpeculationGate("model-greedy"), []
     for _ in range(4000):
         is_open = gate.is_open
         trials.append(is_open)
@@ -160,7 +160,7 @@ def test_the_gate_closes_for_a_class_that_loses_and_opens_after_ever_longer_paus
 
 
 def test_the_gate_stays_open_for_a_class_that_gains() -> None:
-    gate = SpeculationGate()
+    gate = SpeculationGate("model-greedy")
     for _ in range(500):
         gate.observe(ClassStep(8, 20, 1.2, 1.0))
         assert gate.is_open

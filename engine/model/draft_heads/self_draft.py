@@ -1,0 +1,92 @@
+"""The target's own weights as its draft: in fewer bits (arXiv:2502.10424), or its first layers (arXiv:2404.16710).
+
+Its keys and values are the target's, in the target's slots, so it reads no prompt and keeps no cache. It computes from
+the last committed token on, whose slot and those behind it have nothing yet that anything reads: the pass that verifies
+its drafts writes all of them again, in every layer, before any row of that layer reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.config import HeadConfig, Quantization
+from engine.model.decoders.llama_decoder import FAMILIES, LlamaDecoder
+from engine.model.decoders.stock_decoder import StockDecoder
+from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from protos.errors import ConfigError
+
+
+class SelfDraft:
+    """A forward over the target's pool by the target's weights as the configuration has them."""
+
+    def __init__(self, config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
+        """Keep of `stock` what the target's decoder, not made yet, will take away from it.
+
+        Raises:
+            ConfigError: the model is of another family, has no more layers than are asked for, or cannot be quantized
+                on its device.
+        """
+        _check(config, stock, quantization)
+        self._num_layers = config.num_layers or stock.config.num_hidden_layers
+        self._quantization = Quantization(config.quantization)
+        self._is_shared = self._quantization in (Quantization.NONE, quantization)
+        self._stock: Any = stock
+        self._layers: list[nn.Module] = [] if self._is_shared else list(self._stock.model.layers)
+        self._decoder: LlamaDecoder | None = None
+
+    def begin(self, target: LlamaDecoder | StockDecoder) -> None:
+        """Take the target's layers, or pack the weights anew; `target` is made of the model that this one is of."""
+        assert isinstance(target, LlamaDecoder), "_check has refused the others"
+        if self._is_shared:
+            self._decoder = target.first(self._num_layers)
+        else:
+            self._stock.model.layers = nn.ModuleList(self._layers[: self._num_layers])
+            self._decoder = _packed(self._stock, target, self._quantization)
+        self._stock, self._layers = None, []
+
+    @torch.inference_mode()
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the pass's rows, [R, V] float32; their slots hold KV that the target must write again."""
+        assert self._decoder is not None, "begin comes first"
+        return self._decoder.logits(batch).float()
+
+
+def _packed(stock: Any, target: LlamaDecoder, quantization: Quantization) -> LlamaDecoder:
+    options = target.options[: len(stock.model.layers)]
+    make_linear, make_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
+    return LlamaDecoder(stock, options, make_linear, make_head=make_head)
+
+
+def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
+    model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
+    if not LlamaDecoder.fits(stock):
+        raise ConfigError(
+            f"draft.kind is 'self', which models of type {_listed(FAMILIES)} can have, and the target's is "
+            f"{model_type!r}; choose another draft.kind"
+        )
+    if config.num_layers is not None and config.num_layers >= num_layers:
+        raise ConfigError(
+            f"draft.num_layers is {config.num_layers}, and the target has {num_layers} layers; draft with fewer"
+        )
+    if config.num_layers is None and config.quantization in (Quantization.NONE, quantization):
+        raise ConfigError(
+            f"draft.kind is 'self' and draft.quantization '{config.quantization}' gives it the target's own weights; "
+            f"set draft.num_layers to less than {num_layers}, or another quantization"
+        )
+    is_packed_anew = config.quantization not in (Quantization.NONE, quantization)
+    if is_packed_anew and not can_quantize(stock.device):
+        raise ConfigError(
+            f"draft.quantization is '{config.quantization}', which needs our kernels (compiled at install) on a "
+            f"processor with AVX512-VNNI and AVX512-BF16, and the target runs on {stock.device} without them; set it "
+            f"to 'none' and draft.num_layers to less than {num_layers}"
+        )
+
+
+def _listed(names: Seq[str]) -> str:
+    return ", ".join(map(repr, names))
