@@ -44,10 +44,13 @@ class ProcessShare:
 
 @dataclass(frozen=True, slots=True)
 class PairDevices:
-    """Node-wide indices of the GPUs of the target, rank by rank, and of the draft; none where they run on the CPU."""
+    """GPUs of the target, rank by rank, and of the draft; none where they run on the CPU.
 
-    targets: tuple[int, ...] = ()
-    draft: int | None = None
+    An id is as CUDA_VISIBLE_DEVICES takes it: a node-wide index, a UUID, or that of a MIG instance.
+    """
+
+    targets: tuple[str, ...] = ()
+    draft: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

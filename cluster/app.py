@@ -26,6 +26,7 @@ from cluster.placement import (
     PairPlacement,
     plan_pair,
 )
+from cluster.preflight import check_driver
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
@@ -56,7 +57,9 @@ def build(args: dict[str, Any]) -> Application:
     for note in check_models(config):
         logger.warning(note)
     warn_of_missing_variables()
-    placement = plan_pair(placement_request(config), _nodes(), read_topology())
+    topology = read_topology()
+    check_driver(topology)
+    placement = plan_pair(placement_request(config), _nodes(), topology)
     settings = pair_settings(config, placement)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
     router = _router_config(config)
@@ -125,7 +128,11 @@ def _router_config(config: DeployConfig) -> RouterConfig:
 
 def _prefill_options(config: DeployConfig, placement: PairPlacement, share: ProcessShare) -> dict[str, Any]:
     # Idle OpenMP threads sleep instead of spinning, since decoding may want the same cores.
-    environment = {"OMP_NUM_THREADS": str(share.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "OMP_NUM_THREADS": str(share.num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     return {
         **_count(config.prefill),
         "ray_actor_options": {

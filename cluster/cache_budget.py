@@ -8,7 +8,17 @@ from cluster.config import DeployConfig
 from cluster.schema.replicas import GIB, CacheSection
 from engine.config import CacheConfig, KVDtype
 
+_MIN_DRAFT_PART = 0.1  # of a GPU that it shares with its target
 _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
+
+
+def target_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
+    """Return the target's pool; `shared_part` of what a GPU may hold is a draft's beside it, None: there is none."""
+    target = section.to_engine()
+    if shared_part is None or target.gpu_memory_utilization is None:
+        return target
+    share = (1 - shared_part) * target.gpu_memory_utilization
+    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
 
 
 def prefill_cache_config(config: DeployConfig) -> CacheConfig:
@@ -16,16 +26,26 @@ def prefill_cache_config(config: DeployConfig) -> CacheConfig:
     target = config.cache.to_engine()
     if config.prefill.memory_gib is None:
         return target
-    return replace(target, num_blocks=None, memory_bytes=int(config.prefill.memory_gib * GIB))
+    num_bytes = int(config.prefill.memory_gib * GIB)
+    return replace(target, num_blocks=None, memory_bytes=num_bytes, gpu_memory_utilization=None)
 
 
-def draft_cache_config(section: CacheSection) -> CacheConfig:
+def draft_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
     """Return the draft's pool, on top of the target's: as many blocks if their number is set, else part of its budget.
 
     A draft whose pool is short drafts for fewer sequences at a time, and nothing else. It is never quantised: it is
-    small.
+    small. `shared_part` of what a GPU may hold is the draft's where it shares the target's; None: it has its own GPU.
     """
     target = replace(section.to_engine(), dtype=KVDtype.AUTO)
     if target.memory_bytes is None:
         return target
-    return replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)
+    target = replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)
+    if shared_part is None or target.gpu_memory_utilization is None:
+        return target
+    share = shared_part * target.gpu_memory_utilization
+    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
+
+
+def draft_part(target_bytes: int, draft_bytes: int) -> float:
+    """Return the part of a shared GPU that is the draft's: as its weights are to those of both, a tenth at least."""
+    return max(_MIN_DRAFT_PART, draft_bytes / max(1, target_bytes + draft_bytes))

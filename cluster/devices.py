@@ -5,39 +5,59 @@ from __future__ import annotations
 import logging
 
 from actors.settings import PairDevices
-from cluster.topology import NodeTopology, read_topology
+from cluster.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def choose_devices(
-    assigned: tuple[int, ...], topology: NodeTopology, num_ranks: int = 1, draft_gpu: str | int = "auto"
+    assigned: tuple[str, ...], topology: NodeTopology, num_ranks: int = 1, draft_gpu: str | int = "auto"
 ) -> PairDevices:
-    """Divide the devices Ray gave a pair; they must be neighbours if the node has any.
+    """Divide the devices Ray gave a pair, by index, UUID or MIG id; they must be neighbours if the node has any.
 
     Raises:
-        ConfigError: the node has NVLink, and these devices lie in different groups.
+        ConfigError: the node has NVLink and these devices lie in different groups; the ranks would have different
+            cards, or parts of cards, which do not reach each other.
     """
     if not assigned:
         return PairDevices()
-    strangers = [index for index in assigned if index not in topology.group_of(assigned[0])]
-    if topology.nvlinks and strangers:
+    cards = [topology.device_of(each) for each in assigned]
+    known = [card.index for card in cards if card is not None]
+    if topology.nvlinks and known and not set(known) <= set(topology.group_of(known[0])):
         raise ConfigError(
             f"the pair was given GPUs {_and(assigned)}, which no NVLink joins; free a whole group, "
             f"or start Ray with CUDA_VISIBLE_DEVICES set to complete groups (seen: {topology})"
         )
+    if num_ranks > 1:
+        _check_alike(assigned[:num_ranks], cards[:num_ranks])
     targets = assigned[:num_ranks]
     if isinstance(draft_gpu, int):
         return PairDevices(targets, targets[draft_gpu])
     return PairDevices(targets, assigned[-1])
 
 
-def _and(indices: tuple[int, ...]) -> str:
-    return " and ".join(filter(None, (", ".join(map(str, indices[:-1])), str(indices[-1]))))
+def _check_alike(ids: tuple[str, ...], cards: list[Device | None]) -> None:
+    """Raise ConfigError unless the ranks of a target have whole cards of one kind: the slowest and smallest decides."""
+    if any(each.startswith("MIG-") for each in ids):
+        raise ConfigError(
+            f"target.tensor_parallel_size is {len(ids)}, and the pair was given instances of divided GPUs, "
+            f"{_and(ids)}, which cannot reach each other; set it to 1, or switch MIG off"
+        )
+    kinds = {(card.name, card.memory_bytes) for card in cards if card is not None}
+    if len(kinds) > 1:
+        seen = ", ".join(f"{name} with {memory / (1 << 30):.0f} GiB" for name, memory in sorted(kinds))
+        raise ConfigError(
+            f"target.tensor_parallel_size is {len(ids)}, and the pair was given GPUs {_and(ids)} of different kinds "
+            f"({seen}); start Ray with CUDA_VISIBLE_DEVICES set to those of one kind"
+        )
 
 
-def pin_devices(assigned: tuple[int, ...], num_ranks: int = 1, draft_gpu: str | int = "auto") -> PairDevices:
+def _and(ids: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(ids[:-1]), ids[-1])))
+
+
+def pin_devices(assigned: tuple[str, ...], num_ranks: int = 1, draft_gpu: str | int = "auto") -> PairDevices:
     """Choose devices as `choose_devices` does, on the node this runs on."""
     devices = choose_devices(assigned, topology := read_topology(), num_ranks, draft_gpu)
     if assigned:

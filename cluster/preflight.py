@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+import os
+import re
+from importlib.metadata import version
 from typing import Any
 
 import psutil
@@ -11,17 +12,18 @@ import psutil
 from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
-from cluster.model_path import resolve_model_path
+from cluster.model_files import weight_bytes
 from cluster.ports import is_free
-from engine.model.checkpoint.scheme import scheme_of
-from engine.model.checkpoint.stored_weights import stored_weights
-from engine.model.checkpoint.weight_files import read_config, tensor_headers
+from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
 _LAST_PORT = 65_535
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
+_LOADING_FACTOR = 2  # packed weights beside those read, or float32 of bfloat16
+_GPU_PROCESS_BYTES = 2 * _GIB  # Python with torch and a CUDA context
+_CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest passes
 
 
 def check_ports(file: DeployFile) -> None:
@@ -41,23 +43,81 @@ def check_ports(file: DeployFile) -> None:
             )
 
 
-def check_memory(config: DeployConfig) -> None:
-    """Raise ConfigError if the models, their caches and Ray need more memory than is available."""
+def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> None:
+    """Raise ConfigError if the models, their caches and Ray need more memory than there is, here and on each GPU.
+
+    With GPUs in `topology` (None: this machine's) weights and caches are there, and here is one checkpoint at a time.
+    """
+    if topology is None:
+        topology = NodeTopology() if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else read_topology()
+    check_driver(topology)
+    if topology.devices:
+        _check_gpus(config, topology)
     pairs, prefills = config.pair.max_replicas, config.prefill.max_replicas
-    needed = _RAY_BYTES + pairs * _pair_bytes(config) + prefills * _prefill_bytes(config)
+    per_pair, per_prefill = _host_bytes(config) if topology.devices else (_pair_bytes(config), _prefill_bytes(config))
+    needed = _RAY_BYTES + pairs * per_pair + prefills * per_prefill
     available = psutil.virtual_memory().available
     if needed > available:
+        remedy = "pair.num_replicas" if topology.devices else "cache.memory_gib or pair.num_replicas"
         raise ConfigError(
             f"about {needed / _GIB:.1f} GiB of memory are needed and {available / _GIB:.1f} GiB are available; "
-            "lower cache.memory_gib or pair.num_replicas, or stop other programs"
+            f"lower {remedy}, or stop other programs"
         )
+
+
+def check_driver(topology: NodeTopology, torch_version: str | None = None) -> None:
+    """Raise ConfigError if the GPUs' driver is older than the CUDA that torch was built for.
+
+    `torch_version` is as "2.11.0+cu130"; None: the installed one's. A torch without CUDA is refused by the models that
+    are given a GPU.
+    """
+    if not topology.devices:
+        return
+    built = torch_version or version("torch")
+    found = re.search(r"\+cu(\d+)\d$", built)
+    if found and topology.cuda_version is not None and topology.cuda_version[0] < int(found[1]):
+        have = ".".join(map(str, topology.cuda_version))
+        raise ConfigError(
+            f"the NVIDIA driver runs CUDA up to {have}, and torch {built} needs {found[1]}.0 or later; update the "
+            f"driver, or install a torch built for CUDA {topology.cuda_version[0]}"
+        )
+
+
+def _check_gpus(config: DeployConfig, topology: NodeTopology) -> None:
+    """Raise ConfigError where the smallest GPU cannot hold a rank's weights, a draft's beside them, and a set pool."""
+    num_ranks, draft = config.target.tensor_parallel_size, config.draft
+    memory = min(device.memory_bytes for device in topology.devices)
+    weights = weight_bytes(config.target.path) // num_ranks
+    shares = draft.path is not None and draft.gpu != "own" and len(topology.devices) <= num_ranks
+    drafts = weight_bytes(draft.path) if draft.path is not None and shares else 0
+    pool = 0 if config.cache.is_measured else (config.cache.to_engine().memory_bytes or 0) // num_ranks
+    limit = int(config.cache.gpu_memory_utilization * memory)
+    needed = weights + drafts + pool + _CONTEXT_BYTES
+    if needed > limit:
+        parts = [f"weights {weights / _GIB:.1f}"]
+        parts += [f"draft {drafts / _GIB:.1f}"] if drafts else []
+        parts += [f"KV pool {pool / _GIB:.1f}"] if pool else []
+        raise ConfigError(
+            f"each GPU of a pair needs about {needed / _GIB:.1f} GiB ({', '.join(parts)}, CUDA's own "
+            f"{_CONTEXT_BYTES / _GIB:.1f}), and {config.cache.gpu_memory_utilization:.2f} "
+            f"(cache.gpu_memory_utilization) of the smallest one's {memory / _GIB:.1f} GiB are {limit / _GIB:.1f}; "
+            f"raise target.tensor_parallel_size (now {num_ranks}) or lower cache.memory_gib (seen: {topology})"
+        )
+
+
+def _host_bytes(config: DeployConfig) -> tuple[int, int]:
+    """Return the main memory of a pair and of a prefill replica whose weights and caches are on GPUs."""
+    num_ranks = config.target.tensor_parallel_size
+    target = num_ranks * (weight_bytes(config.target.path) + _GPU_PROCESS_BYTES)  # each rank reads a checkpoint
+    draft = weight_bytes(config.draft.path) + _GPU_PROCESS_BYTES if config.draft.path is not None else 0
+    return target + draft + _PROCESS_BYTES, target
 
 
 def _pair_bytes(config: DeployConfig) -> int:
     # Every rank of a target reads all of its weights before it keeps its part.
     targets = [config.target.path] * config.target.tensor_parallel_size
     paths = [path for path in (*targets, config.draft.path) if path is not None]
-    weights = sum(_weight_bytes(Path(resolve_model_path(path))) for path in paths)
+    weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
     caches = config.cache.to_engine().memory_bytes or 0
     if config.draft.path is not None:
         caches += draft_cache_config(config.cache).memory_bytes or 0
@@ -65,21 +125,8 @@ def _pair_bytes(config: DeployConfig) -> int:
 
 
 def _prefill_bytes(config: DeployConfig) -> int:
-    rank = _weight_bytes(Path(resolve_model_path(config.target.path))) + _PROCESS_BYTES
+    rank = _LOADING_FACTOR * weight_bytes(config.target.path) + _PROCESS_BYTES
     return config.target.tensor_parallel_size * rank + (prefill_cache_config(config).memory_bytes or 0)
-
-
-def _weight_bytes(folder: Path) -> int:
-    """Return twice the weights' size, which loading takes: packed weights beside those read, or float32 of bfloat16.
-
-    Quantized weights are loaded in 2 bytes a number.
-    """
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    scheme = scheme_of(read_config(folder), str(folder)) if folder.is_dir() else None
-    if scheme is not None:
-        quantized = stored_weights(scheme, tensor_headers(folder), str(folder))
-        num_bytes += sum(2 * math.prod(stored.shape) for stored in quantized)
-    return 2 * num_bytes
 
 
 def _holder(port: int) -> str:

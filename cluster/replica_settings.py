@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.settings import DraftSettings, PairSettings, PrefillSettings
-from cluster.cache_budget import draft_cache_config, prefill_cache_config
+from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.config import DeployConfig
+from cluster.model_files import weight_bytes
 from cluster.model_path import resolve_model_path
 from cluster.placement import PairPlacement, PlacementRequest
 from cluster.schema.speculation import DraftMode
@@ -40,7 +41,12 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
     engine = config.to_engine()
     target = replace(engine.model, path=resolve_model_path(engine.model.path), num_threads=placement.target.num_threads)
     return PairSettings(
-        engine=replace(engine, model=target, head=_located(engine.head)),
+        engine=replace(
+            engine,
+            model=target,
+            head=_located(engine.head),
+            cache=target_cache_config(config.cache, _shared_part(config, placement)),
+        ),
         draft=_draft_settings(config, placement),
         target_share=placement.target,
         draft_share=placement.draft,
@@ -91,9 +97,16 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSett
         generation_config=SamplingSource.NONE,
         graphs=config.target.graphs,
     )
-    return DraftSettings(
-        draft.kind, model, draft_cache_config(config.cache), config.speculation.outcomes_ahead, draft.vocabulary
-    )
+    cache = draft_cache_config(config.cache, _shared_part(config, placement))
+    return DraftSettings(draft.kind, model, cache, config.speculation.outcomes_ahead, draft.vocabulary)
+
+
+def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None:
+    """Return the draft model's part of a GPU that it shares with the target; None where it shares none."""
+    num_ranks, draft = config.target.tensor_parallel_size, config.draft
+    if draft.kind is not SpeculationMethod.MODEL or draft.path is None or placement.num_gpus != num_ranks:
+        return None
+    return draft_part(weight_bytes(config.target.path) // num_ranks, weight_bytes(draft.path))
 
 
 def ingress_config(config: DeployConfig) -> IngressConfig:

@@ -15,11 +15,16 @@ import pynvml
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES."""
+    """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES.
+
+    `uuid` and `mig_uuids`, those of the instances that it is divided into, name it as CUDA_VISIBLE_DEVICES may.
+    """
 
     index: int
     name: str
     memory_bytes: int
+    uuid: str = ""
+    mig_uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class NodeTopology:
 
     devices: tuple[Device, ...] = ()
     nvlinks: frozenset[tuple[int, int]] = frozenset()
+    cuda_version: tuple[int, int] | None = None  # the latest that the driver runs; None where it does not tell
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -42,6 +48,15 @@ class NodeTopology:
     def group_of(self, index: int) -> tuple[int, ...]:
         """Return the group a device belongs to; a device this topology does not know stands alone."""
         return next((group for group in self.groups if index in group), (index,))
+
+    def device_of(self, device_id: str) -> Device | None:
+        """Return the GPU that an index, a UUID (or the beginning of one) or an id of a MIG instance names; or None."""
+        if device_id.isdigit():
+            return next((each for each in self.devices if each.index == int(device_id)), None)
+        for each in self.devices:
+            if each.uuid.startswith(device_id) or device_id in each.mig_uuids:
+                return each
+        return None
 
     def __str__(self) -> str:
         if not self.devices:
@@ -66,11 +81,40 @@ def read_topology(nvml: Any = pynvml) -> NodeTopology:
 def _read(nvml: Any) -> NodeTopology:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     devices = tuple(
-        Device(index, _text(nvml.nvmlDeviceGetName(handle)), nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        Device(
+            index,
+            _text(nvml.nvmlDeviceGetName(handle)),
+            nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            _text(nvml.nvmlDeviceGetUUID(handle)),
+            _mig_uuids(nvml, handle),
+        )
         for index, handle in enumerate(handles)
     )
     linked = (pair for pair in combinations(range(len(handles)), 2) if _is_linked(nvml, *(handles[i] for i in pair)))
-    return NodeTopology(devices, frozenset(linked))
+    return NodeTopology(devices, frozenset(linked), _cuda_version(nvml))
+
+
+def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
+    """Ids of the instances of a GPU; none where it is whole, or cannot be divided."""
+    try:
+        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return ()
+    found = []
+    for index in range(most):
+        try:
+            found.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
+        except nvml.NVMLError:
+            continue  # there is no instance of this number
+    return tuple(found)
+
+
+def _cuda_version(nvml: Any) -> tuple[int, int] | None:
+    try:
+        number = nvml.nvmlSystemGetCudaDriverVersion()  # 12040 for 12.4
+    except nvml.NVMLError:
+        return None
+    return number // 1000, number % 1000 // 10
 
 
 def _is_linked(nvml: Any, left: Any, right: Any) -> bool:

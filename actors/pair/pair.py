@@ -35,7 +35,7 @@ class Pair(PairShell):
 
     Args:
         settings: of the pair and its actors.
-        pin_devices: chooses, among the device indices Ray gave this replica, those of target and draft.
+        pin_devices: chooses, among the devices Ray gave this replica, those of target and draft.
         open_index: returns the router's index of an application.
         prefill: the deployment that reads long prompts for the target, if any.
     """
@@ -43,7 +43,7 @@ class Pair(PairShell):
     async def __init__(  # type: ignore[misc]  # Serve awaits it; the replica is not ready before
         self,
         settings: PairSettings,
-        pin_devices: Callable[[tuple[int, ...]], PairDevices],
+        pin_devices: Callable[[tuple[str, ...]], PairDevices],
         open_index: Callable[[str], ReportSink],
         prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
@@ -78,5 +78,5 @@ class Pair(PairShell):
         self._ray_metrics.export(self._metrics)
 
 
-def _assigned_gpus() -> tuple[int, ...]:
-    return tuple(int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+def _assigned_gpus() -> tuple[str, ...]:
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class PairActors:
         self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle[Any] | None
     ) -> None:
         self.target_socket = folder / TARGET_SOCKET
-        self._settings = settings
+        self._settings = _on_gpus(settings, devices)
         self._folder = folder
         self._devices = devices
         self._prefill = prefill
@@ -68,14 +69,30 @@ class PairActors:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _options(share: ProcessShare, bundle: int, gpus: tuple[int, ...]) -> dict[str, Any]:
+def _on_gpus(settings: PairSettings, devices: PairDevices) -> PairSettings:
+    """Have the models demand the GPUs that they were given: a torch that sees none is an error, and no slow pair."""
+    if devices.targets:
+        engine = settings.engine
+        settings = replace(settings, engine=replace(engine, model=replace(engine.model, device="cuda")))
+    if devices.draft is not None and settings.draft.model is not None:
+        draft = settings.draft
+        settings = replace(settings, draft=replace(draft, model=replace(settings.draft.model, device="cuda")))
+    return settings
+
+
+def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[str, Any]:
     """Return the options of an actor: its bundle, and an environment in which it sees its devices alone.
 
     OpenMP's default waiting suits both actors: threads spin for some milliseconds, which bridges the gaps between the
     products of a pass, and then sleep, which leaves the core to the other actor. With an immediate sleep a fifth of the
     cores idles during a pass.
     """
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(share.num_threads)}
+    environment = {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and Ray count
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the bundle has no GPU of its own, and Ray would hide these
+        "OMP_NUM_THREADS": str(share.num_threads),
+    }
     group = ray.util.get_current_placement_group()
     strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
     return {

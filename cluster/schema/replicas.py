@@ -17,6 +17,9 @@ GIB = 1 << 30
 class CacheSection(EngineSection):
     """The KV pool of the target: a budget, or a number of blocks.
 
+    Where neither is set, it is 1 GiB on processors, and on GPUs what weights, passes and recordings leave of
+    `gpu_memory_utilization` (0.9) of each; a draft model on the target's GPU has a part of that.
+
     dtype int8 (processors) or fp8 (GPUs of compute capability 8.9 or later) holds about twice the tokens of bfloat16 in
     the same memory, and changes the target's distribution a little (docs/performance.md).
     """
@@ -25,17 +28,26 @@ class CacheSection(EngineSection):
     memory_gib: float | None = Field(default=None, gt=0, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
     dtype: Annotated[KVDtype, one_of(*KVDtype)] = KVDtype.AUTO
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, strict=False)
 
     def conflicts(self) -> Iterator[str]:
         if self.memory_gib is not None and self.num_blocks is not None:
             yield "memory_gib and num_blocks are two ways to say one thing; keep one of them"
+        if "gpu_memory_utilization" in self.model_fields_set and not self.is_measured:
+            yield "gpu_memory_utilization sizes the pool by what a GPU has left, and its size is set; keep one of them"
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the pool on a GPU is what is left there."""
+        return self.memory_gib is None and self.num_blocks is None
 
     def to_engine(self) -> CacheConfig:
         """Return the target's pool: the size that is set, or one GiB."""
         if self.num_blocks is not None:
             return CacheConfig(self.block_size, self.num_blocks, memory_bytes=None, dtype=self.dtype)
         memory_bytes = GIB if self.memory_gib is None else int(self.memory_gib * GIB)
-        return CacheConfig(self.block_size, memory_bytes=memory_bytes, dtype=self.dtype)
+        share = self.gpu_memory_utilization if self.is_measured else None
+        return CacheConfig(self.block_size, memory_bytes=memory_bytes, dtype=self.dtype, gpu_memory_utilization=share)
 
 
 class SchedulerSection(EngineSection):

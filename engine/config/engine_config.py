@@ -22,8 +22,12 @@ class KVDtype(StrEnum):
 class CacheConfig:
     """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
 
+    `gpu_memory_utilization`, if given, takes the place of `memory_bytes` on a GPU: the pool is what is left of this
+    share of its memory when all else has its own (`engine.model.runner.gpu_memory`). If it `counts_own_use`, the share
+    is that of this process's model alone, and what others use is not part of it.
+
     Raises:
-        ConfigError: no size is given, or a size is below 1.
+        ConfigError: no size is given, a size is below 1, or the share is none.
     """
 
     block_size: int = 16
@@ -31,8 +35,13 @@ class CacheConfig:
     memory_bytes: int | None = 1 << 30
     enable_prefix_caching: bool = True
     dtype: KVDtype = KVDtype.AUTO
+    gpu_memory_utilization: float | None = None
+    counts_own_use: bool = False
 
     def __post_init__(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"cache.gpu_memory_utilization is {share}; it must be above 0 and at most 1")
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:

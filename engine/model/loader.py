@@ -6,6 +6,7 @@ The model is transformers' own, with its stock attention; `engine.model.paged_mo
 from __future__ import annotations
 
 import logging
+import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -51,7 +52,15 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     model, info = loaded
     refuse_incomplete(config.path, info)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
-    return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+    try:
+        return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+    except torch.OutOfMemoryError as error:
+        free, total = (num_bytes / (1 << 30) for num_bytes in torch.cuda.mem_get_info(device))
+        size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
+        raise ConfigError(
+            f"the weights of {config.path!r} take {size:.1f} GiB, and {device} has {free:.1f} of {total:.1f} GiB free; "
+            "raise target.tensor_parallel_size, or stop other programs"
+        ) from error
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:
@@ -89,7 +98,10 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda[:n]") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r} but torch sees no CUDA device; use cpu or auto")
+        raise ConfigError(
+            f"device is {name!r} but torch {torch.__version__} sees no CUDA device (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}); use cpu or auto, or update the driver"
+        )
     return device
 
 

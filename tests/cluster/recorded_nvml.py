@@ -8,7 +8,7 @@ RECORDS = Path(__file__).parent / "topologies"
 
 
 class RecordedNvml:
-    """The six calls `cluster.topology` makes, on a machine we once saw."""
+    """The calls that `cluster.topology` makes, on a machine we once saw, or one made after the documentation."""
 
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
@@ -31,6 +31,20 @@ class RecordedNvml:
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return self._record["name"].encode()
+
+    def nvmlDeviceGetUUID(self, handle: int | tuple[int, int]) -> str:
+        return f"GPU-{handle}" if isinstance(handle, int) else f"MIG-{handle[0]}-{handle[1]}"
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7 if self._record.get("num_instances") else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> tuple[int, int]:
+        if index >= self._record["num_instances"]:
+            raise self.NVMLError("not found")
+        return handle, index
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return self._record.get("cuda_version", 13000)
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(total=self._record["memory_bytes"])

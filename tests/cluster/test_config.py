@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cache_budget import draft_cache_config, prefill_cache_config
+from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.config import parse_config
 from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, StepConfig, TreeConfig, TreeKind
 from protos.errors import ConfigError
@@ -321,3 +321,24 @@ def test_steps_that_cannot_be_are_refused(steps: dict[str, Any], others: dict[st
 def test_steps_are_not_drafted_ahead():
     speculation = {"mode": "async", "steps": {}}
     assert "steps are for mode 'sync'" in error_of(draft={"kind": "model", "path": "d"}, speculation=speculation)
+
+
+def test_a_pool_on_a_gpu_takes_a_share_unless_its_size_is_set():
+    share = parse_config(MINIMAL | {"cache": {"gpu_memory_utilization": 0.8}}).cache
+    assert share.to_engine().gpu_memory_utilization == 0.8
+    assert parse_config(MINIMAL).cache.to_engine().gpu_memory_utilization == 0.9
+    assert parse_config(MINIMAL | {"cache": {"memory_gib": 2}}).cache.to_engine().gpu_memory_utilization is None
+    assert "its size is set; keep one of them" in error_of(cache={"gpu_memory_utilization": 0.8, "memory_gib": 2})
+    assert "less than or equal to 1" in error_of(cache={"gpu_memory_utilization": 1.2})
+
+
+def test_target_and_draft_on_one_gpu_divide_its_share():
+    cache = parse_config(MINIMAL).cache
+    part = draft_part(16 << 30, 2 << 30)
+    target, draft = target_cache_config(cache, part), draft_cache_config(cache, part)
+    assert target.gpu_memory_utilization is not None
+    assert draft.gpu_memory_utilization is not None
+    assert target.gpu_memory_utilization + draft.gpu_memory_utilization == pytest.approx(0.9)
+    assert draft.gpu_memory_utilization == pytest.approx(0.1)
+    assert target.counts_own_use
+    assert draft.counts_own_use

@@ -1,5 +1,7 @@
 """The cores and devices of each process, on recorded machines."""
 
+from dataclasses import replace
+
 import pytest
 
 from actors.settings import PairDevices
@@ -108,24 +110,24 @@ def test_a_cluster_without_cpus_is_refused():
 
 
 def test_devices_of_a_bridged_pair_are_taken():
-    assert choose_devices((2, 3), recorded("bridged_pairs")) == PairDevices((2,), 3)
+    assert choose_devices(("2", "3"), recorded("bridged_pairs")) == PairDevices(("2",), "3")
 
 
 def test_devices_of_two_bridges_are_refused_with_the_topology():
     with pytest.raises(ConfigError, match=r"GPUs 1 and 2, which no NVLink joins.*\{0,1\} \{2,3\}"):
-        choose_devices((1, 2), recorded("bridged_pairs"))
+        choose_devices(("1", "2"), recorded("bridged_pairs"))
 
 
 def test_any_two_devices_behind_an_nvswitch_will_do():
-    assert choose_devices((1, 6), recorded("nvswitch_8")) == PairDevices((1,), 6)
+    assert choose_devices(("1", "6"), recorded("nvswitch_8")) == PairDevices(("1",), "6")
 
 
 def test_without_any_nvlink_neighbours_are_not_asked_for():
-    assert choose_devices((0, 3), recorded("pcie_only")) == PairDevices((0,), 3)
+    assert choose_devices(("0", "3"), recorded("pcie_only")) == PairDevices(("0",), "3")
 
 
 def test_one_gpu_is_shared_and_none_means_the_cpu():
-    assert choose_devices((5,), recorded("nvswitch_8")) == PairDevices((5,), 5)
+    assert choose_devices(("5",), recorded("nvswitch_8")) == PairDevices(("5",), "5")
     assert choose_devices((), NO_GPU) == PairDevices((), None)
 
 
@@ -188,8 +190,34 @@ def test_ranks_on_a_cpu_node_share_the_targets_cores():
 
 def test_devices_of_ranks_and_draft():
     switch = recorded("nvswitch_8")
-    assert choose_devices((0, 1, 2), switch, 2) == PairDevices((0, 1), 2)
-    assert choose_devices((4, 5), switch, 2) == PairDevices((4, 5), 5)
-    assert choose_devices((4, 5), switch, 2, draft_gpu=0) == PairDevices((4, 5), 4)
+    assert choose_devices(("0", "1", "2"), switch, 2) == PairDevices(("0", "1"), "2")
+    assert choose_devices(("4", "5"), switch, 2) == PairDevices(("4", "5"), "5")
+    assert choose_devices(("4", "5"), switch, 2, draft_gpu=0) == PairDevices(("4", "5"), "4")
     with pytest.raises(ConfigError, match="GPUs 0, 1 and 2, which no NVLink joins"):
-        choose_devices((0, 1, 2), recorded("bridged_pairs"), 2)
+        choose_devices(("0", "1", "2"), recorded("bridged_pairs"), 2)
+
+
+def test_devices_are_known_by_uuid_and_neighbours_are_found_by_it():
+    topology = recorded("bridged_pairs")
+    assert choose_devices(("GPU-2", "GPU-3"), topology) == PairDevices(("GPU-2",), "GPU-3")
+    with pytest.raises(ConfigError, match="GPUs GPU-1 and GPU-2, which no NVLink joins"):
+        choose_devices(("GPU-1", "GPU-2"), topology)
+
+
+def test_an_instance_of_a_divided_gpu_serves_a_pair_and_no_sharded_target():
+    topology = recorded("divided")
+    assert choose_devices(("MIG-0-0",), topology) == PairDevices(("MIG-0-0",), "MIG-0-0")
+    card = topology.device_of("MIG-1-0")
+    assert card is not None
+    assert card.index == 1
+    with pytest.raises(ConfigError, match=r"instances of divided GPUs, MIG-0-0 and MIG-0-1.*set it to 1"):
+        choose_devices(("MIG-0-0", "MIG-0-1"), topology, 2)
+
+
+def test_ranks_on_cards_of_different_kinds_are_refused_with_both():
+    switch = recorded("nvswitch_8")
+    small = replace(switch.devices[1], name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
+    mixed = replace(switch, devices=(switch.devices[0], small, *switch.devices[2:]))
+    assert choose_devices(("0", "2"), mixed, 2).targets == ("0", "2")
+    with pytest.raises(ConfigError, match=r"GPUs 0 and 1 of different kinds \(NVIDIA A100-SXM4-40GB with 40 GiB, "):
+        choose_devices(("0", "1"), mixed, 2)

@@ -4,14 +4,21 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.ports import free_port
-from cluster.preflight import check_memory, check_ports
+from cluster.preflight import check_driver, check_memory, check_ports
+from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
+from tests.cluster.recorded_nvml import RecordedNvml
+
+NO_GPU = NodeTopology()
+H100S = replace(read_topology(RecordedNvml("divided")), cuda_version=(13, 0))
 
 
 @pytest.fixture
@@ -53,17 +60,48 @@ def test_a_port_or_host_that_cannot_be_had_is_refused(config: DeployConfig):
 
 
 def test_a_deployment_that_fits_passes(config: DeployConfig):
-    check_memory(config)
+    check_memory(config, NO_GPU)
 
 
 def test_a_cache_larger_than_the_machine_is_refused_with_both_figures(config: DeployConfig):
     huge = config.model_copy(update={"cache": config.cache.model_copy(update={"memory_gib": 1e6})})
     with pytest.raises(ConfigError, match=r"about 10000\d\d\.\d GiB of memory are needed and .* GiB are available"):
-        check_memory(huge)
+        check_memory(huge, NO_GPU)
 
 
 def test_weights_count_per_replica(config: DeployConfig, model: Path):
     with (model / "model.safetensors").open("wb") as file:
         file.truncate(1 << 43)
     with pytest.raises(ConfigError, match="are needed"):
-        check_memory(config)
+        check_memory(config, NO_GPU)
+
+
+def sharded(model: Path, gib: int, num_ranks: int, **cache: float) -> DeployConfig:
+    """A target of so many GiB, in a file that takes no room."""
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(gib << 30)
+    target = {"path": str(model), "tensor_parallel_size": num_ranks}
+    return parse_config({"model_id": "m", "target": target, "cache": cache})
+
+
+def test_weights_on_gpus_are_one_checkpoint_of_main_memory_and_a_rank_has_its_part(model: Path):
+    with patch("psutil.virtual_memory", lambda: SimpleNamespace(available=640 << 30)):
+        check_memory(sharded(model, 140, 4), H100S)  # twice the files and a pool per rank would be 1.1 TB
+        with pytest.raises(ConfigError, match=r"about 112\d\.\d GiB of memory are needed and 640.0"):
+            check_memory(sharded(model, 140, 4), NO_GPU)
+
+
+def test_weights_or_a_pool_that_no_gpu_holds_are_refused_with_the_figures(model: Path):
+    with pytest.raises(ConfigError, match=r"141\.0 GiB \(weights 140\.0.*0\.90.*smallest one's 79\.6 GiB are 71\.7"):
+        check_memory(sharded(model, 140, 1), H100S)
+    with pytest.raises(ConfigError, match=r"weights 16\.0, KV pool 60\.0.*lower cache\.memory_gib"):
+        check_memory(sharded(model, 16, 1, memory_gib=60), H100S)
+
+
+def test_a_driver_older_than_torchs_cuda_is_refused_and_any_newer_one_is_not():
+    old = read_topology(RecordedNvml("divided"))
+    with pytest.raises(ConfigError, match=r"CUDA up to 12\.4, and torch 2\.11\.0\+cu130 needs 13\.0 or later"):
+        check_driver(old, "2.11.0+cu130")
+    check_driver(old, "2.11.0+cu121")
+    check_driver(H100S, "2.11.0+cu130")
+    check_driver(NO_GPU, "2.11.0+cu130")

@@ -27,6 +27,7 @@ from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.span import Span
+from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class CudaGraphRunner:
         max_model_len: int,
         vocab_size: int,
         record: Record | None = None,
+        *,
+        only_largest: bool = False,
     ) -> None:
         """Record every bucket of `graphs`; on a GPU this takes up to a second for each.
 
@@ -79,6 +82,10 @@ class CudaGraphRunner:
             max_model_len: bounds the positions of all passes.
             vocab_size: columns of the logits.
             record: makes the replay of a computation, RuntimeError where it cannot; None: as the device has it.
+            only_largest: record no other bucket; to see the memory that all of them take.
+
+        Raises:
+            ConfigError: the device has too little memory for the recordings.
         """
         self._forward = forward
         self._cache = cache
@@ -94,7 +101,7 @@ class CudaGraphRunner:
         num_blocks = self._max_batch * -(-max_model_len // cache.block_size) + max_rows
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         began_s = time.monotonic()
-        self._record_all(largest_first, plan_attention, max_model_len, record)
+        self._record_all(largest_first[: 1 if only_largest else None], plan_attention, max_model_len, record)
         self._buckets = sorted(self._passes)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
@@ -118,6 +125,11 @@ class CudaGraphRunner:
                 continue
             try:
                 replay = record(compute)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the GPU has too little memory to record passes of {bucket.num_rows} rows ({error}); lower "
+                    "cache.gpu_memory_utilization or target.cuda_graph_batches, or set target.cuda_graphs to off"
+                ) from error
             except RuntimeError as error:
                 logger.warning("passes are computed call by call, as this model's cannot be recorded: %s", error)
                 return

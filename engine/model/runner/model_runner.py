@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.draft_heads.loader import Head, load_head
@@ -36,10 +38,11 @@ from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
-from engine.model.loader import load_model, model_version
+from engine.model.loader import load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions
 from engine.model.resident_memory import leave_checkpoint, trim_heap
+from engine.model.runner.gpu_memory import MemoryMeter, memory_meter
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import native_instructions
@@ -89,6 +92,7 @@ class ModelRunner:
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         self._rank = rank
+        meter = memory_meter(cache, rank.device or resolve_device(model.device))
         stock = load_model(model, rank.load_device)
         device = rank.device or stock.device
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
@@ -99,18 +103,19 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids(stock)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
+        self._features: Tensor | None = None
+        self._graphs: CudaGraphRunner | None = None
+        if meter is not None:
+            meter.loaded()
+            cache = self._measured(meter, cache, model.graphs, stock, has_graphs=has_graphs)
         self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         self.model_version = model_version(model.path, model.quantization)
         self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype))
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
-        self._features: Tensor | None = None
-        self._graphs: CudaGraphRunner | None = None
         if device.type == "cuda":
             warm_up(self._compute, self.block_size, self.max_model_len)
         if has_graphs:
-            self._graphs = CudaGraphRunner(
-                self._pass, self._cache, self._plan_attention, model.graphs, self.max_model_len, self.vocab_size
-            )
+            self._graphs = self._record(model.graphs, self.max_model_len)
 
     def _take_weights(
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
@@ -133,6 +138,36 @@ class ModelRunner:
             self.self_draft.begin(self._model.decoder)
         trim_heap()
 
+    def _measured(
+        self, meter: MemoryMeter, cache: CacheConfig, graphs: GraphConfig, stock: PreTrainedModel, *, has_graphs: bool
+    ) -> CacheConfig:
+        """Return `cache` with the bytes that the GPU has left beside weights, the widest pass and the recordings."""
+        self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), stock.dtype, has_padding=has_graphs)
+        max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
+        self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
+        widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
+        if has_graphs:
+            # The largest recording alone: the others use its memory again.
+            self._record(graphs, max_rows, only_largest=True)
+        trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
+        logits_bytes = widest * self.vocab_size * torch.float32.itemsize
+        pool_bytes = meter.pool_bytes(trial_bytes, self._bytes_per_rank_block, logits_bytes)
+        del self._cache
+        torch.cuda.empty_cache()
+        num_bytes = self._rank.size * self._rank.least(pool_bytes)
+        return replace(cache, memory_bytes=num_bytes, gpu_memory_utilization=None)
+
+    def _record(self, graphs: GraphConfig, max_model_len: int, *, only_largest: bool = False) -> CudaGraphRunner:
+        return CudaGraphRunner(
+            self._pass,
+            self._cache,
+            self._plan_attention,
+            graphs,
+            max_model_len,
+            self.vocab_size,
+            only_largest=only_largest,
+        )
+
     @property
     def _head_layers(self) -> Seq[LayerShape]:
         """KV that the head keeps, behind that of the model's layers."""
@@ -145,8 +180,10 @@ class ModelRunner:
         num_ranks = self._rank.size
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
-        num_bytes = num_ranks * block_bytes(rank_shapes, cache.block_size, dtype, kind)
-        self.num_blocks = pool_size(cache, num_bytes) - (has_padding and cache.num_blocks is None)
+        self._bytes_per_rank_block = block_bytes(rank_shapes, cache.block_size, dtype, kind)
+        self.num_blocks = pool_size(cache, num_ranks * self._bytes_per_rank_block) - (
+            has_padding and cache.num_blocks is None
+        )
         self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 

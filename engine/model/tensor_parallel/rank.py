@@ -86,6 +86,14 @@ class Rank:
         dist.gather(part, parts)
         return parts or []
 
+    def least(self, number: int) -> int:
+        """Return the smallest of the numbers that the ranks give."""
+        if self.size == 1:
+            return number
+        least = torch.tensor([number], device=self.device or "cpu")
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor (in main memory); the others pass one of its shape and dtype, which is filled."""
         dist.broadcast(tensor, src=0)

@@ -1,0 +1,102 @@
+"""The memory of one GPU as a runner divides it: what is measured before the KV pool is made, and the pool that is left.
+
+Nothing is estimated but the sampler's copies of the logits: weights are loaded, the widest pass has run and the largest
+recording is made over a pool of one block, and then the device says what is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import CacheConfig
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_SAMPLER_COPIES = 2  # float32 scores and noise, beside the logits themselves
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """A GPU's memory, all processes together."""
+
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.free_bytes
+
+
+def card_memory(device: torch.device) -> CardMemory:
+    """Read a GPU's memory when all that was issued is done."""
+    torch.cuda.synchronize(device)
+    return CardMemory(*torch.cuda.mem_get_info(device))
+
+
+class MemoryMeter:
+    """Follows what a runner takes of its GPU while it starts.
+
+    Args:
+        cache: with `gpu_memory_utilization`.
+        read: the GPU's memory now.
+    """
+
+    def __init__(self, cache: CacheConfig, read: Callable[[], CardMemory]) -> None:
+        assert cache.gpu_memory_utilization is not None, "else the pool's size is set"
+        self._share = cache.gpu_memory_utilization
+        self._counts_own_use = cache.counts_own_use
+        self._read = read
+        self._before = self._loaded = read()
+
+    def loaded(self) -> None:
+        """Note that the weights are on the GPU."""
+        self._loaded = self._read()
+
+    def pool_bytes(self, trial_bytes: int, block_bytes: int, logits_bytes: int) -> int:
+        """Return the bytes that are left for the pool, and log where all others are.
+
+        Args:
+            trial_bytes: the pool of the passes that have run so far, which is given back.
+            block_bytes: one block.
+            logits_bytes: those of the widest pass, float32.
+
+        Raises:
+            ConfigError: not a block is left.
+        """
+        now, sampling = self._read(), _SAMPLER_COPIES * logits_bytes
+        others = 0 if self._counts_own_use else self._before.used_bytes
+        weights = self._loaded.used_bytes - self._before.used_bytes
+        passes = now.used_bytes - self._loaded.used_bytes - trial_bytes
+        budget = int(self._share * now.total_bytes)
+        pool = min(budget - others - weights - passes, now.free_bytes + trial_bytes) - sampling
+        rows = {
+            "other programs, and context": others,
+            "weights": weights,
+            "passes and recordings": passes,
+            "sampling": sampling,
+            "KV pool": pool,
+            "left free": now.total_bytes - budget,
+        }
+        table = ", ".join(f"{name} {num_bytes / _GIB:.2f}" for name, num_bytes in rows.items())
+        text = f"{now.total_bytes / _GIB:.2f} GiB on the GPU, cache.gpu_memory_utilization {self._share:.2f}: {table}"
+        if pool < block_bytes:
+            raise ConfigError(
+                f"the GPU has no memory for one block of KV, {block_bytes / _GIB:.4f} GiB: {text}; raise "
+                "cache.gpu_memory_utilization, lower scheduler.max_tokens_per_step or target.cuda_graph_batches, shard "
+                "the target (target.tensor_parallel_size), or stop other programs"
+            )
+        logger.info("%s", text)
+        return pool
+
+
+def memory_meter(cache: CacheConfig, device: torch.device) -> MemoryMeter | None:
+    """Return a meter where the pool takes what a GPU has left; None where its size is set, or there is no GPU."""
+    if device.type != "cuda" or cache.gpu_memory_utilization is None:
+        return None
+    return MemoryMeter(cache, lambda: card_memory(device))
