@@ -118,8 +118,8 @@ class DeployConfig(EngineSection):
     def offered_methods(self) -> tuple[SpeculationMethod, ...]:
         """The methods that a request may choose, the default first; plain decoding is always among them."""
         possible = _possible_methods(self.draft.kind)
-        default = self.speculation.method or self.draft.kind
         limit = possible if self.speculation.methods is None else self.speculation.methods
+        default = self.speculation.method or (self.draft.kind if self.draft.kind in limit or not limit else limit[0])
         others = (method for method in possible if method in limit and method is not default)
         return tuple(dict.fromkeys((default, *others, SpeculationMethod.NONE)))
 

@@ -25,7 +25,7 @@ class TreeSection(EngineSection):
 
     kind dynamic: the `num_nodes` likeliest nodes of each pass. static: the same shape in every pass, by `parents` (of
     each node the one before it, -1 for the committed tokens), or without them the best for `num_nodes`. Drafts drawn
-    for `rejection` have the static shape of their size in either kind; `block` judges chains.
+    for `rejection` have the static shape of their size in either kind; a request that asks for `block` has chains.
     """
 
     kind: Annotated[TreeKind, one_of(*TreeKind)] = TreeKind.DYNAMIC
@@ -78,7 +78,7 @@ class SpeculationSection(Section):
     num_guess_tokens sets the length of some.
 
     A request may choose among `methods`: left out, all that need no more than the deployment has. One that does not
-    choose gets `method`: left out, the draft's kind.
+    choose gets `method`: left out, the draft's kind, or the first of `methods` where that is not among them.
 
     mode sync: a draft model drafts when the target has committed, and the target waits for it. async: it drafts while
     the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
@@ -128,6 +128,8 @@ class SpeculationSection(Section):
             yield f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if self.tree is not None and self.adaptive:
             yield "adaptive is for chains, and tree sets its own size; remove one of the two"
+        if self.tree is not None and self.verify is VerifyMode.BLOCK:
+            yield "verify 'block' judges chains, and there is a tree; set verify to 'coupled' or remove one of the two"
         if self.tree is not None and self.mode is not DraftMode.SYNC:
             yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:

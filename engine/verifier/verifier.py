@@ -64,6 +64,7 @@ class Verifier:
         first_row = 0
         for (is_tree, mode), group in groupby(tasks, key=_rule):
             members = list(group)
+            assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
             end_row = first_row + sum(len(task.rows) for task in members)
             results += verify(self._sampler, scores[first_row:end_row], members)

@@ -193,6 +193,8 @@ def test_the_methods_on_offer_can_be_limited_and_the_default_chosen():
     config = MINIMAL | {"draft": {"kind": "model", "path": "d"}}
     limited = parse_config(config | {"speculation": {"methods": []}})
     assert limited.offered_methods == ("model", "none")
+    without_model = parse_config(config | {"speculation": {"methods": ["ngram", "suffix"]}})
+    assert without_model.offered_methods == ("ngram", "suffix", "none")
     chosen = parse_config(config | {"speculation": {"method": "suffix", "methods": ["model", "suffix"]}})
     assert chosen.offered_methods == ("suffix", "model", "none")
 
@@ -285,6 +287,7 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
         ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
         ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
+        ({"verify": "block", "tree": {}}, "verify 'block' judges chains, and there is a tree"),
         ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp' or 'self', or remove the tree"),
     ],
 )

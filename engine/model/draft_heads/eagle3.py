@@ -31,6 +31,7 @@ from engine.model.draft_heads.checkpoint import Weights, head_folder, read_confi
 from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
 from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
 from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.packed_linear import Linear, linear_of
 
 
@@ -83,13 +84,13 @@ class Eagle3Head:
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """[R, S] -> [R, V of the target] float32; a token that the head does not know has minus infinity."""
+        """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""
         if not self._config.norm_output:
             states = self._norm(states, self._final_norm)
         drafted = self._own_lm_head(states).float()  # [R, draft vocabulary]
         if self._target_ids is None:
             return drafted
-        logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), float("-inf"))
+        logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), UNKNOWN)
         return logits.index_copy_(1, self._target_ids, drafted)
 
     def _attend(self, x: Tensor, batch: ForwardBatch) -> Tensor:
