@@ -109,5 +109,8 @@ page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
 		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) .
 
+release: install  ## dist/: a wheel and a source archive, each checked in an empty folder
+	@deploy/release.sh
+
 clean:  ## remove the environment and every cache
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* *.egg-info

@@ -20,7 +20,7 @@ from ray.serve.schema import (
 from cluster.config import DeployConfig, parse_config, unknown_key
 from protos.errors import ConfigError
 
-_BUILDER = "cluster.app:build"
+_BUILDERS = ("cluster.app:build", "outrider:build")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,6 @@ def _unknown(section: dict[str, Any], schema: type[BaseModel], where: str) -> It
 
 def _our_args(schema: ServeDeploySchema, source: str) -> dict[str, Any]:
     for application in schema.applications:
-        if application.import_path == _BUILDER:
+        if application.import_path in _BUILDERS:
             return application.args
-    raise ConfigError(f"{source} has no application with import_path {_BUILDER}")
+    raise ConfigError(f"{source} has no application with import_path {' or '.join(_BUILDERS)}")

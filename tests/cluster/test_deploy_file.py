@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import outrider
+from cluster.app import build
 from cluster.cli.__main__ import main
 from cluster.deploy_file import read_deploy_file
 from cluster.serve_environment import FAST_PATH, warn_of_missing_variables
@@ -63,6 +65,13 @@ def test_a_key_that_serve_would_ignore_is_refused(tmp_path: Path, key: str, typo
     path.write_text(BUNDLED.read_text().replace(key, typo))
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_deploy_file(path)
+
+
+def test_the_application_has_two_names(tmp_path: Path):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(BUNDLED.read_text().replace("cluster.app:build", "outrider:build"))
+    assert read_deploy_file(path).config == read_deploy_file(BUNDLED).config
+    assert outrider.build is build
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
