@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -13,6 +15,12 @@ from torch import Tensor
 from engine.span import Span
 
 Index = slice | Tensor
+
+
+@cache
+def has_triton() -> bool:
+    """True if the package is there; processes without a GPU need none."""
+    return find_spec("triton") is not None
 
 
 def index_of(values: Seq[int], device: torch.device) -> Index:

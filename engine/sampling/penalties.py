@@ -71,12 +71,12 @@ def _sequences_of(rows: Seq[LogitsRow]) -> tuple[list[LogitsRow], list[int]]:
 
 def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
     """Count each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
-    num_tokens = like.shape[1]
-    token_ids = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=like.device)
-    sizes = torch.tensor([len(part) for part in parts], device=like.device)
-    places = torch.arange(len(parts), device=like.device).repeat_interleave(sizes) * num_tokens + token_ids
-    counts = torch.bincount(places[token_ids < num_tokens], minlength=len(parts) * num_tokens)
-    return counts.view(len(parts), num_tokens).to(like.dtype)
+    num_columns = like.shape[1] + 1  # the last one is for ids beyond V
+    token_ids = index_tensor(chain.from_iterable(parts), like.device).clamp_(max=num_columns - 1)
+    first_places = (index * num_columns for index, part in enumerate(parts) for _ in part)
+    places = index_tensor(first_places, like.device) + token_ids
+    counts = like.new_zeros(len(parts) * num_columns)
+    return counts.index_add_(0, places, like.new_ones(len(places))).view(len(parts), -1)[:, :-1]
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import SparseDistribution
-from engine.indexing import index_tensor
+from engine.indexing import has_triton, index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.masks import (
     add_bias,
@@ -113,7 +113,13 @@ class Sampler:
         Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
         they agree as often as their distributions are alike (arXiv:2408.07978).
         """
-        return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
+        if not (scores.is_cuda and has_triton()):
+            return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.sampling.triton_draw import draw
+
+        has_noise = upload([row.sampling.temperature >= GREEDY_BELOW for row in rows], torch.int8, scores.device)
+        return draw(scores, row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), has_noise)
 
     def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
         """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from engine.indexing import index_tensor, upload
+from engine.indexing import has_triton, index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 
@@ -53,6 +53,11 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     The probabilities are those of the scores given, so a cut before this one counts.
     """
     top_p = _column([row.sampling.top_p for row in rows], scores)
+    if scores.is_cuda and has_triton():
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.sampling.triton_nucleus import nucleus_thresholds
+
+        return _cut_below(scores, nucleus_thresholds(scores, top_p[:, 0]))
     log_total = scores.logsumexp(dim=1, keepdim=True)
     largest, mass = _leading_mass(scores, log_total, min(_NUCLEUS_WIDTH, scores.shape[1]))  # [R, width] each
     if not bool((mass[:, -1:] >= top_p).all()):
