@@ -88,3 +88,4 @@ class PairSettings:
     pong_timeout_s: float = 10.0
     step_timeout_s: float = 120.0
     restart_timeout_s: float = 300.0
+    alarm_webhook: str | None = None  # gets a POST for each alarm that begins

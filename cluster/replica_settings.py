@@ -52,6 +52,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         draft_share=placement.draft,
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
+        alarm_webhook=config.pair.alarm_webhook,
     )
 
 

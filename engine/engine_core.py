@@ -57,6 +57,7 @@ from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
 from engine.stats.class_acceptance import ClassCounters, class_key
+from engine.stats.drift import DriftMonitor
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
@@ -153,6 +154,7 @@ class EngineCore:
         self._budget = DraftBudget(config.num_tokens, config.max_num_tokens) if is_adaptive(config) else None
         self._drafts = DraftCounters()
         self._classes = ClassCounters()
+        self._drift = DriftMonitor()
         self._total_times = StepTimes()
         self._timer = StepTimer()
         self._is_broken = False
@@ -268,6 +270,7 @@ class EngineCore:
             speedups={} if self._budget is None else self._budget.speedups,
             remote=self._source.stats,
             classes=self._classes.snapshot(),
+            drift=self._drift.snapshot(),
             queue_times=self.scheduler.queue_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
         )
@@ -329,7 +332,9 @@ class EngineCore:
     def _show_guesses(self, batch: Batch, drafts: Seq[CheckedDraft]) -> None:
         """Hand out the drafts that are about to be verified, of requests that ask; of a tree the first branch."""
         guesses = [
-            TokenChunk(each.sequence.request_id, (), guess_ids=draft.first_branch)
+            TokenChunk(
+                each.sequence.request_id, (), guess_ids=draft.first_branch, offset=each.sequence.num_output_tokens
+            )
             for each, draft in zip(batch.sampled, drafts, strict=True)
             if each.sequence.request.returns_guesses and draft.num_valid > 0
         ]
@@ -354,6 +359,7 @@ class EngineCore:
         for task, draft, outcome in zip(tasks, issued.drafts, verified, strict=True):
             if outcome.is_exact and draft.num_valid > 0:
                 self._count(task.sequence, draft, outcome)
+        self._drift.end_step()
         return verified
 
     def _count(self, sequence: Sequence, draft: CheckedDraft, outcome: VerifyResult) -> None:
@@ -363,6 +369,7 @@ class EngineCore:
         if (num_own := depth - draft.num_forced) > 0:
             key = class_key(self._method_of(draft), sequence)
             self._classes.record(key, num_own, min(outcome.num_accepted, num_own))
+            self._drift.record(f"{key.method}-{key.name}", outcome.num_accepted > 0)
 
     def _method_of(self, draft: CheckedDraft) -> str:
         return str(draft.draft.source or self._own_method)

@@ -339,4 +339,5 @@ class ModelCard:
     verify: VerifyMode = VerifyMode.COUPLED  # of a request that sets none
     has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    alarms: tuple[str, ...] = ()  # of the replica that gave the card: what has fallen, in words
     fingerprint: str = ""  # changes with weights, draft, kernels and settings of the text; empty: as model_version

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from actors.pair.admission import Admission
+from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
@@ -33,6 +34,7 @@ class LocalPair(PairShell):
         self._settings = settings
         self._admission = Admission(settings.max_requests)
         self._metrics = PairMetrics()
+        self._drift_alarms = DriftAlarms(settings.alarm_webhook, "0")
         self._ping_timeout_s = settings.pong_timeout_s
         self._folder = private_folder()
         self._watching: asyncio.Task[None] | None = None

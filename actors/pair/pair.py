@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.pair.admission import Admission
+from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.index_reporter import IndexReporter, ReportSink
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_metrics import PairMetrics
@@ -49,7 +50,9 @@ class Pair(PairShell):
     ) -> None:
         configure_logging()
         self._admission = Admission(settings.max_requests)
-        self._metrics = PairMetrics(serve.get_replica_context().replica_id.unique_id)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._metrics = PairMetrics(replica_id)
+        self._drift_alarms = DriftAlarms(settings.alarm_webhook, replica_id)
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()

@@ -105,6 +105,24 @@ def _classes(pong: Pong) -> Iterable[Family]:
                 family.add_metric([stats.method, stats.name, str(position)], count)
     yield drafted
     yield accepted
+    drift = {
+        "acceptance": GaugeMetricFamily(
+            "outrider_spec_decode_recent_acceptance", "Of the first position, over the last steps.", labels=["class"]
+        ),
+        "reference": GaugeMetricFamily(
+            "outrider_spec_decode_usual_acceptance", "Of the first position, as it was before.", labels=["class"]
+        ),
+        "alarm": GaugeMetricFamily(
+            "outrider_spec_decode_drift_alarm", "1 while acceptance is far below the usual.", labels=["class"]
+        ),
+        "alarms": CounterMetricFamily("outrider_spec_decode_drift_alarms", "Alarms so far.", labels=["class"]),
+    }
+    for each in pong.engine.drift:
+        drift["acceptance"].add_metric([each.name], each.recent)
+        drift["reference"].add_metric([each.name], each.reference)
+        drift["alarm"].add_metric([each.name], each.is_alarming)
+        drift["alarms"].add_metric([each.name], each.num_alarms)
+    yield from drift.values()
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from actors.pair.admission import Admission
+from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.shell_messages import Pong
@@ -21,6 +23,7 @@ class PairShell:
     _client: TargetClient
     _metrics: PairMetrics
     _ping_timeout_s: float
+    _drift_alarms: DriftAlarms | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
@@ -50,8 +53,9 @@ class PairShell:
                 self._client.drop(request.request_id)
 
     async def describe(self) -> ModelCard:
-        """Return the card of the model. Raises UnavailableError while the target is away."""
-        return self._client.require_card()
+        """Return the card of the model, with the alarms that ring here. Raises UnavailableError without a target."""
+        alarms = () if self._drift_alarms is None else self._drift_alarms.ringing
+        return replace(self._client.require_card(), alarms=alarms)
 
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
@@ -60,4 +64,6 @@ class PairShell:
         return self._metrics.text()
 
     def _on_pong(self, pong: Pong) -> None:
+        if self._drift_alarms is not None:
+            self._drift_alarms.update(pong.engine.drift)
         self._metrics.update(pong, self._admission.num_refused)

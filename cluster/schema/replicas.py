@@ -86,10 +86,14 @@ class Scaled(Section):
 
 
 class PairSection(Scaled):
-    """The number of draft-target pairs, and of requests that may wait in each before it answers 429."""
+    """The number of draft-target pairs, and of requests that may wait in each before it answers 429.
+
+    `alarm_webhook` is an address that gets a POST with a JSON object when the acceptance of a class of requests falls.
+    """
 
     num_replicas: int | None = Field(default=None, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
+    alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
 
     @property
     def max_replicas(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.stats.class_acceptance import ClassStats
+from engine.stats.drift import DriftStats
 from engine.stats.histogram import HistogramStats
 from engine.stats.step_times import StepTimes
 
@@ -129,6 +130,7 @@ class EngineStats:
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
     reasoning: ReasoningStats = field(default_factory=ReasoningStats)
     classes: tuple[ClassStats, ...] = ()
+    drift: tuple[DriftStats, ...] = ()
     queue_times: HistogramStats = field(
         default_factory=HistogramStats
     )  # seconds from a request's arrival to its first blocks

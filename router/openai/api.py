@@ -138,9 +138,11 @@ class OpenAIApi:
 
     async def health(self) -> Response:
         """Answer 200 while a pair answers; a busy pair is healthy."""
+        answer: dict[str, Any] = {"status": "ok"}
         with suppress(OverloadedError):
-            await self._service.fresh_card()
-        return JSONResponse({"status": "ok"})
+            if alarms := (await self._service.fresh_card()).alarms:
+                answer["alarms"] = list(alarms)
+        return JSONResponse(answer)
 
     async def metrics(self) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""

@@ -63,6 +63,7 @@ class RouteAudit:
     num_achieved_blocks: int = 0
     num_unforeseen_hits: int = 0
     num_expected_hits: int = 0  # predicted and found
+    num_unforeseen_in_a_row: int = 0  # without an expected hit between them
 
     def observe(self, outcome: RouteOutcome) -> None:
         """Add one request."""
@@ -70,7 +71,9 @@ class RouteAudit:
         self.num_achievable_blocks += outcome.forecast.achievable_blocks
         self.num_achieved_blocks += outcome.achieved_blocks
         self.num_unforeseen_hits += outcome.is_unforeseen
-        self.num_expected_hits += min(outcome.forecast.predicted_blocks, outcome.achieved_blocks) > 0
+        is_expected = min(outcome.forecast.predicted_blocks, outcome.achieved_blocks) > 0
+        self.num_expected_hits += is_expected
+        self.num_unforeseen_in_a_row = 0 if is_expected else self.num_unforeseen_in_a_row + outcome.is_unforeseen
 
     @property
     def efficiency(self) -> float:
@@ -79,8 +82,9 @@ class RouteAudit:
 
     @property
     def is_blind(self) -> bool:
-        """True if engines keep hitting what the router thinks cold, and never what it predicts.
+        """True if engines keep hitting what the router thinks cold, and nothing that it predicts.
 
-        Their block keys differ then.
+        Their block keys differ then, or the index hears nothing any more. One hit that was predicted ends it, and the
+        count begins again.
         """
-        return self.num_unforeseen_hits >= _MIN_REQUESTS_FOR_ALARM and self.num_expected_hits == 0
+        return self.num_unforeseen_in_a_row >= _MIN_REQUESTS_FOR_ALARM

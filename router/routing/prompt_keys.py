@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, ModelCard
@@ -26,6 +27,7 @@ class PromptKeys:
 
     def learn(self, card: ModelCard) -> None:
         """Take in a pair's card; a changed one is put to the proof."""
+        card = replace(card, alarms=())
         if card == self._card:
             return
         self._card = card

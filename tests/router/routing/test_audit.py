@@ -36,4 +36,12 @@ def test_repeated_hits_on_blocks_thought_cold_are_blindness():
     unforeseen = RouteOutcome(replace(FORECAST, predicted_blocks=0), achieved_blocks=5)
     assert not audit_of(*[unforeseen] * 19).is_blind
     assert audit_of(*[unforeseen] * 20).is_blind
-    assert not audit_of(OUTCOME, *[unforeseen] * 20).is_blind
+    assert audit_of(OUTCOME, *[unforeseen] * 20).is_blind
+
+
+def test_an_expected_hit_ends_the_alarm_and_arms_it_again():
+    unforeseen = RouteOutcome(replace(FORECAST, predicted_blocks=0), achieved_blocks=5)
+    expected = RouteOutcome(replace(FORECAST, predicted_blocks=5), achieved_blocks=5)
+    assert not audit_of(*[unforeseen] * 20, expected).is_blind
+    assert not audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 19).is_blind
+    assert audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 20).is_blind

@@ -1,0 +1,165 @@
+"""Sequential detection of a fall of acceptance, per class of requests, on the drafts of the first position.
+
+The first position is the same whatever K is. The recent rate, of passes that count less with every step, is held
+against a reference that learns slowly: the alarm rings when it is more than `THRESHOLD` standard errors below. The
+error is that of a binomial times an overdispersion that is measured on the same traffic, since passes of one text fare
+alike. Threshold and overdispersion are set by simulated run lengths (`bench.speculation.drift`, docs/watch.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+THRESHOLD = 6.0  # standard errors
+_CLEAR = 2.0  # standard errors below the reference at which an alarm ends
+_RECENT_DECAY = 0.985  # per step: the last seventy count
+_REFERENCE_DECAY = 0.9998  # per step without an alarm
+_WINDOW_STEPS = 100  # whose spread against each other measures the overdispersion
+_PRIOR_SPREAD = 6.0  # times the binomial variance, until windows say otherwise
+_NUM_PRIOR_WINDOWS = 5  # that the prior is worth
+_MAX_SURPRISE = 4.0  # times the usual: what one window counts as at most
+_MIN_WINDOWS = 15  # before a reference is believed
+_MIN_PASSES = 500.0
+_MIN_RECENT = 20.0  # effective passes
+_LEAST_RATE = 0.02  # a rate nearer to 0 or 1 has an error that says nothing
+_MAX_ALARM_STEPS = 20_000  # after so many at a new level, it is the reference
+
+
+@dataclass(frozen=True, slots=True)
+class DriftStats:
+    """One class's state: the rates, the alarms so far, and whether one rings now."""
+
+    name: str
+    recent: float
+    reference: float
+    num_alarms: int
+    is_alarming: bool
+
+
+class _Rate:
+    """A decayed rate, and how many independent passes it is worth."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._hits = self.weight = self._squares = 0.0
+
+    def observe(self, num_passes: int, num_accepted: int) -> None:
+        self._hits = self._decay * self._hits + num_accepted
+        self.weight = self._decay * self.weight + num_passes
+        self._squares = self._decay**2 * self._squares + num_passes
+
+    @property
+    def value(self) -> float:
+        return self._hits / self.weight if self.weight else 0.0
+
+    @property
+    def effective(self) -> float:
+        return self.weight**2 / self._squares if self._squares else 0.0
+
+
+class DriftDetector:
+    """The detector of one class; `observe` takes the steps in which the class had drafts."""
+
+    def __init__(self) -> None:
+        self.is_alarming = False
+        self.num_alarms = 0
+        self._start_over()
+
+    @property
+    def recent(self) -> float:
+        """Acceptance at the first position, over the last steps."""
+        return self._recent.value
+
+    @property
+    def reference(self) -> float:
+        """Acceptance at the first position that is usual."""
+        return self._reference.value
+
+    def observe(self, num_passes: int, num_accepted: int) -> bool:
+        """Take in one step; true if an alarm begins with it."""
+        self._recent.observe(num_passes, num_accepted)
+        if not self.is_alarming:
+            self._reference.observe(num_passes, num_accepted)
+            self._observe_window(num_passes, num_accepted)
+        error = self._errors_below()
+        if self.is_alarming:
+            self._num_alarm_steps += 1
+            if self._num_alarm_steps > _MAX_ALARM_STEPS:
+                self._start_over()
+            self.is_alarming = self._num_alarm_steps > 0 and error > _CLEAR
+            return False
+        self.is_alarming = error > THRESHOLD
+        self._num_alarm_steps = 0
+        self.num_alarms += self.is_alarming
+        return self.is_alarming
+
+    def _start_over(self) -> None:
+        self._recent = _Rate(_RECENT_DECAY)
+        self._reference = _Rate(_REFERENCE_DECAY)
+        self._num_alarm_steps = 0
+        self._window = [0, 0, 0]  # steps, passes, accepted
+        self._spread = _PRIOR_SPREAD
+        self._num_windows = 0
+
+    def _observe_window(self, num_passes: int, num_accepted: int) -> None:
+        self._window = [self._window[0] + 1, self._window[1] + num_passes, self._window[2] + num_accepted]
+        num_steps, passes, accepted = self._window
+        if num_steps < _WINDOW_STEPS:
+            return
+        expected = self.reference
+        variance = max(expected * (1 - expected), _LEAST_RATE) / passes
+        self._num_windows += 1
+        share = max(1 / (self._num_windows + _NUM_PRIOR_WINDOWS), 0.01)
+        surprise = (accepted / passes - expected) ** 2 / variance
+        if self._num_windows > _MIN_WINDOWS:  # a fall on its way must not pass for spread
+            surprise = min(surprise, _MAX_SURPRISE * max(self._spread, 1.0))
+        self._spread += share * (surprise - self._spread)
+        self._window = [0, 0, 0]
+
+    def _errors_below(self) -> float:
+        """Return how many standard errors the recent rate is below the reference; 0 while either is not known."""
+        if self._num_windows < _MIN_WINDOWS or self._reference.weight < _MIN_PASSES:
+            return 0.0
+        if self._recent.effective < _MIN_RECENT:
+            return 0.0
+        expected = self.reference
+        variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) / self._recent.effective
+        return (expected - self.recent) / math.sqrt(variance)
+
+
+class DriftMonitor:
+    """One detector per class; `record` takes a pass, `end_step` all passes of a step together."""
+
+    def __init__(self) -> None:
+        self._detectors: dict[str, DriftDetector] = {}
+        self._step: dict[str, tuple[int, int]] = {}
+
+    def record(self, name: str, is_accepted: bool) -> None:
+        """Take in one pass with a draft at the first position; `name` must come from a fixed set."""
+        passes, accepted = self._step.get(name, (0, 0))
+        self._step[name] = passes + 1, accepted + is_accepted
+
+    def end_step(self) -> None:
+        """Judge what the step has brought; each alarm that begins is logged."""
+        for name, (num_passes, num_accepted) in self._step.items():
+            detector = self._detectors.setdefault(name, DriftDetector())
+            if detector.observe(num_passes, num_accepted):
+                logger.warning(
+                    "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic has changed, or "
+                    "the draft has",
+                    name,
+                    detector.recent,
+                    detector.reference,
+                )
+        self._step.clear()
+
+    def snapshot(self) -> tuple[DriftStats, ...]:
+        """Return the state of every class."""
+        return tuple(
+            DriftStats(name, each.recent, each.reference, each.num_alarms, each.is_alarming)
+            for name, each in self._detectors.items()
+        )
