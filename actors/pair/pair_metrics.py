@@ -48,6 +48,7 @@ class PairMetrics(Collector):
             return
         yield from _speculation(self._pong)
         yield from _classes(self._pong)
+        yield from _drift(self._pong)
         yield from _reasoning(self._pong)
         yield from _cache(self._pong)
         yield from _requests(self._pong)
@@ -105,24 +106,23 @@ def _classes(pong: Pong) -> Iterable[Family]:
                 family.add_metric([stats.method, stats.name, str(position)], count)
     yield drafted
     yield accepted
-    drift = {
-        "acceptance": GaugeMetricFamily(
-            "outrider_spec_decode_recent_acceptance", "Of the first position, over the last steps.", labels=["class"]
-        ),
-        "reference": GaugeMetricFamily(
-            "outrider_spec_decode_usual_acceptance", "Of the first position, as it was before.", labels=["class"]
-        ),
-        "alarm": GaugeMetricFamily(
-            "outrider_spec_decode_drift_alarm", "1 while acceptance is far below the usual.", labels=["class"]
-        ),
-        "alarms": CounterMetricFamily("outrider_spec_decode_drift_alarms", "Alarms so far.", labels=["class"]),
-    }
-    for each in pong.engine.drift:
-        drift["acceptance"].add_metric([each.name], each.recent)
-        drift["reference"].add_metric([each.name], each.reference)
-        drift["alarm"].add_metric([each.name], each.is_alarming)
-        drift["alarms"].add_metric([each.name], each.num_alarms)
-    yield from drift.values()
+
+
+def _drift(pong: Pong) -> Iterable[Family]:
+    """Yield acceptance at the first position, recent and usual, and its alarms, by class."""
+    classes = pong.engine.drift
+    values = (
+        ("recent_acceptance", "Of the first position, over the last steps.", [each.recent for each in classes]),
+        ("usual_acceptance", "Of the first position, as it was before.", [each.reference for each in classes]),
+        ("drift_alarm", "1 while acceptance is far below the usual.", [float(each.is_alarming) for each in classes]),
+    )
+    for name, text, numbers in values:
+        family = GaugeMetricFamily(f"outrider_spec_decode_{name}", text, labels=["class"])
+        for each, number in zip(classes, numbers, strict=True):
+            family.add_metric([each.name], number)
+        yield family
+    num_alarms = {each.name: each.num_alarms for each in classes}
+    yield _counters("spec_decode_drift_alarms", "Alarms so far, by class of requests.", "class", num_alarms)
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:

@@ -67,6 +67,7 @@ class DriftDetector:
     def __init__(self) -> None:
         self.is_alarming = False
         self.num_alarms = 0
+        self._num_alarm_steps = 0
         self._start_over()
 
     @property

@@ -11,7 +11,7 @@ export function element(tag, text = "", classes = "") {
 
 export function fillTable(table, head, rows) {
   const header = element("tr");
-  header.append(...head.map((name) => Object.assign(element("th", name), { scope: "col" })));
+  header.append(...head.map((name) => (name ? Object.assign(element("th", name), { scope: "col" }) : element("td"))));
   const body = rows.map((cells) => {
     const row = element("tr");
     row.append(...cells.map((cell) => {

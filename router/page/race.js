@@ -44,6 +44,16 @@ function judge(off, on) {
   setBadge(`✓ identical tokens: all ${length}, ${times} times the speed`, "good");
 }
 
+// Says in how many passes drafts took part: an adaptive deployment drops them where they do not pay.
+function showPasses({ metrics }) {
+  const told = metrics && metrics.speculation_explanation;
+  if (!told) return;
+  const count = (passes) => Object.values(passes).reduce((total, number) => total + number, 0);
+  const drafted = count(told.passes), plain = count(told.plain_passes);
+  const reasons = Object.entries(told.plain_passes).map(([reason, number]) => `${reason} ${number}`).join(", ");
+  byId("race-on-figure").append(document.createTextNode(`; drafts in ${drafted} of ${drafted + plain} passes (without: ${reasons || "none"})`));
+}
+
 async function race() {
   const body = {
     model: settings.model,
@@ -63,8 +73,9 @@ async function race() {
     for await (const _ of stream("/v1/completions", { ...body, max_tokens: Math.min(16, body.max_tokens), speculation: { enabled } }));
   }
   const off = await run("off", { ...body, speculation: { enabled: false } });
-  const on = await run("on", body);
+  const on = await run("on", { ...body, speculation: { explain: true } });
   judge(off, on);
+  showPasses(on);
   showTokens(byId("race-sources"), byId("race-detail"), await readTokens(tokens, on.ids), on.sources);
 }
 

@@ -4,6 +4,7 @@ from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.stats.class_acceptance import ClassStats
+from engine.stats.drift import DriftStats
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.histogram import Histogram
 from engine.stats.step_times import StepTimes
@@ -65,6 +66,18 @@ def test_acceptance_is_counted_by_position_method_and_class():
     labels = '{class="greedy-free",method="model",position="1",replica="r1"}'
     assert f"outrider_spec_decode_class_draft_tokens_per_pos{labels} 3.0" in lines
     assert f"outrider_spec_decode_class_accepted_tokens_per_pos{labels} 1.0" in lines
+
+
+def test_drift_is_told_by_class():
+    drift = (DriftStats("model-greedy-free", 0.4, 0.7, num_alarms=2, is_alarming=True),)
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), drift=drift)
+    metrics = PairMetrics()
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    lines = merge_metrics("", [metrics.text()]).splitlines()
+    labels = '{class="model-greedy-free",replica="0"}'
+    assert f"outrider_spec_decode_drift_alarm{labels} 1.0" in lines
+    assert f"outrider_spec_decode_drift_alarms{labels} 2.0" in lines
+    assert f"outrider_spec_decode_recent_acceptance{labels} 0.4" in lines
 
 
 def test_queue_times_are_a_histogram():
