@@ -14,9 +14,11 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
 from cluster.deploy_file import DeployFile
-from cluster.serve_environment import set_variables
+from cluster.schema.frontends import IngressSection
+from cluster.serve_environment import set_variables, tls_variables
 from protos.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parent.parent
@@ -47,9 +49,13 @@ class LocalCluster:
     def __init__(self) -> None:
         self._dashboard = ""
 
-    def start(self, num_cpus: int | None = None) -> None:
-        """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone."""
+    def start(self, num_cpus: int | None = None, ingress: IngressSection = IngressSection()) -> None:
+        """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone.
+
+        TLS is that of `ingress`, as long as the cluster runs.
+        """
         set_variables()
+        os.environ.update(tls_variables(ingress))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         context = ray.init(
             address="local",
@@ -66,7 +72,7 @@ class LocalCluster:
         request = urllib.request.Request(
             f"http://{self._dashboard}/api/serve/applications/",
             data=json.dumps(file.deployment).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
             method="PUT",
         )
         try:

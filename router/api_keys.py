@@ -1,50 +1,174 @@
-"""API keys of a file, compared in constant time."""
+"""API keys of a file: hashed, read again when the file changes, each with its tenant and its rate of tokens."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import logging
+import re
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
-from protos.errors import AuthenticationError, ConfigError
+from protos.errors import AuthenticationError, ConfigError, OverloadedError
+
+logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
+_LOOK_AGAIN_S = 1.0
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class TokenRate:
+    """A budget of tokens that fills up once a minute; a request may overdraw it, and the next ones wait for that."""
+
+    def __init__(self, tokens_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = tokens_per_minute
+        self._clock = clock
+        self._level = float(tokens_per_minute)
+        self._read_s = clock()
+
+    def take(self, num_tokens: int) -> None:
+        """Spend tokens. Raises OverloadedError while the budget is overdrawn."""
+        now_s = self._clock()
+        self._level = min(self._limit, self._level + (now_s - self._read_s) * self._limit / 60)
+        self._read_s = now_s
+        if self._level <= 0:
+            raise OverloadedError(
+                f"This API key may use {self._limit} tokens per minute, and has used them; wait, or ask for more.",
+                retry_after_s=(1 - self._level) * 60 / self._limit,
+            )
+        self._level -= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing."""
+
+    tenant: str = ""
+    rate: TokenRate | None = None
+
+    def secret(self, text: str) -> str:
+        """Return a client's salt or name of a conversation such that no other tenant can have the same one."""
+        if not self.tenant:
+            return text
+        return hmac.new(self.tenant.encode(), text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
+
+    def take(self, num_tokens: int) -> None:
+        """Count the tokens of a request. Raises OverloadedError if the tenant's rate is used up."""
+        if self.rate is not None:
+            self.rate.take(num_tokens)
+
+
+ANYONE = Client()
+current_client: ContextVar[Client] = ContextVar("current_client", default=ANYONE)
 
 
 class ApiKeys:
-    """A set of keys; an empty set admits every client."""
+    """The clients by the hash of their key; without any every client is admitted.
 
-    def __init__(self, keys: frozenset[str] = frozenset()) -> None:
-        self._keys = [key.encode() for key in keys]
+    Args:
+        path: of the file; None admits every client.
+        clock: seconds.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key (which would admit every client by mistake).
+    """
+
+    def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = None if path is None else Path(path).expanduser()
+        self._clock = clock
+        self._rates: dict[str, tuple[int, TokenRate]] = {}
+        self._stamp: tuple[int, int] | None = None
+        self._looked_s = clock()
+        self._clients = {} if self._path is None else self._read(self._path)
 
     @classmethod
     def from_file(cls, path: str | None) -> ApiKeys:
-        """Read one key per line; empty lines and lines that start with # do not count. None is the empty set.
+        """Read one key per line (`_client_of`); empty lines and lines that start with # do not count."""
+        return cls(path)
+
+    def check(self, authorization: str | None, x_api_key: str | None = None) -> Client:
+        """Return the client of an `Authorization` or `x-api-key` header, and remember it as the current one.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no key (which would admit every client by mistake).
+            AuthenticationError: the key is missing or unknown.
         """
-        if path is None:
-            return cls()
-        try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"ingress.api_keys_file {path!r} cannot be read: {error}") from error
-        keys = frozenset(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        if not keys:
-            raise ConfigError(
-                f"ingress.api_keys_file {path!r} holds no key; put one per line, or leave the setting out"
-            )
-        return cls(keys)
+        client = self._find(authorization, x_api_key)
+        current_client.set(client)
+        return client
 
-    def check(self, authorization: str | None) -> None:
-        """Check the value of an `Authorization` header. Raises `AuthenticationError` for a missing or unknown key."""
-        if not self._keys:
-            return
-        if authorization is None or not authorization.lower().startswith(_SCHEME):
-            raise AuthenticationError("This server needs an API key: send it as 'Authorization: Bearer KEY'.")
-        offered = authorization[len(_SCHEME) :].strip().encode()
-        matches = [
-            hmac.compare_digest(offered, key) for key in self._keys
-        ]  # all of them: the time is independent of the key
-        if not any(matches):
+    def _find(self, authorization: str | None, x_api_key: str | None) -> Client:
+        self._look_again()
+        if self._path is None:
+            return ANYONE
+        key = x_api_key
+        if authorization is not None and authorization.lower().startswith(_SCHEME):
+            key = authorization[len(_SCHEME) :]
+        if key is None:
+            raise AuthenticationError(
+                "This server needs an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+            )
+        # The time of a look-up tells of hashes, from which no key follows.
+        client = self._clients.get(_hash_of(key.strip()))
+        if client is None:
             raise AuthenticationError("The API key is not known here.")
+        return client
+
+    def _look_again(self) -> None:
+        """Read the file again if it has changed; one that cannot be read leaves the keys as they are."""
+        if self._path is None or self._clock() - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s = self._clock()
+        try:
+            if _stamp_of(self._path) != self._stamp:
+                self._clients = self._read(self._path)
+                logger.info("%d API keys were read again", len(self._clients))
+        except (OSError, ConfigError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+
+    def _read(self, path: Path) -> dict[str, Client]:
+        try:
+            self._stamp = _stamp_of(path)
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"ingress.api_keys_file {str(path)!r} cannot be read: {error}") from error
+        entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        clients = dict(self._client_of(entry, f"ingress.api_keys_file {str(path)!r}") for entry in entries)
+        if not clients:
+            raise ConfigError(
+                f"ingress.api_keys_file {str(path)!r} holds no key; put one per line, or leave the setting out"
+            )
+        return clients
+
+    def _client_of(self, entry: str, name: str) -> tuple[str, Client]:
+        """Read `KEY` or `sha256:HASH`, then `tenant=NAME` and `tokens_per_minute=N` where they are given."""
+        key, *options = entry.split()
+        match = _HASH.fullmatch(key)
+        digest = match[1] if match else _hash_of(key)
+        given = dict(option.partition("=")[::2] for option in options)
+        tenant = given.pop("tenant", digest)
+        limit = given.pop("tokens_per_minute", None)
+        if given or (limit is not None and not (limit.isdigit() and int(limit) > 0)):
+            raise ConfigError(
+                f"{name} has {' '.join(options)!r} behind a key; it may have tenant=NAME and tokens_per_minute=N"
+            )
+        return digest, Client(tenant, None if limit is None else self._rate(tenant, int(limit)))
+
+    def _rate(self, tenant: str, limit: int) -> TokenRate:
+        """Return the tenant's rate, the one there is while its limit is the same."""
+        known = self._rates.get(tenant)
+        if known is None or known[0] != limit:
+            known = self._rates[tenant] = (limit, TokenRate(limit, self._clock))
+        return known[1]
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ino
+
+
+def _hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -10,7 +10,8 @@ from cluster.deploy_file import DeployFile
 
 def invitation(file: DeployFile, logs: str | None = None) -> str:
     """Return the addresses, a first request, and the way to stop."""
-    address = f"http://{file.http_host}:{file.http_port}"
+    scheme = "http" if file.config.ingress.tls_certificate_file is None else "https"
+    address = f"{scheme}://{file.http_host}:{file.http_port}"
     body = {"model": file.config.model_id, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
     lines = [
         f"  HTTP   {address}/v1   (model {file.config.model_id})",

@@ -61,7 +61,7 @@ def serve_on_ray(file: DeployFile) -> None:
     began_s = time.monotonic()
     try:
         report("[1/3] starting a Ray cluster on this machine")
-        cluster.start()
+        cluster.start(ingress=file.config.ingress)
         interrupt.listen()
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
         with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer

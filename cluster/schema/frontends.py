@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -43,10 +45,12 @@ class LimitsSection(Section):
 class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
-    `api_keys_file` has one key per line; without it every client is served. `tool_format` is how the model writes tool
-    calls; auto follows its chat template. `strict_fields` refuses a request with a field that is not known here; else
-    the field is ignored, and named in the answer's header X-Ignored-Fields. `cors_origins` are the web pages that may
-    call, as scheme://host:port with * for anything; those of this machine by default.
+    `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served.
+    `tool_format` is how the model writes tool calls; auto follows its chat template. `strict_fields` refuses a request
+    with a field that is not known here; else the field is ignored, and named in the answer's header X-Ignored-Fields.
+    `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those of this machine by
+    default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends; with
+    `tls_client_ca_file` a client must show a certificate that is signed by it.
     """
 
     num_replicas: int = Field(default=1, ge=1)
@@ -59,4 +63,14 @@ class IngressSection(Section):
         "http://127.0.0.1",
         "http://127.0.0.1:*",
     )
+    tls_certificate_file: str | None = None
+    tls_client_ca_file: str | None = None
     limits: LimitsSection = LimitsSection()
+
+    def conflicts(self) -> Iterable[str]:
+        if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
+            yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
+        for name in ("tls_certificate_file", "tls_client_ca_file"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).expanduser().is_file():
+                yield f"{name} {path!r} is no file; give the path of a PEM file"

@@ -167,7 +167,7 @@ class GrpcApi:
 
     def _authenticate(self, context: CallContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
-        self._api_keys.check(metadata.get("authorization"))
+        self._api_keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import replace
 
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
+from router.api_keys import current_client
 from router.config import IngressLimits
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import sampling_params
@@ -26,6 +28,7 @@ def generate_requests(
 
     Raises:
         RequestError: a parameter does not fit the model, or the request asks for too many choices.
+        OverloadedError: the tenant's rate is used up.
     """
     num_choices = len(params.prompts) * params.num_choices_per_prompt
     if num_choices > limits.max_choices:
@@ -46,6 +49,7 @@ def generate_requests(
         sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
+    current_client.get().take(_cost(requests))
     return requests
 
 
@@ -61,9 +65,15 @@ def _truncated(prompt: Prompt, params: GenerateParams, card: ModelCard) -> Promp
     return Prompt(prompt.token_ids[-num_kept:])
 
 
+def _cost(requests: list[GenerateRequest]) -> int:
+    """Return the tokens that the requests may read and write, of which a tenant has so many per minute."""
+    return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+
+
 def _request(
     params: GenerateParams, prompt: Prompt, sampling: SamplingParams, sample: int, index: int, card: ModelCard
 ) -> GenerateRequest:
+    client = current_client.get()
     return GenerateRequest(
         request_id=f"{params.request_id}-{index}",
         prompt_token_ids=prompt.token_ids,
@@ -72,14 +82,19 @@ def _request(
         sample_index=sample,
         priority=params.fields.priority or 0,
         timeout_s=params.fields.timeout_s,
-        cache_salt=params.fields.cache_salt or "",
+        cache_salt=client.secret(params.fields.cache_salt or ""),
         prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
-        session_id=params.fields.prompt_cache_key or params.fields.user or "",
+        session_id=_digest(client.secret(params.fields.prompt_cache_key or params.fields.user or "")),
         is_seeded=params.fields.seed is not None,
         returns_sources=bool(params.fields.return_token_sources),
         returns_guesses=params.fields.has_draft_events,
         model_version=card.model_version,
     )
+
+
+def _digest(name: str) -> str:
+    """Return a short name in place of one that may be long: the index remembers 100,000 of them."""
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32] if name else ""
 
 
 def _within_length(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -18,6 +19,7 @@ from router.generation.generation_service import GenerationService
 from router.grpc_api import api as grpc_api
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
 from tests.router.fake_backend import FakeBackend, say
+from tests.router.key_files import api_keys
 
 
 class Servicer:
@@ -135,7 +137,7 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
     assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.BLOCK)
     assert request.speculation.method is SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
-    assert request.session_id == "me"
+    assert request.session_id == hashlib.sha256(b"me").hexdigest()[:32]
     assert 29 < request.timeout_s <= 30
 
 
@@ -269,7 +271,7 @@ async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:
 
 
 async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationService) -> None:
-    server, channel = await serve(service, ApiKeys(frozenset({"sesame"})))
+    server, channel = await serve(service, api_keys("sesame"))
     async with channel:
         stub = outrider_pb2_grpc.GenerationStub(channel)
         for call in (stub.GetModel, stub.Generate, stub.Tokenize):

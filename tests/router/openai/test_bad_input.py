@@ -13,6 +13,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from tests.router.fake_backend import FakeBackend
+from tests.router.key_files import api_keys
 
 GOOD = {"model": "fake", "prompt": "abc"}
 
@@ -223,7 +224,7 @@ async def test_bad_messages_are_refused(http: httpx.AsyncClient, messages: objec
 
 
 async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationService) -> None:
-    transport = httpx.ASGITransport(build_app(service, ApiKeys(frozenset({"sesame"}))))
+    transport = httpx.ASGITransport(build_app(service, api_keys("sesame")))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         assert error_of(await http.get("/v1/models"), 401)["code"] == "invalid_api_key"
         assert (await http.get("/v1/models", headers={"authorization": "Bearer sesame"})).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import openai
@@ -235,7 +236,7 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
     assert (request.speculation.num_tokens, request.speculation.verify) == (2, VerifyMode.REJECTION)
     assert request.speculation.method is SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
-    assert request.session_id == "conversation 7"
+    assert request.session_id == hashlib.sha256(b"conversation 7").hexdigest()[:32]
     assert 29 < request.timeout_s <= 30
 
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 import router
-from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
+from tests.router.key_files import api_keys
 
 FOLDER = Path(router.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())
@@ -21,7 +21,7 @@ MARKUP = FOLDER / "index.html"
 
 
 async def test_the_page_is_served_at_the_root_without_a_key(service: GenerationService) -> None:
-    transport = httpx.ASGITransport(build_app(service, ApiKeys(frozenset({"secret"}))))
+    transport = httpx.ASGITransport(build_app(service, api_keys("secret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         answer = await http.get("/")
         assert answer.status_code == 200

@@ -1,9 +1,0 @@
-#!/bin/sh
-# What Serve starts instead of HAProxy: the same program ($OUTRIDER_HAPROXY) without splice(). HAProxy 2.8 does not hear
-# that a client has left once it has spliced its request (a body that came after its headers, as most clients send it):
-# the answer is generated for nobody, and a thread of HAProxy spins until it is complete.
-if [ ! -x "$OUTRIDER_HAPROXY" ] || [ "$OUTRIDER_HAPROXY" -ef "$0" ]; then
-    echo "OUTRIDER_HAPROXY is '$OUTRIDER_HAPROXY', and must be the path of HAProxy's own program (README.md, Configure)" >&2
-    exit 1
-fi
-exec "$OUTRIDER_HAPROXY" -dS "$@"

