@@ -56,6 +56,8 @@ def in_one_process(config: DeployConfig) -> DeployConfig:
 def _obstacles(config: DeployConfig) -> Iterator[str]:
     if config.pair.max_replicas > 1:
         yield f"pair asks for {config.pair.max_replicas} replicas"
+    if config.ingress.tls_certificate_file is not None:
+        yield "ingress.tls_certificate_file asks for HAProxy"
     if config.prefill.max_replicas > 0:
         yield f"prefill asks for {config.prefill.max_replicas} replicas"
     if config.target.tensor_parallel_size > 1:
@@ -91,18 +93,18 @@ async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings,
         ingress = ingress_config(config)
         service = GenerationService(pair, load_tokenizer_files(ingress.model_path), ingress, IngressMetrics())
         api_keys = ApiKeys.from_file(ingress.api_keys_file)
-        async with _grpc(service, api_keys, file.grpc_port):
+        async with _grpc(service, api_keys, file.http_host, file.grpc_port):
             await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
     finally:
         await pair.close()
 
 
 @asynccontextmanager
-async def _grpc(service: GenerationService, api_keys: ApiKeys, port: int | None) -> AsyncIterator[None]:
+async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: int | None) -> AsyncIterator[None]:
     if port is None:
         yield
         return
-    server = await start_grpc_server(GrpcApi(service, api_keys), f"0.0.0.0:{port}")
+    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}")
     try:
         yield
     finally:

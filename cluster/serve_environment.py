@@ -8,7 +8,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
 from cluster.ports import free_port, free_ports
 from cluster.schema.frontends import IngressSection
