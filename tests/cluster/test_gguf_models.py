@@ -54,11 +54,15 @@ def test_it_is_converted_once_and_checked_as_a_folder(
 
 
 def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = GgufFile(tmp_path / "other.gguf", architecture="rwkv7").write().path
+    converter = tmp_path / "converter"  # in the place of Python, which would import torch
+    converter.write_text("#!/bin/sh\necho \"architecture 'rwkv7' of $3 is not read\"\nexit 1\n")
+    converter.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(converter))
+    path = GgufFile(tmp_path / "other.gguf").write().path
     assert main(["check", deploy_file(path)]) == 1
-    assert "architecture 'rwkv7'" in capsys.readouterr().err
+    assert f"architecture 'rwkv7' of {path} is not read" in capsys.readouterr().err
     assert not list(cache.iterdir())
 
 

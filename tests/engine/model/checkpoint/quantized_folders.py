@@ -90,11 +90,8 @@ def float8(weight: Tensor, scales_shape: Callable[[int, int], tuple[int, ...]], 
     scales = torch.rand(scales_shape(*weight.shape)) + 0.5
     numbers = weight.to(torch.float8_e4m3fn)
     grid = scales.reshape(len(scales), -1) if scales.ndim else scales.reshape(1, 1)
-    expected = torch.empty(weight.shape)
-    row_step, column_step = -(-len(weight) // len(grid)), -(-weight.shape[1] // grid.shape[1])
-    for row in range(len(weight)):
-        for column in range(weight.shape[1]):
-            expected[row, column] = numbers[row, column].float() * grid[row // row_step, column // column_step]
+    step = (-(-len(weight) // len(grid)), -(-weight.shape[1] // grid.shape[1]))
+    expected = numbers.float() * torch.kron(grid, torch.ones(step))[: len(weight), : weight.shape[1]]
     return {"weight": numbers, name: scales, "input_scale": torch.ones(())}, expected
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import CacheConfig, ModelConfig
-from engine.model.checkpoint.gguf import convert_gguf
+from engine.model.checkpoint.gguf import convert_gguf, main
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
@@ -116,10 +116,13 @@ def test_an_unknown_type_is_refused_with_the_tensor_and_those_that_are_read(file
         read_gguf_header(odd)
 
 
-def test_another_architecture_is_refused_by_its_name(file: GgufFile, tmp_path: Path) -> None:
+def test_another_architecture_is_refused_by_its_name(
+    file: GgufFile, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = replace(file, path=tmp_path / "other.gguf", architecture="rwkv7").write().path
-    with pytest.raises(ConfigError, match="architecture 'rwkv7'"):
-        convert_gguf(path, tmp_path / "m", torch.float32)
+    monkeypatch.setattr("sys.argv", ["gguf", str(path), str(tmp_path / "m")])
+    assert main() == 1
+    assert f"'{path}' (architecture 'rwkv7') is not read by transformers" in capsys.readouterr().out
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
