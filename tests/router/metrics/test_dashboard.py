@@ -1,0 +1,68 @@
+"""The dashboard and the alert rules ask for metrics that exist, and the rules pass Prometheus' own tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.pair.pair_metrics import PairMetrics
+from actors.shell_messages import DraftChannelStats, Pong
+from engine.stats.class_acceptance import ClassStats
+from engine.stats.drift import DriftStats
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from router.metrics.exposition import merge_metrics
+from router.metrics.ingress_metrics import IngressMetrics
+
+FOLDER = Path(__file__).parents[3] / "docs" / "watch"
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+
+
+def served_names() -> set[str]:
+    """Names of all samples of `/metrics`."""
+    engine: Any = EngineStats(
+        *(0, 0, 0, 0, 8, 0, 0, 0, 0),
+        DraftStats(1, 1, 1, (1,)),
+        StepTimes(),
+        speedups={"model-greedy": 1.0},
+        classes=(ClassStats("model", "greedy-free", (1,), (1,)),),
+        drift=(DriftStats("model-greedy-free", 0.5, 0.5, 0, False),),
+    )
+    pair, ingress = PairMetrics("a"), IngressMetrics()
+    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    ingress.count_end("stop", 1.0, 1, 1)
+    text = merge_metrics({"b": ingress.text()}, [pair.text()], "m")
+    return {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]] + [
+        rule["expr"] for rule in RULES
+    ]
+
+
+def test_every_query_asks_for_metrics_that_are_served() -> None:
+    asked = {name for query in queries() for name in re.findall(r"\b(?:outrider_|vllm:)\w+", query)}
+    assert len(asked) > 20
+    assert asked - served_names() == set()
+
+
+def test_rates_are_of_counters_and_histograms_alone() -> None:
+    counters = {name for query in queries() for name in re.findall(r"rate\((outrider_\w+)", query)}
+    gauges = {"running", "waiting", "usage", "connected", "speedup", "alarm"}
+    assert counters
+    assert not any(name.rpartition("_")[2] in gauges for name in counters)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
+def test_the_rules_pass_promtool() -> None:
+    command = ["promtool", "test", "rules", "alerts_test.yaml"]
+    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=60)
