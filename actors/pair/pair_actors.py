@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from actors.target.target_actor import TargetActor
 
 logger = logging.getLogger(__name__)
 
+_SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
 _TARGET_BUNDLE = 1
 _DRAFT_BUNDLE = 2
 
@@ -83,15 +86,17 @@ def _on_gpus(settings: PairSettings, devices: PairDevices) -> PairSettings:
 def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[str, Any]:
     """Return the options of an actor: its bundle, and an environment in which it sees its devices alone.
 
-    OpenMP's default waiting suits both actors: threads spin for some milliseconds, which bridges the gaps between the
-    products of a pass, and then sleep, which leaves the core to the other actor. With an immediate sleep a fifth of the
-    cores idles during a pass.
+    Where our kernels were compiled, which have threads of their own (`engine/native/team.c`), OpenMP's threads compute
+    between them alone: they sleep after some microseconds, since they would keep the cores from ours. Elsewhere they
+    compute all, and their default of some milliseconds bridges the gaps between products: with an immediate sleep a
+    fifth of the cores idles during a pass.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and Ray count
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the bundle has no GPU of its own, and Ray would hide these
         "OMP_NUM_THREADS": str(share.num_threads),
+        **({"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SHORT_SPIN)} if _has_kernels() else {}),
     }
     group = ray.util.get_current_placement_group()
     strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
@@ -101,3 +106,7 @@ def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[st
         "runtime_env": {"env_vars": environment},
         **({"scheduling_strategy": strategy} if strategy else {}),
     }
+
+
+def _has_kernels() -> bool:
+    return find_spec("engine._native") is not None and os.environ.get("OUTRIDER_NATIVE") != "0"

@@ -17,6 +17,7 @@
 
 #include "attention_job.h"
 #include "attention_state.h"
+#include "team.h"
 
 #include <float.h>
 #include <stdlib.h>
@@ -120,8 +121,30 @@ static void keep(const struct attention *a, int64_t row) {
     }
 }
 
+/* The work of a pass: first its rows are kept, then its jobs are run. */
+struct pass {
+    const struct attention *attention;
+    const struct job *jobs;
+    int64_t num_jobs, jobs_each; /* of a part */
+};
+
+static void keep_part(const void *work, int64_t part) {
+    const struct attention *a = ((const struct pass *)work)->attention;
+    for (int64_t row = part * KEPT_ROWS; row < min((part + 1) * KEPT_ROWS, a->num_rows); row++) keep(a, row);
+}
+
+AMX static void run_part(const void *work, int64_t part) {
+    const struct pass *pass = work;
+    const int has_tiles = pass->attention->is_bf16 && outrider_has_tiles;
+    const int64_t first = part * pass->jobs_each;
+    if (has_tiles) configure_tiles(16, 16);
+    for (int64_t i = first; i < min(first + pass->jobs_each, pass->num_jobs); i++)
+        run_job(pass->attention, pass->jobs + i);
+    if (has_tiles) _tile_release();
+}
+
 /* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
-AMX int outrider_attend(const struct attention *a) {
+int outrider_attend(const struct attention *a) {
     struct jobs jobs = {0};
     int64_t block = MAX_TILES * LANES;
     plan(a, &jobs, block);
@@ -136,15 +159,10 @@ AMX int outrider_attend(const struct attention *a) {
     jobs.merges = (struct merge *)(jobs.jobs + jobs.num_jobs);
     jobs.partials = (float *)(jobs.merges + jobs.num_merges);
     plan(a, &jobs, block);
-#pragma omp parallel if (!is_small)
-    {
-        if (a->is_bf16 && outrider_has_tiles) configure_tiles(16, 16);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a->num_rows; row++) keep(a, row);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t i = 0; i < jobs.num_jobs; i++) run_job(a, jobs.jobs + i);
-        if (a->is_bf16 && outrider_has_tiles) _tile_release();
-    }
+    const int64_t jobs_each = is_small ? jobs.num_jobs : 1;
+    const struct pass pass = {a, jobs.jobs, jobs.num_jobs, jobs_each};
+    share_out(keep_part, &pass, (a->num_rows + KEPT_ROWS - 1) / KEPT_ROWS);
+    share_out(run_part, &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);
     free(jobs.jobs);
     return 0;
 }

@@ -14,6 +14,7 @@ enum {
     FEW_TILES = 2,   /* up to which the splits of a job are jobs of their own */
     MAX_DIM = 256,   /* of a head */
     SMALL = 1 << 14, /* lanes of whole tiles x keys below which one thread does all */
+    KEPT_ROWS = 16, /* whose KV is kept in one part of the work */
 };
 
 #define FLOOR (-1e30f) /* finite: a lane that has seen no key yet makes no NaN */

@@ -8,6 +8,7 @@
 
 #include "processor.h"
 #include "silu.h"
+#include "team.h"
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
@@ -158,13 +159,24 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
     }
 }
 
+/* A product cut into parts of some rows and pairs. */
+struct cut {
+    struct float_product product;
+    int64_t pairs, row_blocks;
+};
+
+static void multiply_part(const void *work, int64_t part) {
+    const struct cut *cut = work;
+    const struct float_product *p = &cut->product;
+    const int64_t row = part % cut->row_blocks * BLOCK_ROWS, pair = part / cut->row_blocks * cut->pairs;
+    multiply_block(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + cut->pairs, p->num_outputs / OUTPUTS));
+}
+
 static void multiply(struct float_product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < num_pairs; pair += pairs)
-        for (int64_t row = 0; row < p.num_rows; row += BLOCK_ROWS)
-            multiply_block(&p, row, min(BLOCK_ROWS, p.num_rows - row), pair, min(pair + pairs, num_pairs));
+    const struct cut cut = {p, pairs, (p.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
+    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
 /* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */

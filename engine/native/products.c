@@ -11,8 +11,7 @@
 
 #include "processor.h"
 #include "silu.h"
-
-#include <omp.h>
+#include "team.h"
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
@@ -181,29 +180,37 @@ AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows
     }
 }
 
-AMX static void multiply(struct product p) {
+/* A product cut into parts of some rows and pairs. */
+struct cut {
+    struct product product;
+    int is_few;
+    int64_t pairs, rows, row_blocks;
+};
+
+AMX static void multiply_part(const void *work, int64_t part) {
+    const struct cut *cut = work;
+    const struct product *p = &cut->product;
+    const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
+    const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    if (cut->is_few) multiply_few(p, pair, last);
+    else multiply_many(p, row, min(cut->rows, p->num_rows - row), pair, last);
+    if (outrider_has_tiles) _tile_release();
+}
+
+static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS);
     /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
     int64_t pairs = min((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
     if (!is_few) { /* at least BLOCK_PAIRS, or the fewer that give all threads the same */
-        const int64_t threads = omp_get_max_threads(), all = threads * BLOCK_PAIRS;
+        const int64_t threads = team_size(), all = threads * BLOCK_PAIRS;
         const int64_t parts = (num_pairs + all - 1) / all * threads;
         pairs = max(pairs, (num_pairs + parts - 1) / parts);
     }
     pairs = max(pairs, 1);
     const int64_t rows = is_few ? max(p.num_rows, 1) : BLOCK_ROWS;
-#pragma omp parallel
-    {
-#pragma omp for collapse(2) schedule(dynamic, 1) nowait
-        for (int64_t pair = 0; pair < num_pairs; pair += pairs)
-            for (int64_t row = 0; row < p.num_rows; row += rows) {
-                const int64_t last = min(pair + pairs, num_pairs);
-                if (is_few) multiply_few(&p, pair, last);
-                else multiply_many(&p, row, min(rows, p.num_rows - row), pair, last);
-            }
-        if (outrider_has_tiles) _tile_release();
-    }
+    const struct cut cut = {p, is_few, pairs, rows, (p.num_rows + rows - 1) / rows};
+    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
 /* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */

@@ -10,6 +10,7 @@
 
 #include "processor.h"
 #include "silu.h"
+#include "team.h"
 
 enum {
     GROUP = 32,         /* inputs */
@@ -17,6 +18,7 @@ enum {
     HALF_BLOCK = 512,   /* bytes of a group of 16 outputs, as int8 */
     BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
     BLOCK_ROWS = 128,
+    QUANTIZED_ROWS = 8, /* in one part of the work */
     VECTOR_ROWS = 6,    /* that have their sums in registers */
     PAD = 64,           /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,    /* bytes ahead of the reader */
@@ -248,6 +250,27 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
     }
 }
 
+/* A product cut into parts of some rows and pairs. */
+struct cut {
+    struct quantized product;
+    const bf16 *x;
+    int64_t pairs, row_blocks;
+};
+
+AMX static void quantize_part(const void *work, int64_t part) {
+    const struct cut *cut = work;
+    for (int64_t row = part * QUANTIZED_ROWS; row < min((part + 1) * QUANTIZED_ROWS, cut->product.num_rows); row++)
+        quantize(&cut->product, cut->x + row * cut->product.num_inputs, row);
+}
+
+AMX static void multiply_part(const void *work, int64_t part) {
+    const struct cut *cut = work;
+    const struct quantized *p = &cut->product;
+    const int64_t row = part % cut->row_blocks * BLOCK_ROWS, pair = part / cut->row_blocks * cut->pairs;
+    multiply(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + cut->pairs, p->num_outputs / OUTPUTS));
+    if (outrider_has_tiles) _tile_release();
+}
+
 /* out [rows, N] = x [rows, K] W^T (+ bias), where K and N are multiples of 32. If gated, out [rows, N / 2] =
    silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up.
    `scratch`: rows * (K + 64) bytes and, behind them, rows * K / 32 * 8. */
@@ -260,14 +283,7 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
     const struct quantized p = {scratch, scales, row_sums, weight, tables, bias, out, num_rows, num_inputs,
                                 num_outputs, num_groups, bits, is_gated};
     const int64_t pairs = max(1, min((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
-#pragma omp parallel
-    {
-#pragma omp for
-        for (int64_t row = 0; row < num_rows; row++) quantize(&p, x + row * num_inputs, row);
-#pragma omp for collapse(2) schedule(dynamic, 1) nowait
-        for (int64_t pair = 0; pair < num_pairs; pair += pairs)
-            for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-                multiply(&p, row, min(BLOCK_ROWS, num_rows - row), pair, min(pair + pairs, num_pairs));
-        if (outrider_has_tiles) _tile_release();
-    }
+    const struct cut cut = {p, x, pairs, (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
+    share_out(quantize_part, &cut, (num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS);
+    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }

@@ -3,8 +3,9 @@
    rows beside it. */
 
 #include "processor.h"
+#include "team.h"
 
-enum { LANES = 16, PARALLEL_NUMBERS = 1 << 16 /* fewer are not worth other threads */ };
+enum { LANES = 16, PART_ROWS = 32 /* fewer are not worth another thread */ };
 
 AVX INLINE __m512 load(const void *at, int64_t index, const int is_bf16) {
     if (!is_bf16) return _mm512_loadu_ps((const float *)at + index);
@@ -42,14 +43,29 @@ AVX INLINE void norm_row(const void *hidden, void *sum, const void *weight, void
     }
 }
 
-/* hidden, sum and out [rows, size], weight [size]; `size` is a multiple of 16, and `sum` may be NULL. */
-AVX void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
-                           float epsilon, int is_bf16) {
-#pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        if (is_bf16) norm_row(hidden, sum, weight, out, row, size, epsilon, 1);
-        else norm_row(hidden, sum, weight, out, row, size, epsilon, 0);
+struct norm {
+    const void *hidden;
+    void *sum;
+    const void *weight;
+    void *out;
+    int64_t num_rows, size;
+    float epsilon;
+    int is_bf16;
+};
+
+AVX static void norm_part(const void *work, int64_t part) {
+    const struct norm *n = work;
+    for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
+        if (n->is_bf16) norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, 1);
+        else norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, 0);
     }
+}
+
+/* hidden, sum and out [rows, size], weight [size]; `size` is a multiple of 16, and `sum` may be NULL. */
+void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
+                       float epsilon, int is_bf16) {
+    const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, is_bf16};
+    share_out(norm_part, &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
 /* One row's heads [heads, dim], in place: x cos + swapped(x) sin, where the halves of a head change places. */
@@ -67,15 +83,27 @@ AVX INLINE void rotate_row(void *x, int64_t at, const void *table, int64_t num_h
     }
 }
 
+struct rotation {
+    void *x;
+    const void *table;
+    int64_t num_rows, stride, num_heads, dim;
+    int is_bf16;
+};
+
+AVX static void rotate_part(const void *work, int64_t part) {
+    const struct rotation *r = work;
+    const int64_t table_bytes = 2 * r->dim * (r->is_bf16 ? 2 : 4);
+    for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, r->num_rows); row++) {
+        const void *angles = (const char *)r->table + row * table_bytes;
+        if (r->is_bf16) rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, 1);
+        else rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, 0);
+    }
+}
+
 /* The first `num_heads` heads of x [rows, stride numbers], in place; table [rows, 2, dim]: cosines, and sines of which
    the first half is negated. `dim` is a multiple of 32. */
-AVX void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
-                         int is_bf16) {
-    const int64_t table_bytes = 2 * dim * (is_bf16 ? 2 : 4);
-#pragma omp parallel for if (num_rows * num_heads * dim > PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const void *angles = (const char *)table + row * table_bytes;
-        if (is_bf16) rotate_row(x, row * stride, angles, num_heads, dim, 1);
-        else rotate_row(x, row * stride, angles, num_heads, dim, 0);
-    }
+void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
+                     int is_bf16) {
+    const struct rotation rotation = {x, table, num_rows, stride, num_heads, dim, is_bf16};
+    share_out(rotate_part, &rotation, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
-from concurrent.futures import ProcessPoolExecutor
+import signal
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,28 @@ def test_threads_do_not_change_a_bit() -> None:
         alone = multiply(x)
         torch.set_num_threads(3)
         assert torch.equal(multiply(x), alone)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@needs_kernels
+def test_callers_at_once_and_children_of_a_fork_get_the_same_bits() -> None:
+    multiply, x = NativeProduct(_weight(1024, 1088), None), torch.randn(4, 1088).bfloat16()
+    alone = multiply(x)
+
+    def is_same(_: int) -> bool:
+        torch.set_num_threads(3)
+        return all(torch.equal(multiply(x), alone) for _ in range(300))
+
+    with ThreadPoolExecutor(3) as callers:
+        assert all(callers.map(is_same, range(3)))
+    num_threads = torch.get_num_threads()
+    try:
+        assert is_same(0)
+        if not (child := os.fork()):
+            signal.alarm(60)  # ends a child that waits for threads which it does not have
+            os._exit(0 if is_same(0) else 1)
+        assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(num_threads)
 

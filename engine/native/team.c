@@ -1,0 +1,147 @@
+/* The caller takes part after part, and helpers take parts beside it where a core is free for them.
+
+   OpenMP ends each region with all of its threads: one that finds no core, since a program beside it computes, holds up
+   the pass, and threads that wait for the next region burn the cores on which that program could run. Here nothing
+   waits for a helper but for the part that it has in hand. One without work offers its core to others every few
+   microseconds, and sleeps when no work has come for SPIN_NS: longer than a gap between the kernels of a pass, shorter
+   than one between passes. So a frontend that wakes while the target computes finds a core within a kernel's time. */
+
+#include "team.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <omp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64 };
+
+/* What is shared out. It changes only while no part is open or in hand, so one who has taken a part may read it. */
+static struct {
+    part_function *compute;
+    const void *work;
+    int64_t num_parts;
+} job;
+
+#define LINE __attribute__((aligned(64))) /* of the cache, of its own */
+LINE static _Atomic uint64_t open_parts; /* the job's number in the high half, parts not taken yet in the low */
+LINE static _Atomic int64_t num_done;    /* parts of the job, by helpers */
+LINE static _Atomic int64_t num_wanted;  /* helpers that may take part, the first ones */
+static _Atomic uint32_t num_signals;     /* the futex of helpers asleep */
+static _Atomic int64_t num_asleep;
+static atomic_flag is_busy = ATOMIC_FLAG_INIT; /* a thread has the helpers; another one computes alone */
+static int64_t num_helpers;
+
+/* Compute parts of the job until none is open; returns how many. */
+static int64_t take_parts(void) {
+    int64_t num_taken = 0;
+    uint64_t seen = atomic_load(&open_parts);
+    while ((uint32_t)seen) {
+        if (!atomic_compare_exchange_weak(&open_parts, &seen, seen - 1)) continue;
+        job.compute(job.work, job.num_parts - (uint32_t)seen);
+        num_taken++;
+        seen = atomic_load(&open_parts);
+    }
+    return num_taken;
+}
+
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+static int is_called(int64_t helper) {
+    return helper < atomic_load(&num_wanted) && (uint32_t)atomic_load(&open_parts);
+}
+
+/* Returns 1 as soon as there is work, 0 after SPIN_NS without any. */
+static int await_work(int64_t helper) {
+    const int64_t end = nanoseconds() + SPIN_NS;
+    do {
+        for (int i = 0; i < PAUSES; i++) {
+            if (is_called(helper)) return 1;
+            _mm_pause();
+        }
+        sched_yield();
+    } while (nanoseconds() < end);
+    return 0;
+}
+
+static void sleep_until_called(int64_t helper) {
+    const uint32_t seen = atomic_load(&num_signals);
+    atomic_fetch_add(&num_asleep, 1);
+    if (!is_called(helper)) syscall(SYS_futex, &num_signals, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&num_asleep, 1);
+}
+
+static void *help(void *index) {
+    const int64_t helper = (int64_t)index;
+    for (;;) {
+        if (!await_work(helper)) sleep_until_called(helper);
+        if (is_called(helper)) atomic_fetch_add(&num_done, take_parts());
+    }
+    return NULL;
+}
+
+static void forget_helpers(void) { /* in a child after fork(), which has none */
+    num_helpers = 0;
+    atomic_store(&open_parts, 0);
+    atomic_store(&num_asleep, 0);
+    atomic_flag_clear(&is_busy);
+}
+
+static void forget_after_fork(void) { pthread_atfork(NULL, NULL, forget_helpers); }
+
+/* Start helpers until there are so many, or as many as the system gives; signals are the business of other threads. */
+static void start_helpers(int64_t wanted) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, forget_after_fork);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (pthread_t thread; num_helpers < min(wanted, MAX_HELPERS); num_helpers++) {
+        if (pthread_create(&thread, NULL, help, (void *)num_helpers)) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void call_helpers(int64_t wanted) {
+    if (num_helpers < wanted) start_helpers(wanted);
+    atomic_store(&num_wanted, wanted);
+}
+
+static void compute_together(part_function *compute, const void *work, int64_t num_parts) {
+    static uint64_t number = 0;
+    job.compute = compute, job.work = work, job.num_parts = num_parts;
+    atomic_store(&num_done, 0);
+    atomic_store(&open_parts, ++number << 32 | (uint64_t)num_parts);
+    if (atomic_load(&num_asleep)) {
+        atomic_fetch_add(&num_signals, 1);
+        syscall(SYS_futex, &num_signals, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    }
+    const int64_t num_left = num_parts - take_parts();
+    for (int64_t spins = 1; atomic_load(&num_done) < num_left; spins++) { /* those that helpers have in hand */
+        _mm_pause();
+        if (spins % 1024 == 0) sched_yield(); /* perhaps one that has one in hand wants this core */
+    }
+}
+
+int64_t team_size(void) { return omp_get_max_threads(); }
+
+void share_out(part_function *compute, const void *work, int64_t num_parts) {
+    const int64_t threads = team_size();
+    if (threads < 2 || num_parts < 2 || num_parts > UINT32_MAX || atomic_flag_test_and_set(&is_busy)) {
+        for (int64_t part = 0; part < num_parts; part++) compute(work, part);
+        return;
+    }
+    call_helpers(threads - 1);
+    compute_together(compute, work, num_parts);
+    atomic_flag_clear(&is_busy);
+}
