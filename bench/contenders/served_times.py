@@ -28,7 +28,8 @@ def read_served_times(root_url: str) -> ServedTimes:
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            key = f"{sample.name} {sample.labels.get('part', '')}".strip()
+            name = sample.name.removesuffix("_total")  # the parser's, of counters
+            key = f"{name} {sample.labels.get('part', '')}".strip()
             sums[key] = sums.get(key, 0.0) + sample.value
     parts = {
         f"{part}_s": sums.get(f"outrider_step_seconds {part}", 0.0)
