@@ -69,6 +69,7 @@ class ChoiceText:
             logprobs=chunk.logprobs[:num_kept],
             text_offsets=tuple(offsets) if chunk.logprobs else (),
             finish_reason=finish_reason,
+            stop_string=self.stop_string,
             sources=chunk.sources[:num_kept],
             guess_ids=chunk.guess_ids,
             guess_text=self._tokenizer.decode(chunk.guess_ids) if chunk.guess_ids else "",

@@ -36,6 +36,8 @@ class Delta:
     sources: tuple[str, ...] = ()  # one per token if asked for
     guess_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
     guess_text: str = ""
+    reasoning: str = ""  # what the model thought before the text, told apart from it
+    stop_string: str | None = None  # the one that ended the text
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
 
 
@@ -54,5 +56,21 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         sources=tuple(source for delta in deltas for source in delta.sources),
         guess_ids=deltas[-1].guess_ids,
         guess_text=deltas[-1].guess_text,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        stop_string=deltas[-1].stop_string,
         prompt_logprobs=tuple(logprobs for delta in deltas for logprobs in delta.prompt_logprobs),
     )
+
+
+def whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return the calls: the first delta of each names it, and all of its deltas together hold its arguments."""
+    return [
+        ToolCallDelta(
+            first.index,
+            first.id,
+            first.name or "",
+            "".join(delta.arguments for delta in deltas if delta.index == first.index),
+        )
+        for first in deltas
+        if first.id is not None
+    ]

@@ -116,24 +116,9 @@ class GenerationService:
 
     async def chat(self, body: ChatCompletionRequest) -> Generation:
         """Start what `/v1/chat/completions` asks for; nothing runs before its deltas are read."""
-        self.check_model(body.model)
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.documents is not None:
-            variables.setdefault("documents", body.documents)
+        token_ids = await self.chat_prompt(body)
         use = body.tool_use
-        grammar = body.grammar
-        if use is not None:
-            variables["tools"] = use.for_template
-            grammar = self._tool_format().grammar(use, body.grammar)
-        token_ids = await self.encode_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            variables=variables,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        grammar = body.grammar if use is None else self._tool_format().grammar(use, body.grammar)
         return await self._start(
             GenerateParams(
                 request_id=_new_id("chatcmpl"),
@@ -146,6 +131,25 @@ class GenerationService:
                 tool_names=frozenset(function.name for function in use.callable_) if use else frozenset(),
                 prediction_token_ids=await self._prediction(body),
             )
+        )
+
+    async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+        """Return the token ids of a chat's prompt."""
+        self.check_model(body.model)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.documents is not None:
+            variables.setdefault("documents", body.documents)
+        if body.tool_use is not None:
+            self._tool_format()
+            variables["tools"] = body.tool_use.for_template
+        return await self.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            variables=variables,
+            add_special_tokens=bool(body.add_special_tokens),
         )
 
     def _tool_format(self) -> ToolFormat:

@@ -9,6 +9,9 @@ from router.metrics.ingress_metrics import IngressMetrics
 _ENDPOINTS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages/count_tokens",
+    "/v1/messages",
     "/v1/models",
     "/tokenize",
     "/detokenize",

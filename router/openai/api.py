@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from openai.types import Model
 from pydantic import BaseModel
 
-from protos.errors import OverloadedError, ServingError
+from protos.errors import OverloadedError, RequestError, ServingError
 from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
@@ -23,11 +23,16 @@ from router.openai.disconnect import unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.headers import NameIgnoredFields, add_cors
-from router.openai.http_body import read_body
+from router.openai.http_body import ignore_fields, read_body
+from router.openai.messages.messages_request import MessagesRequest
+from router.openai.messages.messages_writer import MessagesWriter
 from router.openai.response_writer import ResponseWriter
+from router.openai.responses.responses_request import ResponsesRequest
+from router.openai.responses.responses_writer import ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
+from router.requests.foreign_turn import ForeignTurn
 from router.requests.token_ids import check_token_ids
 from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
@@ -74,6 +79,36 @@ class OpenAIApi:
         body = await self._body(request, ChatCompletionRequest)
         generation = await self._service.chat(body)
         return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a turn of OpenAI's Responses API, which keeps nothing here."""
+        body = await self._body(request, ResponsesRequest)
+        generation = await self._service.chat(self._chat_body(request, body.to_chat()))
+        return await self._answer(request, generation, ResponsesWriter(generation, self._tokenizer, body))
+
+    async def messages(self, request: Request) -> Response:
+        """Answer a turn of Anthropic's Messages API."""
+        body = await self._body(request, MessagesRequest)
+        if body.max_tokens is None:
+            raise RequestError("Missing required parameter: max_tokens.", param="max_tokens")
+        generation = await self._service.chat(self._chat_body(request, body.to_chat()))
+        return await self._answer(request, generation, MessagesWriter(generation, self._tokenizer))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer with the number of tokens that a message's prompt has."""
+        body = await self._body(request, MessagesRequest)
+        prompt = await self._service.chat_prompt(self._chat_body(request, body.to_chat()))
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    def _chat_body(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
+        """Return a turn of another API as a chat; tools that only its own servers run are named as ignored."""
+        if turn.foreign_tools and self._is_strict:
+            raise RequestError(
+                f"{turn.foreign_tools[0]} is no function; this server runs no tools itself.",
+                param=turn.foreign_tools[0],
+            )
+        ignore_fields(request, turn.foreign_tools)
+        return turn.chat_request()
 
     async def _answer(self, request: Request, generation: Generation, writer: ResponseWriter) -> Response:
         logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
@@ -171,6 +206,9 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
+        ("/v1/responses", api.responses),
+        ("/v1/messages", api.messages),
+        ("/v1/messages/count_tokens", api.count_tokens),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
     ):

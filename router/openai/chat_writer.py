@@ -22,7 +22,7 @@ from openai.types.chat.chat_completion_chunk import (
 )
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
-from router.generation.delta import Delta, ToolCallDelta
+from router.generation.delta import Delta, ToolCallDelta, whole_calls
 from router.generation.generation import Generation
 from router.openai.logprobs import PromptLogprob, chat_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
@@ -134,18 +134,11 @@ def _chat_message(delta: Delta) -> ChatCompletionMessage:
 
 
 def _full_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageToolCallUnion]:
-    """Return the calls: the first delta of each names it, and all of its deltas together hold its arguments."""
     return [
         ChatCompletionMessageFunctionToolCall(
-            id=first.id,
-            type="function",
-            function=Function(
-                name=first.name or "",
-                arguments="".join(delta.arguments for delta in deltas if delta.index == first.index),
-            ),
+            id=call.id or "", type="function", function=Function(name=call.name or "", arguments=call.arguments)
         )
-        for first in deltas
-        if first.id is not None
+        for call in whole_calls(deltas)
     ]
 
 

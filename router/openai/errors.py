@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,6 +13,18 @@ from starlette.requests import ClientDisconnect
 
 from protos.errors import EngineError, NotFoundError, RequestError, ServingError
 
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metrics
 
 
@@ -38,18 +51,33 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
-async def _on_serving_error(_: Request, error: Exception) -> Response:
+def anthropic_error_object(error: ServingError) -> dict[str, Any]:
+    """Return the JSON body of an error of `/v1/messages`."""
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+async def _on_serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return error_response(error)
+    return _answer(request, error)
+
+
+def _answer(request: Request, error: ServingError, status: int | None = None) -> Response:
+    """Return the error in the form of the API that was called."""
+    response = error_response(error, status)
+    if not request.url.path.startswith(_MESSAGES):
+        return response
+    headers = {name: response.headers[name] for name in ("Retry-After",) if name in response.headers}
+    return JSONResponse(anthropic_error_object(error), status_code=response.status_code, headers=headers)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer the framework's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(NotFoundError(f"There is nothing at {request.url.path}."))
+        return _answer(request, NotFoundError(f"There is nothing at {request.url.path}."))
     message = f"{request.method} {request.url.path}: {error.detail}."
-    response = error_response(RequestError(message), error.status_code)
+    response = _answer(request, RequestError(message), error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -58,6 +86,6 @@ async def _on_disconnect(_: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _on_unexpected_error(_: Request, error: Exception) -> Response:
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     """Answer a fault of ours. Starlette raises it again after this answer, so that the server logs it once."""
-    return error_response(EngineError("The server failed while it handled this request; the fault is ours."))
+    return _answer(request, EngineError("The server failed while it handled this request; the fault is ours."))

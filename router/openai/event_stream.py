@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -16,13 +15,11 @@ from protos.errors import EngineError, ServingError
 from router.generation.delta import Delta
 from router.generation.fan_in import Stream
 from router.generation.generation import Generation
-from router.openai.errors import error_object
 from router.openai.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -65,23 +62,16 @@ async def _events(
     """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object instead."""
     try:
         for chunk in first:
-            yield _event(chunk)
+            yield writer.event(chunk)
         async for delta in deltas:
             for chunk in writer.chunks(delta):
-                yield _event(chunk)
+                yield writer.event(chunk)
         for chunk in writer.last_chunks():
-            yield _event(chunk)
-        yield _DONE
+            yield writer.event(chunk)
+        if writer.end:
+            yield writer.end
     except ServingError as error:
-        yield _error_event(error)
+        yield writer.error_event(error)
     except Exception:  # the edge of the process: the client gets a last word, the log the fault
         logger.exception("a stream failed")
-        yield _error_event(EngineError("The server failed while it streamed this answer; the fault is ours."))
-
-
-def _event(chunk: BaseModel) -> bytes:
-    return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
-
-
-def _error_event(error: ServingError) -> bytes:
-    return b"data: " + json.dumps(error_object(error)).encode() + b"\n\n"
+        yield writer.error_event(EngineError("The server failed while it streamed this answer; the fault is ours."))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -56,13 +57,20 @@ def _without(body: Any, unknown: list[ErrorDetails], request: Request, schema: t
     """Return the body as `schema` without its unknown fields, and note their names."""
     for details in unknown:
         _remove(body, details["loc"])
-    names = [".".join(map(str, details["loc"])) for details in unknown]
-    setattr(request.state, IGNORED_FIELDS, names[:_MAX_IGNORED])
-    logger.info("%s: ignored fields %s", request.url.path, ascii(names[:_MAX_IGNORED]))
+    ignore_fields(request, [".".join(map(str, details["loc"])) for details in unknown])
     try:
         return schema.model_validate_json(json.dumps(body))
     except ValidationError as error:
         raise as_request_error(error, schema) from None
+
+
+def ignore_fields(request: Request, names: Sequence[str]) -> None:
+    """Note fields of the request that are read past."""
+    if not names:
+        return
+    known = getattr(request.state, IGNORED_FIELDS, [])
+    setattr(request.state, IGNORED_FIELDS, [*known, *names][:_MAX_IGNORED])
+    logger.info("%s: ignored fields %s", request.url.path, ascii(names[:_MAX_IGNORED]))
 
 
 def _remove(value: Any, path: tuple[Any, ...]) -> None:

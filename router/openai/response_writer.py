@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
+from protos.errors import ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
+from router.openai.errors import error_object
 from router.openai.usage import (
     ApproximateSpeculation,
     DraftEvent,
@@ -26,6 +29,8 @@ OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 class ResponseWriter(ABC):
     """The form of one endpoint's answers; here the envelope of every body, and its optional fields."""
+
+    end = b"data: [DONE]\n\n"  # of a stream without an error
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self._generation = generation
@@ -44,6 +49,14 @@ class ResponseWriter(ABC):
     @abstractmethod
     def last_chunks(self) -> Iterable[BaseModel]:
         """Yield the chunks after the last delta: one with the usage, for a client that asked for it."""
+
+    def event(self, chunk: BaseModel) -> bytes:
+        """Return a chunk as a server-sent event."""
+        return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+    def error_event(self, error: ServingError) -> bytes:
+        """Return the last event of a stream that failed."""
+        return b"data: " + json.dumps(error_object(error)).encode() + b"\n\n"
 
     def _envelope(self) -> dict[str, Any]:
         return {

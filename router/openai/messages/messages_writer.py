@@ -1,0 +1,147 @@
+"""Answers of `/v1/messages`: blocks of thinking, text and tool use, in full or as Anthropic's events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from protos.errors import ServingError
+from protos.messages import FinishReason
+from router.generation.delta import Delta, whole_calls
+from router.openai.errors import anthropic_error_object
+from router.openai.response_writer import ResponseWriter
+
+_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+
+
+class Event(BaseModel):
+    """A body or an event; its fields are those of Anthropic's types."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class MessagesWriter(ResponseWriter):
+    """Writes the one choice of a turn; blocks follow one another, and one at a time is open."""
+
+    end = b""
+
+    _rank = -1
+    _open: str | None = None  # the type of the block that is open
+    _is_started = False
+    _last: Delta | None = None
+
+    def full(self, choices: Sequence[Delta]) -> Event:
+        [choice] = choices
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.text:
+            content.append({"type": "text", "text": choice.text})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+            for call in whole_calls(choice.tool_calls)
+        ]
+        return Event(**self._message(content, choice))
+
+    def chunks(self, delta: Delta) -> Iterable[Event]:
+        if not self._is_started:
+            self._is_started = True
+            yield _event("message_start", message=self._message([], None))
+        if delta.reasoning:
+            yield from self._gain("thinking", {"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.text:
+            yield from self._gain("text", {"type": "text_delta", "text": delta.text})
+        for call in delta.tool_calls:
+            if call.id is not None:
+                yield from self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            if call.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        if delta.finish_reason is not None:
+            self._last = delta
+
+    def last_chunks(self) -> Iterable[Event]:
+        yield from self._stop()
+        if self._last is not None:
+            yield _event("message_delta", delta=_ending(self._last), usage=self._usage())
+        yield _event("message_stop")
+
+    def event(self, chunk: BaseModel) -> bytes:
+        assert isinstance(chunk, Event)
+        return f"event: {chunk.type}\ndata: {chunk.model_dump_json()}\n\n".encode()
+
+    def error_event(self, error: ServingError) -> bytes:
+        return f"event: error\ndata: {json.dumps(anthropic_error_object(error))}\n\n".encode()
+
+    def _message(self, content: list[dict[str, Any]], last: Delta | None) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._generation.id.rpartition('-')[2]}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._generation.model_id,
+            "content": content,
+            **_ending(last),
+            "usage": self._usage(),
+            **self._mark(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """Return the counts so far; as in Anthropic's API, cached tokens of the prompt are counted apart."""
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[Event]:
+        if self._open != kind:
+            empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
+            yield from self._start(empty)
+        yield self._delta(delta)
+
+    def _start(self, block: dict[str, Any]) -> Iterable[Event]:
+        yield from self._stop()
+        self._rank += 1
+        self._open = block["type"]
+        yield _event("content_block_start", index=self._rank, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._rank, delta=delta)
+
+    def _stop(self) -> Iterable[Event]:
+        if self._open is None:
+            return
+        if self._open == "thinking":  # clients expect a signature; nothing here would check one
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        self._open = None
+        yield _event("content_block_stop", index=self._rank)
+
+
+def _ending(last: Delta | None) -> dict[str, Any]:
+    if last is None or last.finish_reason is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    reason = "stop_sequence" if last.stop_string is not None else _REASONS[last.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": last.stop_string}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object; those that the length cut off are no JSON, and empty."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return Event(**{"type": kind, **fields})

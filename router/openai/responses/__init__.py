@@ -1,0 +1,1 @@
+"""OpenAI's Responses API over the same generation; nothing is kept between turns."""
