@@ -109,7 +109,7 @@ class ResponsesRequest(Body):
         raise RequestError("text.format must be of type text, json_object or json_schema.", param="text.format")
 
 
-def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Any, name: str) -> None:
     """Add an item to the chat: thoughts, text and calls that follow one another are one message of the assistant."""
     match item:
         case {"type": "function_call", "name": str(function), "call_id": str(call_id)}:
