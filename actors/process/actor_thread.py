@@ -41,7 +41,7 @@ class ActorThread:
     def _run(self) -> None:
         try:
             self._main(self._settle)
-        except Exception as error:
+        except BaseException as error:  # Rust libraries panic with children of it alone
             logger.exception("%s failed", self._thread.name)
             if self._is_settled.is_set():
                 os._exit(1)

@@ -62,9 +62,18 @@ def serve_target(
     loop = EngineLoop(core, server.emit, draft.flush if draft else lambda: None, reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)
-    threading.Thread(target=server.run, args=(loop,), name="shell-server", daemon=True).start()
+    threading.Thread(target=_serve_shells, args=(server, loop), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()
+
+
+def _serve_shells(server: ShellServer, loop: EngineLoop) -> None:
+    """Serve until the server is closed; an unexpected end would leave a target that looks alive to nobody."""
+    try:
+        server.run(loop)
+    except BaseException:
+        logger.exception("the line to the shell failed")
+        os._exit(1)
 
 
 def _end_process(reason: str) -> None:

@@ -21,7 +21,7 @@ from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
 from router.requests.sampling_params import bad_word_forms
-from router.requests.sequence_requests import generate_requests
+from router.requests.sequence_requests import check_num_choices, generate_requests
 from router.requests.tool_format import ToolFormat, find_format
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
@@ -100,6 +100,7 @@ class GenerationService:
     async def complete(self, body: CompletionRequest) -> Generation:
         """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
         self.check_model(body.model)
+        check_num_choices(len(body.prompts), body.n or 1, self.config.limits)
         prompts = [await self._prompt(prompt, body) for prompt in body.prompts]
         return await self._start(
             GenerateParams(
@@ -177,7 +178,8 @@ class GenerationService:
                 "chat_template.jinja to the folder of the model and start again.",
                 param="messages",
             )
-        text = template.render(
+        text = await asyncio.to_thread(
+            template.render,
             [message.for_template() for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -161,7 +162,9 @@ class OpenAIApi:
         self._service.check_model(body.model)
         if body.tokens:
             check_token_ids(body.tokens, await self._service.card(), "tokens")
-        text = self._tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text = await asyncio.to_thread(
+            self._tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
         return JSONResponse({"prompt": text})
 
     async def _body(self, request: Request, schema: type[Schema]) -> Schema:

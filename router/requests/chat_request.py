@@ -16,7 +16,7 @@ from router.requests.tools import Tool, ToolUse, tool_use
 class ChatCompletionRequest(GenerationFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1)]
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1, fail_fast=True)]
     max_tokens: TokenCount | None = None  # OpenAI's older name of max_completion_tokens
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None

@@ -104,7 +104,7 @@ class GenerationFields(Constraints):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     stop: Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

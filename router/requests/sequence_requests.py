@@ -18,6 +18,17 @@ from router.requests.token_ids import check_token_ids
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
+def check_num_choices(num_prompts: int, num_per_prompt: int, limits: IngressLimits) -> None:
+    """Raise RequestError for too many choices; called before a prompt is tokenized too."""
+    num_choices = num_prompts * num_per_prompt
+    if num_choices > limits.max_choices:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {num_per_prompt} ask for {num_choices} choices; "
+            f"one request may have {limits.max_choices}.",
+            param="n",
+        )
+
+
 def generate_requests(
     params: GenerateParams, card: ModelCard, bad_words: tuple[tuple[int, ...], ...], limits: IngressLimits
 ) -> list[GenerateRequest]:
@@ -31,12 +42,7 @@ def generate_requests(
         OverloadedError: the tenant's rate is used up.
     """
     num_choices = len(params.prompts) * params.num_choices_per_prompt
-    if num_choices > limits.max_choices:
-        raise RequestError(
-            f"{len(params.prompts)} prompts with n = {params.num_choices_per_prompt} ask for {num_choices} choices; "
-            f"one request may have {limits.max_choices}.",
-            param="n",
-        )
+    check_num_choices(len(params.prompts), params.num_choices_per_prompt, limits)
     if params.fields.prediction is not None:
         check_prediction(params, card)
     check_approximate(params, card, num_choices)

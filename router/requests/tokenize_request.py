@@ -16,7 +16,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True  # of a text; a chat template writes its own
     add_generation_prompt: bool = True
     return_token_strs: bool = False
