@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from engine.draft import Draft, SparseDistribution
 from engine.sampling import masks, penalties, sampler
-from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler, SparseSample
@@ -229,13 +229,10 @@ def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("enumeration, top-p")
 def target_is_verified_untruncated(patch: pytest.MonkeyPatch) -> None:
-    real = verify_task._row
+    def untruncated(sampling: SamplingParams, *others: Any) -> LogitsRow:
+        return LogitsRow(replace(sampling, top_p=1.0), *others)
 
-    def untruncated(task: verify_task.VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
-        row = real(task, num_drafts, mask)
-        return row._replace(sampling=replace(row.sampling, top_p=1.0))
-
-    patch.setattr(verify_task, "_row", untruncated)
+    patch.setattr(verify_task, "LogitsRow", untruncated)
 
 
 # ---- the noise ----------------------------------------------------------------------------------------------------
