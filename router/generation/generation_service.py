@@ -157,7 +157,9 @@ class GenerationService:
         """Return the form of the model's calls. Raises `RequestError` if its template has no tools."""
         if self._format is None:
             raise RequestError(
-                f"The chat template of {self.config.model_id!r} knows no tools; leave tools out.", param="tools"
+                f"The chat template of {self.config.model_id!r} has no tools, or calls in a form that is not "
+                "read here; leave tools out, or set ingress.tool_format.",
+                param="tools",
             )
         return self._format
 

@@ -83,15 +83,19 @@ def _literal(text: str) -> str:
 
 HERMES = ToolFormat("hermes", "arguments", "<tool_call>", "</tool_call>", "\n")
 LLAMA = ToolFormat("llama", "parameters", "", "", "; ")
+# Marks of forms that are not read here: such calls would come back as text.
+_UNREAD = ("<function=", "[TOOL_CALLS]", "<|channel|>", "<arg_key>", "tool_calls_begin", "tool_calls_section_begin")
 FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA)}
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
-    """Return the format in a chat template, or the one that is `wanted`; None if the template has no tools."""
+    """Return the format in a chat template, or the one that is `wanted`; None if the template has none that are read."""
     if "tools" not in template:
         return None
     if wanted != "auto":
         return FORMATS[wanted]
+    if any(mark in template for mark in _UNREAD):
+        return None
     if HERMES.begin in template:
         return HERMES
     return LLAMA if '"parameters"' in template or "python_tag" in template else None

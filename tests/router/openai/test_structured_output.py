@@ -345,5 +345,5 @@ async def test_tools_that_contradict_are_refused(
 
 @pytest.mark.parametrize("format_name", ["none"])
 async def test_a_template_without_tools_says_so(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+    with pytest.raises(openai.BadRequestError, match="has no tools"):
         await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS)

@@ -1,0 +1,22 @@
+"""The form of calls that a chat template shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.requests.tool_format import HERMES, LLAMA, find_format
+
+
+@pytest.mark.parametrize(
+    ("template", "format_"),
+    [
+        ("{{ tools }}<tool_call>", HERMES),
+        ('{{ tools }}{"name": n, "parameters": {}}', LLAMA),
+        ("{{ tools }}<tool_call>\n<function=name>", None),
+        ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', None),
+        ("{{ tools }}<tool_call>name<arg_key>", None),
+        ("no calls", None),
+    ],
+)
+def test_a_form_that_is_not_read_is_not_taken_for_another(template: str, format_: object) -> None:
+    assert find_format(template) is format_
