@@ -89,7 +89,7 @@ FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA)}
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
-    """Return the format in a chat template, or the one that is `wanted`; None if the template has none that are read."""
+    """Return the format in a chat template, or the one that is `wanted`; None if the template has none read here."""
     if "tools" not in template:
         return None
     if wanted != "auto":
