@@ -7,7 +7,7 @@ from ray.util.metrics import Gauge
 
 
 class RayMetrics:
-    """Copies the families of a collector into Ray gauges of the same names and labels."""
+    """Copies the samples of a collector into Ray gauges of the same names and labels; a counter's has its family's."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
@@ -16,7 +16,10 @@ class RayMetrics:
         """Set every gauge to the collector's present value; Ray sends them on with its own period."""
         for family in collector.collect():
             for sample in family.samples:
-                gauge = self._gauge(family.name, family.documentation, tuple(sample.labels))
+                name = (
+                    family.name if family.type == "counter" else sample.name
+                )  # a histogram's have labels of their own
+                gauge = self._gauge(name, family.documentation, tuple(sample.labels))
                 gauge.set(sample.value, tags=dict(sample.labels))
 
     def _gauge(self, name: str, documentation: str, labels: tuple[str, ...]) -> Gauge:

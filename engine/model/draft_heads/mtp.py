@@ -65,7 +65,8 @@ class MtpHead:
 
     def _step(self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: object) -> Tensor:
         embedded = self._model.embed_tokens(token_ids)[None]  # [1, T, hidden]
-        rope = {"layer_type": self._model.config.layer_types[0]} if self._model.has_per_layer_rope else {}
+        has_per_layer_rope = getattr(self._model, "has_per_layer_rope", False)  # transformers 5.17 has none
+        rope = {"layer_type": self._model.config.layer_types[0]} if has_per_layer_rope else {}
         rotary = self._model.rotary_emb(embedded, position_ids=positions[None], **rope)
         found = self._layer(
             embedded,

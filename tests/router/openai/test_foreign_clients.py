@@ -14,6 +14,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from tests.router.fake_backend import FakeBackend, say
+from tests.router.key_files import api_keys
 
 COMPLETION = {"prompt": "abc", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -139,7 +140,7 @@ async def test_compressed_bodies_are_read_and_bounded(http: httpx.AsyncClient) -
 
 
 async def test_a_key_may_come_as_anthropic_s_clients_send_it(service: GenerationService) -> None:
-    transport = httpx.ASGITransport(build_app(service, ApiKeys(frozenset({"sesame"}))))
+    transport = httpx.ASGITransport(build_app(service, api_keys("sesame")))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         assert (await http.get("/v1/models", headers={"x-api-key": "sesame"})).status_code == 200
         assert (await http.get("/v1/models", headers={"x-api-key": "wrong"})).status_code == 401
@@ -148,7 +149,7 @@ async def test_a_key_may_come_as_anthropic_s_clients_send_it(service: Generation
 
 async def test_pages_of_known_origins_may_call(service: GenerationService) -> None:
     service.config = replace(service.config, cors_origins=("http://localhost:*", "https://chat.example"))
-    transport = httpx.ASGITransport(build_app(service, ApiKeys(frozenset({"sesame"}))))
+    transport = httpx.ASGITransport(build_app(service, api_keys("sesame")))
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         for origin, status in (
