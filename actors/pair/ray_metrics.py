@@ -16,9 +16,7 @@ class RayMetrics:
         """Set every gauge to the collector's present value; Ray sends them on with its own period."""
         for family in collector.collect():
             for sample in family.samples:
-                name = (
-                    family.name if family.type == "counter" else sample.name
-                )  # a histogram's have labels of their own
+                name = family.name if family.type == "counter" else sample.name  # a gauge of its own for each `_bucket`
                 gauge = self._gauge(name, family.documentation, tuple(sample.labels))
                 gauge.set(sample.value, tags=dict(sample.labels))
 
