@@ -58,7 +58,7 @@ def test_no_page_of_a_quantized_checkpoint_stays_mapped(tmp_path: Path, quantiza
     assert mapped(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", list(HeadKind))
+@pytest.mark.parametrize("kind", [kind for kind in HeadKind if kind is not HeadKind.SELF])  # which has no files
 def test_no_page_of_a_head_or_its_target_stays_mapped(tmp_path: Path, kind: HeadKind) -> None:
     target, path = tmp_path / "target", tmp_path / "head"
     write_checkpoint(target, seed=1)

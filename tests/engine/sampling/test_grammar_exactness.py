@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ from engine.proposer.checked_draft import CheckedDraft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
 from engine.sampling.logits_row import LogitsRow
 from engine.verifier import verify_task
-from engine.verifier.verify_task import VerifyTask
 from protos.messages import VerifyMode
 from tests.engine.fixtures import tabular
 from tests.engine.fixtures.exactness_checks import check_enumeration, check_samples, draft_by_malice
@@ -54,12 +54,11 @@ def test_a_forced_token_is_drafted_without_a_proposer() -> None:
 
 
 def mask_is_applied_to_the_first_row_only(patch: pytest.MonkeyPatch) -> None:
-    real = verify_task._row
+    def first_only(*fields: Any) -> LogitsRow:
+        row = LogitsRow(*fields)
+        return row._replace(mask=None) if row.draft_ids else row
 
-    def first_only(task: VerifyTask, num_drafts: int, mask: TokenMask | None) -> LogitsRow:
-        return real(task, num_drafts, mask if num_drafts == 0 else None)
-
-    patch.setattr(verify_task, "_row", first_only)
+    patch.setattr(verify_task, "LogitsRow", first_only)
 
 
 def mask_of_the_first_row_is_applied_to_all(patch: pytest.MonkeyPatch) -> None:
