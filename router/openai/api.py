@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from openai.types import Model
 from pydantic import BaseModel
 
 from protos.errors import OverloadedError, RequestError, ServingError
@@ -18,6 +18,7 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
 from router.metrics.http_metrics import CountRequests
+from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, ServedModel, TokenizeAnswer
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import unless_disconnected
@@ -27,6 +28,7 @@ from router.openai.headers import NameIgnoredFields, add_cors
 from router.openai.http_body import ignore_fields, read_body
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.messages.messages_writer import MessagesWriter
+from router.openai.openapi import openapi_document
 from router.openai.response_writer import ResponseWriter
 from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
@@ -42,16 +44,7 @@ logger = logging.getLogger(__name__)
 Schema = TypeVar("Schema", bound=BaseModel)
 
 # For the page, for probes and scrapers, which have no key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/live", "/metrics"})
-
-
-class ServedModel(Model):
-    """An entry of `/v1/models`."""
-
-    max_model_len: int
-    root: str
-    parent: str | None = None
-    permission: list[dict[str, Any]]
+_OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/live", "/metrics"})
 
 
 class OpenAIApi:
@@ -99,7 +92,7 @@ class OpenAIApi:
         """Answer with the number of tokens that a message's prompt has."""
         body = await self._body(request, MessagesRequest)
         prompt = await self._service.chat_prompt(self._chat_body(request, body.to_chat()))
-        return JSONResponse({"input_tokens": len(prompt)})
+        return JSONResponse(InputTokens(input_tokens=len(prompt)))
 
     def _chat_body(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
         """Return a turn of another API as a chat; tools that only its own servers run are named as ignored."""
@@ -151,7 +144,7 @@ class OpenAIApi:
             assert body.prompt is not None
             tokens = await self._tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
         card = await self._service.card()
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens}
+        answer = TokenizeAnswer(count=len(tokens), max_model_len=card.max_model_len, tokens=tokens)
         if body.return_token_strs:
             answer["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in tokens]
         return JSONResponse(answer)
@@ -165,18 +158,18 @@ class OpenAIApi:
         text = await asyncio.to_thread(
             self._tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
         )
-        return JSONResponse({"prompt": text})
+        return JSONResponse(DetokenizeAnswer(prompt=text))
 
     async def _body(self, request: Request, schema: type[Schema]) -> Schema:
         return await read_body(request, schema, self._max_body_bytes, is_strict=self._is_strict)
 
     async def live(self) -> Response:
         """Answer 200 while this process answers, whatever the pairs do."""
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(HealthAnswer(status="ok"))
 
     async def health(self) -> Response:
         """Answer 200 while a pair answers; a busy pair is healthy."""
-        answer: dict[str, Any] = {"status": "ok"}
+        answer = HealthAnswer(status="ok")
         with suppress(OverloadedError):
             if alarms := (await self._service.fresh_card()).alarms:
                 answer["alarms"] = list(alarms)
@@ -198,10 +191,11 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
     """Return the FastAPI application over a service; Serve adds the `X-Request-Id` header around it."""
     api = OpenAIApi(service, api_keys)
     app = FastAPI(
-        title="Outrider",
-        description="Exact speculative decoding behind OpenAI's API.",
         dependencies=[Depends(api.authenticate)],
+        docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
+        redoc_url=None,
     )
+    app.openapi = partial(openapi_document, is_strict=service.config.strict_fields)  # type: ignore[method-assign]
     add_error_handlers(app)
     app.add_middleware(NameIgnoredFields)
     app.add_middleware(CountRequests, metrics=service.metrics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from protos.errors import EngineError, NotFoundError, RequestError, ServingError
+from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -28,7 +28,7 @@ _ANTHROPIC_TYPES = {
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metrics
 
 
-def error_object(error: ServingError) -> dict[str, dict[str, str | None]]:
+def error_object(error: ServingError) -> ErrorAnswer:
     """Return the JSON body of an error."""
     return {
         "error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code},
@@ -51,7 +51,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
-def anthropic_error_object(error: ServingError) -> dict[str, Any]:
+def anthropic_error_object(error: ServingError) -> MessagesError:
     """Return the JSON body of an error of `/v1/messages`."""
     kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}

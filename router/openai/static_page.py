@@ -1,4 +1,4 @@
-"""The page at `/`: one bundle of plain files, read once, and served with a policy that lets nothing else run."""
+"""The pages at `/` and `/docs`: plain files, read once, and served with a policy that lets nothing else run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class StaticPage:
         self._bodies = {file.name: file.read_bytes() for file in files}
 
     def add_routes(self, app: FastAPI) -> None:
-        """Serve the page at `/` and its files below `/page/`."""
+        """Serve the page at `/`, the API's at `/docs`, and their files below `/page/`."""
         app.add_api_route("/", self.index, methods=["GET"], response_model=None, include_in_schema=False)
+        app.add_api_route("/docs", self.docs, methods=["GET"], response_model=None, include_in_schema=False)
         app.add_api_route(
             PAGE_PREFIX + "{name}", self.file, methods=["GET"], response_model=None, include_in_schema=False
         )
@@ -46,6 +47,10 @@ class StaticPage:
     async def index(self, request: Request) -> Response:
         """Answer with the page."""
         return self._answer(request, "index.html")
+
+    async def docs(self, request: Request) -> Response:
+        """Answer with the page that shows the OpenAPI document."""
+        return self._answer(request, "docs.html")
 
     async def file(self, request: Request, name: str) -> Response:
         """Answer with one of the page's files. Raises NotFoundError for another name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
@@ -53,6 +53,13 @@ _SAID_ELSEWHERE = {
     "cache_control",
 }
 
+_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
+
 
 class Role(StrEnum):
     """The author of a message; `developer` is OpenAI's newer name of `system`."""
@@ -69,7 +76,7 @@ class ChatMessageFields(Body):
     """One message, an answer of ours as `model_dump()` writes it included."""
 
     role: Annotated[Role, Field(strict=False)]
-    content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
+    content: Annotated[str | None, BeforeValidator(_join_text_parts), WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
 from router.requests.chat_message import ChatMessageFields
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCount
 from router.requests.tools import Tool, ToolUse, tool_use
+
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -28,13 +30,12 @@ class ChatCompletionRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None
 
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
-    verbosity: str | None = None
     web_search_options: Any = None
 
     @model_validator(mode="after")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCountOrZero
+
+_TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_SEVERAL_SCHEMA = {"type": "array", "items": {"anyOf": [_TEXT_SCHEMA, _TOKENS_SCHEMA]}, "minItems": 1}
+_PROMPT_SCHEMA = {"anyOf": [_TEXT_SCHEMA, _TOKENS_SCHEMA, _SEVERAL_SCHEMA]}
 
 
 def _check_prompt(value: object) -> object:
@@ -40,7 +45,7 @@ def _refuse_empty(value: object, name: str) -> object:
 class CompletionRequest(GenerationFields):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    prompt: Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: TokenCountOrZero | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None

@@ -28,7 +28,7 @@ TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
 TokenCountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
 
 # Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
-_NOT_SERVED: dict[str, tuple[object, ...]] = {
+NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),  # one that a client writes may run for ever
     "function_call": ("none", "auto"),
@@ -142,7 +142,7 @@ class GenerationFields(Constraints):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
-    # Refused unless they ask for nothing (`_NOT_SERVED`).
+    # Refused unless they ask for nothing (`NOT_SERVED`).
     logits_processors: Any = None
     use_beam_search: Any = None
     functions: Any = None
@@ -150,7 +150,7 @@ class GenerationFields(Constraints):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> GenerationFields:
-        for name, neutral in _NOT_SERVED.items():
+        for name, neutral in NOT_SERVED.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
                 raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
@@ -14,6 +14,8 @@ from router.requests.generation_fields import SpeculationFields, TokenCount
 _TEXT = ("input_text", "output_text", "text", "refusal")
 _KEPT = ("previous_response_id", "conversation", "background", "prompt")
 
+_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
+
 
 class ResponsesRequest(Body):
     """The body, as OpenAI's clients send it; `seed`, `cache_salt` and `speculation` are ours.
@@ -22,7 +24,7 @@ class ResponsesRequest(Body):
     """
 
     model: str | None = None
-    input: Any
+    input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     temperature: float | None = None

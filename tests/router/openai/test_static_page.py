@@ -18,6 +18,7 @@ FOLDER = Path(router.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())
 SCRIPTS = [file for file in FILES if file.suffix == ".js"]
 MARKUP = FOLDER / "index.html"
+MARKUPS = [file for file in FILES if file.suffix == ".html"]
 
 
 async def test_the_page_is_served_at_the_root_without_a_key(service: GenerationService) -> None:
@@ -68,13 +69,18 @@ def test_no_script_writes_markup_or_runs_text(file: Path) -> None:
     assert not re.search(ways, file.read_text())
 
 
-def test_the_markup_has_no_inline_scripts_or_styles_and_labels_every_field() -> None:
-    markup = MARKUP.read_text()
+@pytest.mark.parametrize("file", MARKUPS, ids=lambda file: file.name)
+def test_the_markup_has_no_inline_scripts_or_styles_and_labels_every_field(file: Path) -> None:
+    markup = file.read_text()
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", markup)
     assert all(re.search(r'src="/page/', tag) for tag in re.findall(r"<script[^>]*>", markup))
     fields = re.findall(r"<(?:input|textarea|select)\b", markup)
     assert len(re.findall(r"<label[^>]*>[^<]*<(?:input|textarea|select)\b", markup)) == len(fields)
     ids = re.findall(r'\bid="([^"]+)"', markup)
     assert len(ids) == len(set(ids))
+
+
+def test_scripts_name_elements_that_are_there() -> None:
+    ids = {name for file in MARKUPS for name in re.findall(r'\bid="([^"]+)"', file.read_text())}
     used = {name for file in SCRIPTS for name in re.findall(r'byId\("([^"]+)"\)', file.read_text())}
-    assert used <= set(ids)
+    assert used <= ids

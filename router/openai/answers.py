@@ -1,0 +1,127 @@
+"""Bodies of the small answers, and of Anthropic's, for which no package that is needed here has types."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from openai.types import Model
+from typing_extensions import NotRequired, TypedDict
+
+
+class ErrorFields(TypedDict):
+    """`error` of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    """Every failure, but for those of `/v1/messages`."""
+
+    error: ErrorFields
+
+
+class MessagesErrorFields(TypedDict):
+    """`error` of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class MessagesError(TypedDict):
+    """A failure of `/v1/messages`."""
+
+    type: Literal["error"]
+    error: MessagesErrorFields
+
+
+class ServedModel(Model):
+    """An entry of `/v1/models`."""
+
+    max_model_len: int
+    root: str
+    parent: str | None = None
+    permission: list[dict[str, Any]]
+
+
+class ModelList(TypedDict):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class TokenizeAnswer(TypedDict):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class DetokenizeAnswer(TypedDict):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class HealthAnswer(TypedDict):
+    """The answer of the probes; `alarms` are those of the pair, where it has any."""
+
+    status: Literal["ok"]
+    alarms: NotRequired[list[str]]
+
+
+class InputTokens(TypedDict):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ThinkingBlock(TypedDict):
+    """A block of an answer's thoughts; nothing here signs them."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class TextBlock(TypedDict):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(TypedDict):
+    """Token counts in Anthropic's form: `input_tokens` leaves out those that were cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(TypedDict):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessagesUsage
