@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from openai.types import Model
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 
 class ErrorFields(TypedDict):
@@ -59,7 +59,7 @@ class TokenizeAnswer(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: NotRequired[list[str]]
+    token_strs: NotRequired[list[str | None]]  # null where the model has an id without a token
 
 
 class DetokenizeAnswer(TypedDict):
