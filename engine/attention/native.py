@@ -27,7 +27,7 @@ from engine.native.library import native_library
 from engine.span import Span
 from protos.errors import ConfigError
 
-_MAX_DIM = 256  # of a head
+MAX_HEAD_DIM = 256  # of a head
 _CHAIN = -1  # in place of a span's first node
 _CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ _SIZES = ("num_rows", "num_spans", "query_row", "query_head", "key_row", "key_he
 _SHAPE = ("num_heads", "group_size", "key_dim", "value_dim", "block_size", "window", "is_bf16", "is_int8")
 
 
-class _Call(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
     """`struct attention` of the kernel."""
 
     _fields_ = [
@@ -56,7 +56,7 @@ class NativeAttention:
         if not fits(cache):
             raise ConfigError(
                 f"attention is 'native', which reads keys and values in bfloat16, float32 and int8 with heads of up to "
-                f"{_MAX_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
+                f"{MAX_HEAD_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
                 f"{kv_name(cache.kind, cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
                 "set it to auto or torch"
             )
@@ -71,22 +71,26 @@ class NativeAttention:
 
 
 class NativePass:
-    """One forward batch over the pool; what is laid out for it serves every layer."""
+    """One forward batch over the pool; what is laid out for it serves every layer.
+
+    Attributes:
+        call: the kernel's, in which a layer sets its own fields.
+    """
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache = cache
         self._slots = slots if isinstance(slots, Tensor) else torch.arange(slots.start, slots.stop)
         layout = _Layout(spans)
         self._layout = [upload(numbers, dtype, _CPU) for numbers, dtype in layout.lists()]
-        call = _Call(num_rows=len(self._slots), num_spans=len(layout.spans))
+        call = AttentionCall(num_rows=len(self._slots), num_spans=len(layout.spans))
         call.slots, call.block_size = self._slots.data_ptr(), cache.block_size
         call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVDtype.INT8
         for name, tensor in zip(_LAYOUT, self._layout, strict=True):
             setattr(call, name, tensor.data_ptr())
-        self._call = call
+        self.call = call
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-        cache, call = self._cache, self._call
+        cache, call = self._cache, self.call
         assert query.dtype == key.dtype == value.dtype == cache.dtype, "the kernel is told one dtype"
         query, key, value = (_rowwise(heads) for heads in (query, key, value))
         _, num_heads, num_rows, key_dim = query.shape
@@ -106,6 +110,12 @@ class NativePass:
         if _kernel()(ctypes.byref(call)):
             raise MemoryError("no memory for the partial sums of attention")
         return out
+
+    def pool_addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
+        """The keys and the values of every layer in memory, valid as long as the pool."""
+        pointers = ctypes.c_void_p * len(self._cache.keys)
+        keys, values = self._cache.addresses
+        return pointers(*keys), pointers(*values)
 
 
 class _Layout:
@@ -154,7 +164,7 @@ def fits(cache: KVCache) -> bool:
     """True if this process has the kernel and it reads such a pool."""
     if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVDtype.FP8:
         return False
-    return cache.max_head_dim <= _MAX_DIM and native_library() is not None
+    return cache.max_head_dim <= MAX_HEAD_DIM and native_library() is not None
 
 
 def _rowwise(heads: Tensor) -> Tensor:
@@ -166,6 +176,6 @@ def _rowwise(heads: Tensor) -> Tensor:
 def _kernel() -> ctypes._NamedFuncPointer:
     library = native_library()
     assert library is not None, "`fits` says when there is one"
-    library.outrider_attend.argtypes = [ctypes.POINTER(_Call)]
+    library.outrider_attend.argtypes = [ctypes.POINTER(AttentionCall)]
     library.outrider_attend.restype = ctypes.c_int
     return library.outrider_attend

@@ -43,7 +43,7 @@ class KVCache:
     """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
 
     `dtype` is that of keys and values as they are written and read, `kind` says what is kept of them. `keys` and
-    `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D].
+    `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
 
     `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
     """
@@ -74,6 +74,7 @@ class KVCache:
         # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
         self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
+        self.addresses = [[pool.data_ptr() for pool in pools] for pools in (self.keys, self.values)]
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""

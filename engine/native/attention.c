@@ -15,6 +15,7 @@
    attention_types.h has the call, attention_unit.c a unit of keys and values, attention_state.h the softmax of some
    lanes, attention_tiles.c lanes over a unit, attention_job.c a job; here are the jobs of a pass. */
 
+#include "attention.h"
 #include "attention_job.h"
 #include "attention_state.h"
 #include "team.h"

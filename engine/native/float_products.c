@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "processor.h"
+#include "products.h"
 #include "silu.h"
 #include "team.h"
 

@@ -9,6 +9,7 @@
    the first outputs in the low halves of bytes, the others in the high ones. */
 
 #include "processor.h"
+#include "products.h"
 #include "silu.h"
 #include "team.h"
 
@@ -273,7 +274,7 @@ AMX static void multiply_part(const void *work, int64_t part) {
 
 /* out [rows, N] = x [rows, K] W^T (+ bias), where K and N are multiples of 32. If gated, out [rows, N / 2] =
    silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up.
-   `scratch`: rows * (K + 64) bytes and, behind them, rows * K / 32 * 8. */
+   `scratch`: rows * (K + 64) bytes and, behind them, rows * K / 32 * 8; see below. */
 AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                     bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                     int is_gated, int8_t *scratch) {
@@ -286,4 +287,8 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
     const struct cut cut = {p, x, pairs, (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
     share_out(quantize_part, &cut, (num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS);
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
+}
+
+int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs) {
+    return num_rows * (num_inputs + PAD + num_inputs / GROUP * (int64_t)(sizeof(float) + sizeof(int32_t)));
 }

@@ -1,8 +1,8 @@
-/* What stands between a layer's products, row by row: the residual sum with the norm behind it, and rotary position
-   embeddings. In bfloat16 every result is computed in float32 and rounded once; a row's result does not depend on the
+/* What stands between a layer's products, row by row: the residual sum with the norm behind it, norms of heads, and
+   rotary position embeddings. In bfloat16 every result is computed in float32 and rounded once; a row's result does not depend on the
    rows beside it. */
 
-#include "processor.h"
+#include "rows.h"
 #include "team.h"
 
 enum { LANES = 16, PART_ROWS = 32 /* fewer are not worth another thread */ };
@@ -66,6 +66,50 @@ void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *
                        float epsilon, int is_bf16) {
     const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, is_bf16};
     share_out(norm_part, &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
+}
+
+/* One row's heads [heads, dim], in place, each by its root mean square; in bfloat16 rounded once more before `weight`,
+   as transformers does. */
+AVX INLINE void norm_heads_row(void *x, int64_t at, const void *weight, int64_t num_heads, int64_t dim, float epsilon,
+                               const int is_bf16) {
+    for (int64_t head = 0; head < num_heads; head++) {
+        const int64_t first = head * dim;
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = first; i < first + dim; i += LANES) {
+            const __m512 number = load(x, at + i, is_bf16);
+            squares = _mm512_fmadd_ps(number, number, squares);
+        }
+        const float mean = _mm512_reduce_add_ps(squares) / (float)dim;
+        const __m512 inverse = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
+        for (int64_t i = first; i < first + dim; i += LANES) {
+            const __m512 normed = store(x, at + i, _mm512_mul_ps(load(x, at + i, is_bf16), inverse), is_bf16);
+            store(x, at + i, _mm512_mul_ps(normed, load(weight, i, is_bf16)), is_bf16);
+        }
+    }
+}
+
+struct head_norm {
+    void *x;
+    const void *weight;
+    int64_t num_rows, stride, num_heads, dim;
+    float epsilon;
+    int is_bf16;
+};
+
+AVX static void norm_heads_part(const void *work, int64_t part) {
+    const struct head_norm *n = work;
+    for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
+        if (n->is_bf16) norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, 1);
+        else norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, 0);
+    }
+}
+
+/* The first `num_heads` heads of x [rows, stride numbers], in place; weight [num_heads, dim]. `dim` is a multiple of
+   16. */
+void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
+                         float epsilon, int is_bf16) {
+    const struct head_norm norm = {x, weight, num_rows, stride, num_heads, dim, epsilon, is_bf16};
+    share_out(norm_heads_part, &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
 /* One row's heads [heads, dim], in place: x cos + swapped(x) sin, where the halves of a head change places. */

@@ -1,7 +1,8 @@
 """Llama-shaped models in as few operations as torch allows; every other family runs through transformers' own modules.
 
 A small model on a processor is limited by the number of operations, not by arithmetic. Here q, k and v are one product,
-gate and up another, rotary tables are computed once, and no module is called. The agreement check of `PagedModel` holds
+gate and up another, rotary tables are computed once, and no module is called; where every one of a layer's operations
+is a kernel of ours, all layers of a pass are one call of those. The agreement check of `PagedModel` holds
 this forward to the stock model's logits at every start, as it does the others.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
+from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
+from engine.model.decoders.native_layers import DecoderShape, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import NativeRows, RowOperations, TorchRows
 from engine.model.forward_batch import ForwardBatch
@@ -30,17 +32,6 @@ from engine.model.tensor_parallel.rank import ALONE, Rank
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor  # [hidden]
-    qkv: Linear
-    head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
-    output: Linear
-    mlp_norm: Tensor  # [hidden]
-    mlp: Linear
-    options: LayerOptions
 
 
 class LlamaDecoder:
@@ -93,6 +84,7 @@ class LlamaDecoder:
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
             model.model.layers[index] = nn.Identity()
+        self._native_layers = self._one_call()
         self._final_norm = rank.to_device(model.model.norm.weight)
         head = model.lm_head
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
@@ -119,14 +111,14 @@ class LlamaDecoder:
         hidden = self._embedding.index_select(0, batch.input_ids)  # [T, hidden]
         angles = self._rotary.at(batch)
         tapped: list[Tensor] = []
-        delta: Tensor | None = None  # of the layer before, not yet part of `hidden`
-        for index, layer in enumerate(self._layers):
-            hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
-            if index in self._taps.layers:
-                tapped.append(hidden)
-            attended = self._attend(index, layer, normed, angles, batch)
-            hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
-            delta = self._feed_forward(layer, normed)
+        delta: Tensor | None = None  # of the layers so far, not yet part of `hidden`
+        first = 0
+        for tap in sorted({index for index in self._taps.layers if index < len(self._layers)}):
+            hidden, delta = self._run_layers(range(first, tap), hidden, delta, angles, batch)
+            hidden, delta = hidden if delta is None else hidden + delta, None
+            tapped.append(hidden.clone())
+            first = tap
+        hidden, delta = self._run_layers(range(first, len(self._layers)), hidden, delta, angles, batch)
         hidden, states = self._final_states(hidden, delta, batch.logit_rows)
         if len(self._layers) in self._taps.layers:
             tapped.append(hidden)
@@ -137,6 +129,20 @@ class LlamaDecoder:
             states = states.index_select(0, batch.logit_rows)
         return self._rank.all_gather(self.lm_head(states), self._vocab_size)
 
+    def _run_layers(
+        self, layers: range, hidden: Tensor, delta: Tensor | None, angles: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """The states behind some layers and what the last of them adds; `hidden` and `delta` may be overwritten."""
+        if self._native_layers is not None and layers and NativeLayers.take(batch):
+            return hidden, self._native_layers.run(hidden, delta, angles, batch, layers)
+        for index in layers:
+            layer = self._layers[index]
+            hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
+            attended = self._attend(index, layer, normed, angles, batch)
+            hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
+            delta = self._feed_forward(layer, normed)
+        return hidden, delta
+
     def _final_states(self, hidden: Tensor, delta: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Raw states behind the last layer and their norm: of the rows with logits, or of all where any is tapped."""
         if rows is not None and not self._taps:
@@ -144,27 +150,27 @@ class LlamaDecoder:
             delta = None if delta is None else delta.index_select(0, rows)
         return self._rows.add_norm(hidden, delta, self._final_norm)
 
-    def _attend(self, index: int, layer: _Layer, normed: Tensor, angles: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(self, index: int, layer: DecoderLayer, normed: Tensor, angles: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows = normed.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
         qkv = layer.qkv(normed).view(num_rows, -1, self._head_dim)
         value = qkv[:, num_rotated:]  # [T, H, D]
         if layer.head_norm is not None:
-            qkv = F.rms_norm(qkv[:, :num_rotated], (self._head_dim,), eps=self._epsilon) * layer.head_norm
+            qkv = self._rows.norm_heads(qkv, num_rotated, layer.head_norm)
         query_key = self._rows.rotate(qkv, num_rotated, angles).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
         return self._rank.all_reduce(layer.output(attended.reshape(num_rows, -1)))
 
-    def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
+    def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
         if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
             return self._rank.all_reduce(layer.mlp(normed))
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
-    def _take_layer(self, layer: Any, options: LayerOptions) -> _Layer:
+    def _take_layer(self, layer: Any, options: LayerOptions) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         hidden = attention.q_proj.in_features
-        return _Layer(
+        return DecoderLayer(
             input_norm=self._rank.to_device(layer.input_layernorm.weight),
             qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
             head_norm=self._head_norm(attention),
@@ -173,6 +179,19 @@ class LlamaDecoder:
             mlp=self._mlp(mlp),
             options=options,
         )
+
+    def _one_call(self) -> NativeLayers | None:
+        if self._rank.size > 1:
+            return None
+        shape = DecoderShape(
+            hidden_size=self._embedding.shape[1],
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            epsilon=self._epsilon,
+            dtype=self._embedding.dtype,
+        )
+        return NativeLayers.of(self._layers, shape)
 
     def _summed(self, linear: nn.Linear) -> Linear:
         """A product by this rank's inputs; the sum over all ranks is the layer's output."""
@@ -188,10 +207,10 @@ class LlamaDecoder:
         """`function` of rows, batch-invariant if need be."""
         return batch_invariant(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
 
-    def _mlp(self, mlp: Any) -> Linear:
+    def _mlp(self, mlp: Any) -> GatedMlp:
         gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)
         down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
-        return lambda x: down(gated(x))
+        return GatedMlp(gated, down)
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
         """`silu(gate(x)) * up(x)`."""

@@ -29,6 +29,16 @@ class RowOperations(ABC):
         """Return hidden + delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten."""
 
     @abstractmethod
+    def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
+        """Return the heads of each row, the first of them normed: at least [T, num_normed, D].
+
+        Args:
+            heads: [T, heads, D]; may be overwritten.
+            num_normed: how many of them are queries and keys.
+            weight: [num_normed, D].
+        """
+
+    @abstractmethod
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
         """Return the first heads of each row, rotated: [T, num_rotated, D]; `heads` may be overwritten.
 
@@ -50,6 +60,9 @@ class TorchRows(RowOperations):
         total = hidden if delta is None else hidden + delta
         return total, F.rms_norm(total, weight.shape, weight, self._epsilon)
 
+    def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
+        return F.rms_norm(heads[:, :num_normed], weight.shape[-1:], eps=self._epsilon) * weight
+
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
         return rotate(heads[:, :num_rotated], table)
 
@@ -60,7 +73,7 @@ class NativeRows(RowOperations):
     def __init__(self, epsilon: float) -> None:
         """`epsilon` is that of the norms."""
         self._epsilon = epsilon
-        self._add_norm, self._rotate = _kernels()
+        self._add_norm, self._norm_heads, self._rotate = _kernels()
 
     @staticmethod
     def fit(hidden_size: int, head_dim: int, weights: Tensor) -> bool:
@@ -86,6 +99,13 @@ class NativeRows(RowOperations):
         )
         return hidden if total is None else total, out
 
+    def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
+        heads = heads.contiguous()
+        num_rows, num_heads, dim = heads.shape
+        sizes = num_rows, num_heads * dim, num_normed, dim
+        self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, heads.dtype is torch.bfloat16)
+        return heads
+
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
         heads = heads.contiguous()
         num_rows, num_heads, dim = heads.shape
@@ -95,12 +115,14 @@ class NativeRows(RowOperations):
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[Any, Any, Any]:
     library = native_library()
     assert library is not None, "`NativeRows.fit` says when there is one"
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    add_norm, rotate_rows = library.outrider_add_norm, library.outrider_rotate
+    add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
+    rotate_rows = library.outrider_rotate
     add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, flag]
+    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag]
     rotate_rows.argtypes = [pointer] * 2 + [size] * 4 + [flag]
-    add_norm.restype = rotate_rows.restype = None
-    return add_norm, rotate_rows
+    add_norm.restype = norm_heads.restype = rotate_rows.restype = None
+    return add_norm, norm_heads, rotate_rows

@@ -16,12 +16,23 @@ from torch import Tensor
 from engine.native.library import Instructions, native_library
 
 OUTPUTS = 32  # of a pair of tiles
+_NUM_BITS = 16  # of a packed weight
+
+
+class PackedWeight(ctypes.Structure):
+    """`struct weight` of engine/native/layers.c; it refers to the tensors of a product."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "tables", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "is_gated")),
+    ]
 
 
 class NativeProduct:
     """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
 
     _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
+    _is_gated: ClassVar = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out, in]."""
@@ -51,11 +62,21 @@ class NativeProduct:
         self._multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
         return out
 
+    def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
+        """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others."""
+        if dtype is not self._dtype:
+            return None
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return PackedWeight(
+            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, self._is_gated
+        )
+
 
 class NativeGate(NativeProduct):
     """`silu(gate(x)) * up(x)`: both products lie side by side in the packed weight and meet while still in the core."""
 
     _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
+    _is_gated: ClassVar = True
 
     def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
         """`gate` and `up` [out, in], of one shape and dtype."""

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.model.linear.native_product import OUTPUTS, tiled
+from engine.model.linear.native_product import OUTPUTS, PackedWeight, tiled
 from engine.native.library import native_library
 
 GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike
@@ -82,6 +82,14 @@ class NativeQuantizedProduct:
             scratch.data_ptr(),
         )
         return (out if width == self._num_outputs else out[..., : self._num_outputs]).to(x.dtype)
+
+    def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
+        """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others."""
+        if dtype is not torch.bfloat16 or self._num_outputs % OUTPUTS:
+            return None
+        bias = None if self._bias is None else self._bias.data_ptr()
+        tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
+        return PackedWeight(*tensors, self._num_inputs, self._num_outputs, self._num_bits, self._is_gated)
 
 
 def _whole_pairs(table: Tensor) -> Tensor:

@@ -1,0 +1,170 @@
+"""The layers of a decoder in one native call per pass: `engine/native/layers.c`.
+
+A step of a small model is a few hundred short operations. One by one from Python each costs a call, and each call waits
+for the interpreter's lock again where other threads of the process want it. The call computes by the very kernels that
+stand behind `NativeProduct`, `NativeAttention` and `NativeRows`, so its bits are theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
+from engine.model.decoders.decoder_layer import DecoderLayer
+from engine.model.decoders.row_operations import NativeRows
+from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.native_product import NativeProduct, PackedWeight
+from engine.model.linear.native_quantized import NativeQuantizedProduct
+from engine.model.linear.packed_linear import Linear
+from engine.native.library import native_library
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes that all layers have."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    epsilon: float  # of the norms
+    dtype: torch.dtype
+
+
+class _Layer(ctypes.Structure):
+    """`struct layer` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "head_norm")),
+        *((name, PackedWeight) for name in ("qkv", "output", "gated", "down")),
+        ("window", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """`struct decoder` of the kernel."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "is_bf16")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    """`struct rows` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "angles")),
+        ("num_rows", ctypes.c_int64),
+        ("has_delta", ctypes.c_int64),
+    ]
+
+
+class NativeLayers:
+    """All layers of a decoder; a pass may run some of them."""
+
+    def __init__(self, layers: Seq[DecoderLayer], calls: Seq[_Layer], shape: DecoderShape) -> None:
+        """`of` makes them: `calls` are `layers` for the kernel, which refer to their weights."""
+        self._kept = tuple(layers)
+        self._calls = (_Layer * len(calls))(*calls)
+        self._decoder = _Decoder(
+            layers=ctypes.addressof(self._calls),
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            is_bf16=shape.dtype is torch.bfloat16,
+            epsilon=shape.epsilon,
+        )
+        self._run = _kernel()
+
+    @classmethod
+    def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
+        """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
+        norm = layers[0].input_norm
+        if not NativeRows.fit(shape.hidden_size, shape.head_dim, norm) or shape.head_dim > MAX_HEAD_DIM:
+            return None
+        calls = [_layer_call(layer, shape.dtype) for layer in layers]
+        present = [call for call in calls if call is not None]
+        return cls(layers, present, shape) if len(present) == len(calls) else None
+
+    @staticmethod
+    def take(batch: ForwardBatch) -> bool:
+        """True if the attention of `batch` is our kernel's."""
+        return isinstance(batch.attention, NativePass)
+
+    def run(self, hidden: Tensor, delta: Tensor | None, angles: Tensor, batch: ForwardBatch, layers: range) -> Tensor:
+        """Compute some layers of a pass that these `take`; the pass's KV of these layers is in the pool afterwards.
+
+        Args:
+            hidden: [T, hidden], contiguous; the residual stream, overwritten in place.
+            delta: what is not yet part of it, [T, hidden], contiguous; overwritten; None before the first layer.
+            angles: [T, 2, D] of the rows.
+            batch: the pass.
+            layers: a run of layers.
+
+        Returns:
+            What is not yet part of `hidden` behind the last of them, [T, hidden].
+
+        Raises:
+            MemoryError: there is none for what lies between the kernels.
+        """
+        attention = batch.attention
+        assert isinstance(attention, NativePass), "`take` says so"
+        out = torch.empty_like(hidden) if delta is None else delta
+        rows = _Rows(hidden.data_ptr(), out.data_ptr(), angles.data_ptr(), len(hidden), delta is not None)
+        pass_ = ctypes.byref(attention.call), *attention.pool_addresses()
+        if self._run(ctypes.byref(self._decoder), *pass_, ctypes.byref(rows), layers.start, layers.stop):
+            raise MemoryError("no memory for the rows of a pass")
+        return out
+
+
+def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
+    options, mlp = layer.options, layer.mlp
+    weights = [_packed_weight(product, dtype) for product in (layer.qkv, layer.output, mlp.gated, mlp.down)]
+    if options.sinks is not None or None in weights:
+        return None
+    return _Layer(
+        layer.input_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        None if layer.head_norm is None else layer.head_norm.data_ptr(),
+        *weights,
+        options.window or 0,
+        options.scaling,
+        options.softcap or 0.0,
+    )
+
+
+def _packed_weight(product: Linear, dtype: torch.dtype) -> PackedWeight | None:
+    if isinstance(product, NativeProduct | NativeQuantizedProduct):
+        return product.packed_weight(dtype)
+    return None
+
+
+@cache
+def _kernel() -> Any:
+    library = native_library()
+    assert library is not None, "`NativeLayers.fit` says when there is one"
+    run = library.outrider_run_layers
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    run.argtypes = [
+        ctypes.POINTER(_Decoder),
+        ctypes.POINTER(AttentionCall),
+        pointers,
+        pointers,
+        ctypes.POINTER(_Rows),
+        ctypes.c_int64,
+        ctypes.c_int64,
+    ]
+    run.restype = ctypes.c_int
+    return run
