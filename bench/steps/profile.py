@@ -31,6 +31,7 @@ from transformers import AutoConfig
 from bench.padded_pair import PAIRS, padded_target
 from engine.attention.native import NativePass
 from engine.config import CacheConfig, ModelConfig
+from engine.model.decoders.native_layers import NativeLayers
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import LinearFactory, linear_of, torch_linear_of
@@ -233,8 +234,9 @@ def _cost(path: Step, runner: ModelRunner, model: ModelSize) -> Cost:
 
 
 def _operators(call: Callable[[], Tensor]) -> str:
-    """Return the largest shares of the processor's own time, by operator."""
+    """Return the largest shares of the processor's own time, by operator; layers are called kernel by kernel."""
     with (
+        patch.object(NativeLayers, "take", return_value=False),
         _recorded(NativeProduct, "__call__", "native product"),
         _recorded(NativeQuantizedProduct, "__call__", "native product"),
         _recorded(NativePass, "attend", "native attention"),

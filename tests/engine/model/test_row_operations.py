@@ -46,6 +46,15 @@ def test_rotated_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype
 
 
 @DTYPES
+def test_normed_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype) -> None:
+    heads, weight = torch.randn(40, 6, 32).to(dtype), torch.randn(4, 32).to(dtype)
+    expected, others = TorchRows(EPSILON).norm_heads(heads, 4, weight), heads[:, 4:].clone()
+    found = NativeRows(EPSILON).norm_heads(heads, 4, weight)
+    assert_near(found[:, :4], expected)
+    assert torch.equal(found[:, 4:], others)
+
+
+@DTYPES
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     rows, hidden, weight = NativeRows(EPSILON), torch.randn(600, 512).to(dtype), torch.randn(512).to(dtype)
     together = rows.add_norm(hidden, None, weight)[1]

@@ -1,0 +1,139 @@
+"""One call for all layers gives the bits of the kernels called one by one, in any company, for every kind of weight."""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from engine.attention.native import native_or_torch
+from engine.attention.torch_attention import TorchAttention
+from engine.config import KVDtype, Quantization
+from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.native_layers import NativeLayers
+from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
+from engine.model.paged_model import PagedModel
+from engine.span import Span
+from tests.engine.fixtures.families import write_family
+from tests.engine.fixtures.native_kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=9),
+    "qwen2": Qwen2Config(**{name: size for name, size in SIZES.items() if name != "head_dim"}, head_dim=32),
+    "qwen3": Qwen3Config(**SIZES),
+}
+TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
+FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
+BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1)]  # more rows than the MLP takes at a time
+BRANCHED = Span([TEXT[150], 7, TEXT[151], 9, TEXT[152]], 150, FIRST_TABLE, 5, (-1, 0, 0, 1, 2))
+BESIDE = Span(TEXT[200:203], 0, SECOND_TABLE, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedModel]:
+    """Float32 models whose weights are numbers of bfloat16, biases and norms too."""
+    root = tmp_path_factory.mktemp("models")
+    found = {name: write_family(root / name, config) for name, config in CONFIGS.items()}
+    for model in found.values():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    return found
+
+
+def paged(
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    quantization: Quantization = Quantization.NONE,
+    taps: HiddenStateTaps = NO_TAPS,
+) -> PagedModel:
+    """`model` with our attention; its decoder has all layers in one call."""
+    return PagedModel(copy.deepcopy(model).to(dtype), quantization, native_or_torch, taps)
+
+
+def logits(model: PagedModel, spans: list[Span], kind: KVDtype = KVDtype.AUTO) -> Tensor:
+    """Logits of `spans` behind the beginning of the text."""
+    cache = model.new_cache(24, 16, kind=kind)
+    model.forward(ForwardBatch.of(BEGINNING, cache, native_or_torch))
+    return model.forward(ForwardBatch.of(spans, cache, native_or_torch)).clone()
+
+
+def one_by_one(model: PagedModel, spans: list[Span], kind: KVDtype = KVDtype.AUTO) -> Tensor:
+    with patch.object(NativeLayers, "take", return_value=False):
+        return logits(model, spans, kind)
+
+
+def is_one_call(model: PagedModel) -> bool:
+    cache = model.new_cache(2, 16)
+    batch = ForwardBatch.of([Span([5], 0, [0], 1)], cache, native_or_torch)
+    with patch.object(LlamaDecoder, "_attend", side_effect=AssertionError):
+        try:
+            model.forward(batch)
+        except AssertionError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        (torch.bfloat16, Quantization.NONE),
+        (torch.float32, Quantization.NONE),
+        (torch.bfloat16, Quantization.INT8),
+        (torch.bfloat16, Quantization.INT4),
+    ],
+)
+def test_one_call_has_the_bits_of_many(
+    models: dict[str, PreTrainedModel], family: str, dtype: torch.dtype, quantization: Quantization
+) -> None:
+    model = paged(models[family], dtype, quantization)
+    assert is_one_call(model)
+    together = logits(model, [BRANCHED, BESIDE])
+    assert torch.equal(together, one_by_one(model, [BRANCHED, BESIDE]))
+    assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
+
+
+def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrainedModel]) -> None:
+    model = paged(models["llama"])
+    found = logits(model, [BESIDE, BRANCHED], KVDtype.INT8)
+    assert torch.equal(found, one_by_one(model, [BESIDE, BRANCHED], KVDtype.INT8))
+    assert not torch.equal(found, logits(model, [BESIDE, BRANCHED]))
+
+
+def test_tapped_states_are_those_between_the_layers(models: dict[str, PreTrainedModel]) -> None:
+    model = paged(models["qwen3"], taps=HiddenStateTaps((0, 2, 3), is_final=True))
+    found, features = logits(model, [BESIDE]), model.features
+    expected, expected_features = one_by_one(model, [BESIDE]), model.features
+    assert features is not None
+    assert expected_features is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(features, expected_features)
+    assert torch.equal(found, logits(paged(models["qwen3"]), [BESIDE]))
+
+
+def test_rows_that_a_kernel_does_not_take_go_one_by_one(models: dict[str, PreTrainedModel]) -> None:
+    assert not is_one_call(paged(models["llama"], torch.float32, Quantization.INT8))  # their products take bfloat16
+    model = paged(models["llama"])
+    cache = model.new_cache(2, 16)
+    with patch.object(NativeLayers, "run", side_effect=AssertionError):
+        model.forward(ForwardBatch.of([Span([5], 0, [0], 1)], cache, TorchAttention))
