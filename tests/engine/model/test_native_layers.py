@@ -38,7 +38,7 @@ SIZES = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=9),
-    "qwen2": Qwen2Config(**{name: size for name, size in SIZES.items() if name != "head_dim"}, head_dim=32),
+    "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "qwen3": Qwen3Config(**SIZES),
 }
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
