@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,11 @@ from engine.engine_core import EngineCore
 from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
-from engine.native.library import native_instructions
+from engine.native.library import native_digest, native_instructions
 from engine.proposer.dispatch.methods import proposer_of
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
+from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import ModelCard, SpeculationMethod
 
 logger = logging.getLogger(__name__)
@@ -119,19 +119,18 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
 
 
 def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
-    """Return a digest of what the text of a seed may depend on: weights, draft, numbers, kernels, verification."""
+    """Return the digests of what the tokens of a seed may depend on, but for the tokenizer."""
     engine, draft = settings.engine, settings.draft
     draft_path = draft.model.path if draft.model is not None else engine.head and engine.head.path
-    parts = (
-        runner.model_version,
-        str(draft.kind),
-        model_version(draft_path) if draft_path else "",
-        repr(replace(engine.model, path="")),
-        repr(engine.speculation),
-        repr(native_instructions()),
-        torch.__version__,
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else repr(native_instructions())
+    return write_fingerprint(
+        {
+            FingerprintPart.WEIGHTS: digest(runner.model_version),
+            FingerprintPart.DRAFT: digest(str(draft.kind), model_version(draft_path) if draft_path else ""),
+            FingerprintPart.KERNELS: digest(device, native_digest(), torch.__version__),
+            FingerprintPart.SETTINGS: digest(repr(replace(engine.model, path="")), repr(engine.speculation)),
+        }
     )
-    return "or_" + blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _probe_key(core: EngineCore) -> bytes:

@@ -11,6 +11,7 @@ import logging
 import os
 from enum import IntEnum
 from functools import cache
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def native_instructions() -> Instructions | None:
     """Return the instructions in use in this process; None where it does without kernels."""
     loaded = _loaded()
     return None if loaded is None else loaded[1]
+
+
+def native_digest() -> str:
+    """Return a digest of the kernels as they were compiled; empty where this process does without them."""
+    loaded = _loaded()
+    return "" if loaded is None else blake2b(Path(loaded[0]._name).read_bytes(), digest_size=8).hexdigest()
 
 
 @cache

@@ -53,6 +53,10 @@ class Generation:
         """Tokens counted so far; complete when every choice has ended."""
         return self._meter.usage()
 
+    def prompt_token_ids(self, index: int) -> tuple[int, ...]:
+        """Return the prompt of a choice."""
+        return tuple(self._requests[index].prompt_token_ids)
+
     def deltas(self) -> Stream[Delta]:
         """Return what all choices gain, as they run at once. Closing the stream aborts those that still run."""
         choices = [self._choice(index, request) for index, request in enumerate(self._requests)]

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
+from protos.fingerprint import with_tokenizer
 from protos.messages import ModelCard
 from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
@@ -220,7 +221,7 @@ class GenerationService:
             tool_format=self._format,
             metrics=self.metrics,
             model_id=self.config.model_id,
-            system_fingerprint=card.fingerprint or card.model_version,
+            system_fingerprint=with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
         )
 
 

@@ -41,6 +41,7 @@ class Chat(ChatCompletion):
     """The full answer of `/v1/chat/completions`."""
 
     choices: list[ChatChoice]  # type: ignore[assignment]
+    prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
@@ -75,6 +76,7 @@ class ChatWriter(ResponseWriter):
             choices=[self._full_choice(choice) for choice in choices],
             **self._envelope(),
             **self._accounts(),
+            **self._prompt_token_ids(0),
             **prompt_logprobs(choices[0], self._fields.prompt_logprobs, self._tokenizer),
         )
 

@@ -19,6 +19,7 @@ class TextChoice(CompletionChoice):
     finish_reason: Literal["stop", "length", "content_filter"] | None = None  # type: ignore[assignment]
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None  # not in a stream
     token_sources: list[str] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
@@ -36,7 +37,8 @@ class CompletionWriter(ResponseWriter):
     """Writes full answers and chunks, which have the same shape."""
 
     def full(self, choices: Sequence[Delta]) -> TextCompletion:
-        return self._completion([self._choice(choice) for choice in choices], self._accounts())
+        written = [self._choice(choice, **self._prompt_token_ids(choice.index)) for choice in choices]
+        return self._completion(written, self._accounts())
 
     def chunks(self, delta: Delta) -> Iterable[TextCompletion]:
         if self._has_news(delta):
@@ -51,12 +53,13 @@ class CompletionWriter(ResponseWriter):
     def _completion(self, choices: list[TextChoice], accounts: dict[str, Any]) -> TextCompletion:
         return TextCompletion(object="text_completion", choices=choices, **self._envelope(), **accounts)
 
-    def _choice(self, delta: Delta) -> TextChoice:
+    def _choice(self, delta: Delta, **fields: Any) -> TextChoice:
         return TextChoice(
             index=delta.index,
             text=delta.text,
             finish_reason=cast(Literal["stop", "length"] | None, openai_reason(delta.finish_reason)),
             logprobs=completion_logprobs(delta, self._tokenizer),
             **self._token_ids(delta),
+            **fields,
             **prompt_logprobs(delta, self._fields.prompt_logprobs, self._tokenizer),
         )

@@ -105,6 +105,10 @@ class ResponseWriter(ABC):
         fields: dict[str, Any] = {"token_ids": list(delta.token_ids)} if self._fields.return_token_ids else {}
         return {**fields, "token_sources": list(delta.sources)} if self._fields.return_token_sources else fields
 
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        """Return the prompt of a choice beside its tokens, as vLLM has it."""
+        return {"prompt_token_ids": self._generation.prompt_token_ids(index)} if self._fields.return_token_ids else {}
+
     def _drafts(self, delta: Delta) -> dict[str, Any]:
         """Return the body of an event with drafts that are not verified yet; no choice, so no reader takes them."""
         guess = DraftEvent(index=delta.index, token_ids=list(delta.guess_ids), text=delta.guess_text)

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer as TokenizerCore
 
 from protos.errors import ConfigError
+from protos.fingerprint import digest
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import TokenIdsOnly, Tokenizer
 
@@ -27,6 +28,7 @@ class TokenizerFiles:
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    digest: str = ""  # of both
 
 
 def load_tokenizer_files(path: str) -> TokenizerFiles:
@@ -43,6 +45,7 @@ def load_tokenizer_files(path: str) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer=_load_tokenizer(folder),
         chat_template=ChatTemplate(template, special_tokens) if template else None,
+        digest=digest(_text(folder / "tokenizer.json"), template or "", repr(sorted(special_tokens.items()))),
     )
 
 
@@ -98,6 +101,10 @@ def _special_tokens(config: dict[str, object]) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -117,3 +118,21 @@ def test_more_than_one_process_is_refused(setting: str, message: str):
     deployment = deployment_of("demo", ServeOptions(settings=(setting,)))
     with pytest.raises(ConfigError, match=message):
         in_one_process(checked_deployment(deployment, "demo").config)
+
+
+def test_a_stored_answer_is_proved_again_and_a_forged_one_is_not(
+    ports: range, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    request = {"prompt": [3, 4, 5], "max_tokens": 8, "seed": 7, "temperature": 1.0}
+    response = complete(ports[0], **request, return_token_ids=True).json()
+    assert response["choices"][0]["prompt_token_ids"] == [3, 4, 5]
+    file, url = tmp_path / "stored.json", ["--url", f"http://127.0.0.1:{ports[0]}/v1"]
+    file.write_text(json.dumps({"request": request, "response": response}))
+    assert main(["replay", str(file), *url]) == 0
+    assert "the same tokens, 8 tokens" in capsys.readouterr().out
+    response["choices"][0]["token_ids"][3] += 1
+    file.write_text(json.dumps({"request": request, "response": response}))
+    assert main(["replay", str(file), *url]) == 1
+    said = capsys.readouterr().out
+    assert "choice 0 differs from 3 on" in said
+    assert "no digest has changed" in said

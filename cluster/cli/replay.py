@@ -1,0 +1,166 @@
+"""`outrider replay`: requests that were answered before, run again, and their tokens compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from openai import OpenAI, OpenAIError
+from typer import Argument, Option
+
+from cluster.cli.console import report
+from cluster.cli.server import API_KEY, URL, served_model
+from protos.errors import ConfigError
+from protos.fingerprint import read_fingerprint
+
+_PATHS = {"text_completion": "/completions", "chat.completion": "/chat/completions"}
+_FORM = 'each record is an object with "request", the body that was sent, and "response", the answer to it'
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request and its answer, and the place in the file where they stand."""
+
+    place: str
+    request: dict[str, Any]
+    response: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        """The endpoint that answered."""
+        kind = self.response.get("object")
+        if kind not in _PATHS or not isinstance(self.response.get("choices"), list):
+            raise ConfigError(
+                f"{self.place}: response.object is {kind!r}; it must be {' or '.join(_PATHS)}, not a stream"
+            )
+        return _PATHS[kind]
+
+
+def replay(
+    file: Annotated[str, Argument(metavar="FILE", help="JSON or JSON lines; - reads standard input")],
+    url: Annotated[str, Option(help="base address of the server")] = URL,
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+) -> None:
+    """Run stored requests again and compare their tokens; name what has changed, and end with 1, if any differ."""
+    records = read_records(file)
+    served_model(url, api_key, None)
+    with OpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
+        same = [_replay(client, record) for record in records]
+    report(f"{sum(same)} of {len(same)} the same")
+    if not all(same):
+        raise typer.Exit(1)
+
+
+def read_records(file: str) -> list[Record]:
+    """Return the records of a file of one JSON value, or of one on each line.
+
+    Raises:
+        ConfigError: it cannot be read, holds no records, or a record's tokens cannot be had again.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        values = list(_values(text))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; give JSON or JSON lines, where {_FORM}") from None
+    records = [_record(value, f"{file}, record {rank}") for rank, value in enumerate(values, 1)]
+    if not records:
+        raise ConfigError(f"{file} holds no records; {_FORM}")
+    return records
+
+
+def _values(text: str) -> Iterator[Any]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        yield from (json.loads(line) for line in text.splitlines() if line.strip())
+        return
+    yield from whole if isinstance(whole, list) else [whole]
+
+
+def _record(value: Any, place: str) -> Record:
+    match value:
+        case {"request": dict(request), "response": dict(response)}:
+            pass
+        case _:
+            raise ConfigError(f"{place}: {_FORM}")
+    if request.get("seed") is None and request.get("temperature") != 0:
+        raise ConfigError(f"{place}: request has no seed and temperature is not 0, so its tokens were drawn by chance")
+    record = Record(place, request, response)
+    record.path  # noqa: B018  # refused before anything is sent
+    return record
+
+
+def _replay(client: OpenAI, record: Record) -> bool:
+    """Run one record again and report on it; true if its tokens are the same."""
+    body = {name: value for name, value in record.request.items() if name not in ("stream", "stream_options")}
+    try:
+        answer: Any = client.post(record.path, cast_to=object, body={**body, "return_token_ids": True})
+    except OpenAIError as error:
+        report(f"{record.place}: the server refuses it: {error}")
+        return False
+    changes = list(changed_choices(record.response, answer))
+    if not changes:
+        what = "tokens" if all("token_ids" in choice for choice in record.response["choices"]) else "texts"
+        report(f"{record.place}: the same {what}, {answer['usage']['completion_tokens']} tokens")
+    for change in changes:
+        report(f"{record.place}: {change}")
+    for cause in changed_digests(record.response, answer):
+        report(f"    {cause}")
+    if changes and not list(changed_digests(record.response, answer)):
+        report("    no digest has changed: where verify is coupled, the default, this is a fault of the server")
+    return not changes
+
+
+def changed_choices(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each choice that differs, by its tokens where the stored answer has them, else by its text."""
+    if len(stored["choices"]) != len(answer["choices"]):
+        yield f"{len(answer['choices'])} choices, where there were {len(stored['choices'])}"
+        return
+    by_index = {choice["index"]: choice for choice in answer["choices"]}
+    for choice in stored["choices"]:
+        was, now = _said(choice, by_index[choice["index"]])
+        if was != now:
+            rank = next((rank for rank, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), None)
+            where = min(len(was), len(now)) if rank is None else rank
+            yield f"choice {choice['index']} differs from {where} on: {_at(was, where)} was, {_at(now, where)} is"
+
+
+def _said(stored: dict[str, Any], now: dict[str, Any]) -> tuple[Any, Any]:
+    if "token_ids" in stored:
+        return stored["token_ids"], now["token_ids"]
+    return _text(stored), _text(now)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    message = choice.get("message", {"content": choice.get("text")})
+    return (message.get("content") or "") + json.dumps(
+        [call["function"] for call in message.get("tool_calls") or []], sort_keys=True
+    )
+
+
+def _at(said: Any, rank: int) -> str:
+    return repr(said[rank]) if rank < len(said) else "the end"
+
+
+def changed_digests(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each digest that differs: of the deployment's parts, and of the request as tokens."""
+    was, now = str(stored.get("system_fingerprint")), str(answer.get("system_fingerprint"))
+    old, new = read_fingerprint(was), read_fingerprint(now)
+    if old is None or new is None:
+        if was != now:
+            yield f"system_fingerprint differs: {was} was, {now} is"
+    else:
+        yield from (f"{part} differ: {old[part]} was, {new[part]} is" for part in old if old[part] != new[part])
+    if list(_prompts(stored)) != list(_prompts(answer)) and any(prompt is not None for prompt in _prompts(stored)):
+        yield "request differs: its prompt has other tokens, by the template, the tokenizer or another body"
+    elif (count := stored.get("usage", {}).get("prompt_tokens")) not in (None, answer["usage"]["prompt_tokens"]):
+        yield f"request differs: its prompt had {count} tokens and has {answer['usage']['prompt_tokens']}"
+
+
+def _prompts(answer: dict[str, Any]) -> Iterable[Any]:
+    return [answer.get("prompt_token_ids"), *(choice.get("prompt_token_ids") for choice in answer["choices"])]

@@ -1,0 +1,84 @@
+"""Stored requests: those that cannot be run again, and the digests that tell what has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.__main__ import main
+from cluster.cli.replay import changed_choices, changed_digests, read_records
+from protos.fingerprint import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
+
+REQUEST = {"prompt": "a", "seed": 3}
+
+
+def fingerprint(**changed: str) -> str:
+    parts = {part: digest(changed.get(part, part)) for part in FingerprintPart}
+    tokenizer = parts.pop(FingerprintPart.TOKENIZER)
+    return with_tokenizer(write_fingerprint(parts), tokenizer)
+
+
+def answer(*token_ids: int, system_fingerprint: str = fingerprint(), prompt: list[int] | None = None) -> dict:
+    choice = {"index": 0, "text": "a", "token_ids": list(token_ids), "prompt_token_ids": prompt or [1, 2]}
+    usage = {"prompt_tokens": 2, "completion_tokens": len(token_ids)}
+    return {
+        "object": "text_completion", "choices": [choice], "usage": usage, "system_fingerprint": system_fingerprint
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", FingerprintPart)
+def test_the_part_that_has_changed_is_named(part: FingerprintPart):
+    [line] = changed_digests(answer(1), answer(1, system_fingerprint=fingerprint(**{part: "other"})))
+    assert line.startswith(f"{part} differ: {digest(part)} was, {digest('other')} is")
+
+
+def test_a_fingerprint_of_another_server_is_compared_whole():
+    assert read_fingerprint("fp_123") is None
+    [line] = changed_digests(answer(1, system_fingerprint="fp_123"), answer(1))
+    assert line.startswith("system_fingerprint differs: fp_123 was")
+
+
+def test_another_prompt_is_another_request():
+    [line] = changed_digests(answer(1), answer(1, prompt=[1, 3]))
+    assert line.startswith("request differs")
+    old = answer(1)
+    del old["choices"][0]["prompt_token_ids"]
+    assert not list(changed_digests(old, answer(1, prompt=[1, 3])))
+
+
+def test_the_first_token_that_differs_is_named():
+    assert list(changed_choices(answer(4, 5, 6), answer(4, 5, 6))) == []
+    assert list(changed_choices(answer(4, 5, 6), answer(4, 7, 6))) == ["choice 0 differs from 1 on: 5 was, 7 is"]
+    assert list(changed_choices(answer(4, 5), answer(4))) == ["choice 0 differs from 1 on: 5 was, the end is"]
+
+
+def test_records_stand_alone_in_a_list_or_on_lines(tmp_path: Path):
+    record = {"request": REQUEST, "response": answer(1)}
+    texts = [
+        json.dumps(record),
+        json.dumps([record, record], indent=1),
+        f"{json.dumps(record)}\n\n{json.dumps(record)}\n",
+    ]
+    for rank, text in enumerate(texts):
+        (tmp_path / "file").write_text(text)
+        assert len(read_records(str(tmp_path / "file"))) == (1 if rank == 0 else 2)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"request": {"prompt": "a"}, "response": answer(1)}, "has no seed"),
+        ({"request": REQUEST}, '"response", the answer to it'),
+        ({"request": REQUEST, "response": {"object": "message"}}, "response.object is 'message'"),
+        ([], "holds no records"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_run_again_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: object, said: str
+):
+    (tmp_path / "file").write_text("{" if record is None else json.dumps(record))
+    assert main(["replay", str(tmp_path / "file")]) == 1
+    assert said in capsys.readouterr().err
