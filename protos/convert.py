@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from google.protobuf.message import Message
@@ -14,10 +15,11 @@ from protos.messages import TokenLogprobs
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     """Return the fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
 
-    So one schema validates both frontends. `prompt_token_ids` becomes `prompt`.
+    So one schema validates both frontends. `prompt_token_ids` becomes `prompt`. With `messages` the shape is that of
+    `/v1/chat/completions`.
 
     Raises:
-        RequestError: there is a text as well.
+        RequestError: there is a text as well, or a text that holds JSON does not.
     """
     fields: dict[str, object] = {}
     for descriptor, value in request.ListFields():
@@ -29,7 +31,48 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
         if "prompt" in fields:
             raise RequestError("prompt and prompt_token_ids both say what is continued; send one.", param="prompt")
         fields["prompt"] = token_ids
+    return _chat_fields(request, fields) if request.messages else fields
+
+
+def _chat_fields(request: pb2.GenerateRequest, fields: dict[str, object]) -> dict[str, object]:
+    """Return the fields of a chat, whose messages and tools are flat in gRPC."""
+    fields["messages"] = [_message(message) for message in request.messages]
+    if request.tools:
+        fields["tools"] = [_tool(tool) for tool in request.tools]
+    if allowed := fields.pop("allowed_tools", None):
+        assert isinstance(allowed, list)
+        named = [{"type": "function", "function": {"name": name}} for name in allowed]
+        choice = {"mode": request.tool_choice or "auto", "tools": named}
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
+    if "chat_template_kwargs" in fields:
+        fields["chat_template_kwargs"] = _json(request.chat_template_kwargs, "chat_template_kwargs")
+    if "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": request.logprobs}
     return fields
+
+
+def _message(message: pb2.ChatMessage) -> dict[str, object]:
+    fields = {descriptor.name: value for descriptor, value in message.ListFields()}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _tool(tool: pb2.Tool) -> dict[str, object]:
+    function = {descriptor.name: value for descriptor, value in tool.ListFields()}
+    if tool.HasField("parameters"):
+        function["parameters"] = _json(tool.parameters, f"tools: parameters of {tool.name}")
+    return {"type": "function", "function": function}
+
+
+def _json(text: str, name: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is not JSON: {error}; send the text of an object.", param=name) from None
 
 
 def _plain(name: str, value: object) -> object:

@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from protos import convert
 from protos import outrider_pb2 as pb2
@@ -23,6 +23,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
+from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH_PERIOD_S = 5.0
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class CallContext(Protocol):
@@ -159,11 +162,9 @@ class GrpcApi:
             timeout_s = fields.get("timeout_s", remaining_s)
             assert isinstance(timeout_s, float)
             fields["timeout_s"] = min(remaining_s, timeout_s)
-        try:
-            body = CompletionRequest.model_validate(fields)
-        except ValidationError as error:
-            raise as_request_error(error, CompletionRequest) from None
-        return await self._service.complete(body)
+        if request.messages:
+            return await self._service.chat(_validated(fields, ChatCompletionRequest))
+        return await self._service.complete(_validated(fields, CompletionRequest))
 
     def _authenticate(self, context: CallContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
@@ -192,6 +193,13 @@ class GrpcApi:
         context.set_code(code)
         context.set_details(error.message)
         raise error
+
+
+def _validated(fields: dict[str, object], schema: type[Schema]) -> Schema:
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise as_request_error(error, schema) from None
 
 
 def _remaining_s(context: CallContext) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protos import convert
 from protos import outrider_pb2 as pb2
-from router.generation.delta import Delta
+from router.generation.delta import Delta, whole_calls
 from router.generation.generation import Generation
 from router.generation.usage import Usage
 
@@ -19,6 +19,11 @@ def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
         finish_reason=choice.finish_reason.value,
         logprobs=_logprobs(choice),
         token_sources=choice.sources,
+        tool_calls=[
+            pb2.ToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments)
+            for call in whole_calls(choice.tool_calls)
+        ],
+        reasoning=choice.reasoning,
     )
 
 
@@ -35,6 +40,11 @@ def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
         x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
         token_sources=delta.sources,
         drafts=pb2.Drafts(token_ids=delta.guess_ids, text=delta.guess_text) if delta.guess_ids else None,
+        tool_calls=[
+            pb2.ToolCallDelta(index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments)
+            for call in delta.tool_calls
+        ],
+        reasoning=delta.reasoning,
     )
 
 
