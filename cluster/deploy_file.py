@@ -20,6 +20,7 @@ from ray.serve.schema import (
 from cluster.config import DeployConfig, parse_config, unknown_key
 from protos.errors import ConfigError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BUILDERS = ("cluster.app:build", "outrider:build")
 
 
@@ -55,13 +56,18 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
         raise ConfigError(f"Ray Serve does not accept {source}:\n{error}") from None
     if mistakes := list(_unknown_keys(deployment)):
         raise ConfigError(f"{source} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
-    grpc = schema.grpc_options
+    grpc, config = schema.grpc_options, parse_config(_our_args(schema, source))
+    if config.ingress.open_admin and schema.http_options.host not in LOOPBACK:
+        raise ConfigError(
+            f"{source}: ingress.open_admin is for loopback, and http_options.host is {schema.http_options.host!r}; "
+            "remove it and set ingress.api_keys_file"
+        )
     return DeployFile(
         deployment=deployment,
         http_host=schema.http_options.host,
         http_port=schema.http_options.port,
         grpc_port=grpc.port if grpc.grpc_servicer_functions else None,
-        config=parse_config(_our_args(schema, source)),
+        config=config,
     )
 
 

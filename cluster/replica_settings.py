@@ -117,6 +117,7 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         model_id=config.model_id,
         model_path=resolve_model_path(config.target.path),
         api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
+        open_admin=config.ingress.open_admin,
         tool_format=config.ingress.tool_format,
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,

@@ -63,6 +63,14 @@ class AuthenticationError(ServingError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(ServingError):
+    """The client is known, or needs no key, and may not do this."""
+
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+    error_type = "permission_error"
+
+
 class NotFoundError(ServingError):
     """The named model (or path) does not exist here."""
 

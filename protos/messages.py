@@ -288,13 +288,19 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationExplanation:
-    """Passes of one sequence so far: with drafts, by method, and without, by `PlainReason`."""
+    """Passes of one sequence so far: with drafts, by method, and without, by `PlainReason`.
+
+    `routes` are the router's reasons for the pair, one for each sequence whose route it explained.
+    """
 
     drafted: dict[str, int] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
+    routes: tuple[str, ...] = ()
 
     def __add__(self, other: SpeculationExplanation) -> SpeculationExplanation:
-        return SpeculationExplanation(_sums(self.drafted, other.drafted), _sums(self.plain, other.plain))
+        return SpeculationExplanation(
+            _sums(self.drafted, other.drafted), _sums(self.plain, other.plain), self.routes + other.routes
+        )
 
 
 def _sums(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:

@@ -9,10 +9,10 @@ import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from protos.errors import AuthenticationError, ConfigError, OverloadedError
+from protos.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Client:
 
     tenant: str = ""
     rate: TokenRate | None = None
+    is_admin: bool = False
 
     def secret(self, text: str) -> str:
         """Return a client's salt or name of a conversation such that no other tenant can have the same one."""
@@ -62,6 +63,15 @@ class Client:
             self.rate.take(num_tokens)
 
 
+    def require_admin(self) -> None:
+        """Raise PermissionDeniedError for a client that may not see or change the server's inside."""
+        if not self.is_admin:
+            raise PermissionDeniedError(
+                "This needs an API key with admin=true behind it; a server on loopback without keys may set "
+                "ingress.open_admin: true."
+            )
+
+
 ANYONE = Client()
 current_client: ContextVar[Client] = ContextVar("current_client", default=ANYONE)
 
@@ -72,12 +82,16 @@ class ApiKeys:
     Args:
         path: of the file; None admits every client.
         clock: seconds.
+        is_open_admin: clients of a server without keys may do what needs an admin's key elsewhere.
 
     Raises:
         ConfigError: the file cannot be read, or holds no key (which would admit every client by mistake).
     """
 
-    def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: str | None = None, clock: Callable[[], float] = time.monotonic, *, is_open_admin: bool = False
+    ) -> None:
+        self._anyone = replace(ANYONE, is_admin=is_open_admin)
         self._path = None if path is None else Path(path).expanduser()
         self._clock = clock
         self._rates: dict[str, tuple[int, TokenRate]] = {}
@@ -103,7 +117,7 @@ class ApiKeys:
     def _find(self, authorization: str | None, x_api_key: str | None) -> Client:
         self._look_again()
         if self._path is None:
-            return ANYONE
+            return self._anyone
         key = x_api_key
         if authorization is not None and authorization.lower().startswith(_SCHEME):
             key = authorization[len(_SCHEME) :]
@@ -144,18 +158,20 @@ class ApiKeys:
         return clients
 
     def _client_of(self, entry: str, name: str) -> tuple[str, Client]:
-        """Read `KEY` or `sha256:HASH`, then `tenant=NAME` and `tokens_per_minute=N` where they are given."""
+        """Read `KEY` or `sha256:HASH`, then `tenant=NAME`, `tokens_per_minute=N` and `admin=true` where given."""
         key, *options = entry.split()
         match = _HASH.fullmatch(key)
         digest = match[1] if match else _hash_of(key)
         given = dict(option.partition("=")[::2] for option in options)
         tenant = given.pop("tenant", digest)
         limit = given.pop("tokens_per_minute", None)
+        is_admin = given.get("admin") == "true" and bool(given.pop("admin"))
         if given or (limit is not None and not (limit.isdigit() and int(limit) > 0)):
             raise ConfigError(
-                f"{name} has {' '.join(options)!r} behind a key; it may have tenant=NAME and tokens_per_minute=N"
+                f"{name} has {' '.join(options)!r} behind a key; it may have tenant=NAME, tokens_per_minute=N and "
+                "admin=true"
             )
-        return digest, Client(tenant, None if limit is None else self._rate(tenant, int(limit)))
+        return digest, Client(tenant, None if limit is None else self._rate(tenant, int(limit)), is_admin)
 
     def _rate(self, tenant: str, limit: int) -> TokenRate:
         """Return the tenant's rate, the one there is while its limit is the same."""

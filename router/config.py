@@ -23,13 +23,15 @@ class IngressConfig:
 
     `tool_format` is the form of the model's tool calls: hermes, llama, or auto for the form in its chat template.
     `model_path` is the folder or Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None
-    serves every client. `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
+    serves every client. `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere.
+    `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
     `cors_origins` are the origins of web pages that may call, a star standing for anything.
     """
 
     model_id: str
     model_path: str
     api_keys_file: str | None = None
+    open_admin: bool = False
     tool_format: str = "auto"
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class Ingress:
     def __init__(
         self, pair: DeploymentHandle[Any], config: IngressConfig, prefill: DeploymentHandle[Any] | None = None
     ) -> None:
-        self._api_keys = ApiKeys.from_file(config.api_keys_file)
+        self._api_keys = ApiKeys(config.api_keys_file, is_open_admin=config.open_admin)
         metrics = IngressMetrics()
         application = ApplicationWatch()
         backend = ServeBackend(pair, RequestRouting(metrics.router), application.is_deleted, prefill)

@@ -55,6 +55,10 @@ class LocalPair(PairShell):
         watchdog = Watchdog(self._client, self._settings, _end_process, self._on_pong)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
+    async def kill_drafts(self) -> int:
+        """Return 0: the draft has no process of its own."""
+        return 0
+
     async def metrics_texts(self) -> Sequence[str]:
         """Return this pair's metrics in Prometheus text format."""
         return [await self.metrics_text()]

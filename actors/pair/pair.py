@@ -67,6 +67,9 @@ class Pair(PairShell):
         self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)
 
+    async def kill_draft(self) -> bool:
+        return self._actors.restart_draft()
+
     async def check_health(self) -> None:
         """Raise if this replica should be replaced; called by Serve."""
         self._watchdog.check()

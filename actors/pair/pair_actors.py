@@ -59,10 +59,11 @@ class PairActors:
         """Kill the target's process; Ray starts a new one."""
         ray.kill(self._actors[0], no_restart=False)
 
-    def restart_draft(self) -> None:
-        """Kill the draft's process, if there is one; Ray starts a new one."""
+    def restart_draft(self) -> bool:
+        """Kill the draft's process, and return True, if there is one; Ray starts a new one."""
         for draft in self._actors[1:]:
             ray.kill(draft, no_restart=False)
+        return len(self._actors) > 1
 
     def close(self) -> None:
         """Kill the actors for good and remove the folder; a second call does nothing."""

@@ -63,6 +63,10 @@ class PairShell:
             self._on_pong(await self._client.ping(self._ping_timeout_s))
         return self._metrics.text()
 
+    async def kill_draft(self) -> bool:
+        """Kill the draft's process, as a fault would; return False where the draft has none."""
+        return False
+
     def _on_pong(self, pong: Pong) -> None:
         if self._drift_alarms is not None:
             self._drift_alarms.update(pong.engine.drift)

@@ -37,7 +37,7 @@ class Watchdog:
         settings: PairSettings,
         restart: Callable[[], None],
         on_pong: Callable[[Pong], None],
-        restart_draft: Callable[[], None] = lambda: None,
+        restart_draft: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from cluster.deploy_file import LOOPBACK
 from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
@@ -71,6 +72,9 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
             args.setdefault(section, {})[key] = value
     for setting in options.settings:
         _set(args, setting)
+    ingress = args.setdefault("ingress", {})
+    if options.host in LOOPBACK and "api_keys_file" not in ingress:
+        ingress.setdefault("open_admin", True)
     application = {"name": "outrider", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
     return {
         "proxy_location": "EveryNode",

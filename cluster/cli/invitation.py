@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
-from cluster.deploy_file import DeployFile
+from cluster.cli.race import race
+from cluster.deploy_file import LOOPBACK, DeployFile
+
+
+def race_in_terminal(file: DeployFile) -> None:
+    """Show the race to a newcomer: where someone looks, no key is needed, and the draft has something to say."""
+    ingress, host = file.config.ingress, file.http_host
+    if not sys.stdout.isatty() or ingress.api_keys_file or ingress.tls_certificate_file or host not in LOOPBACK:
+        return
+    race(f"http://{host}:{file.http_port}/v1", file.config.model_id)
 
 
 def invitation(file: DeployFile, logs: str | None = None) -> str:
@@ -14,6 +24,7 @@ def invitation(file: DeployFile, logs: str | None = None) -> str:
     address = f"{scheme}://{file.http_host}:{file.http_port}"
     body = {"model": file.config.model_id, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
     lines = [
+        f"  page   {address}/",
         f"  HTTP   {address}/v1   (model {file.config.model_id})",
         *([f"  gRPC   127.0.0.1:{file.grpc_port}   (outrider.v1.Generation)"] if file.grpc_port else []),
         *([f"  logs   {logs}"] if logs else []),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from cluster.cli.console import report
-from cluster.cli.invitation import invitation
+from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.deploy_file import DeployFile
 from cluster.local_cluster import AppStatus, LocalCluster
 
@@ -68,6 +68,8 @@ def serve_on_ray(file: DeployFile) -> None:
             cluster.deploy(file)
         cluster.wait_running(_Progress(interrupt, began_s))
         report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{invitation(file, _LOGS)}")
+        with interrupt.breaking():
+            race_in_terminal(file)
         interrupt.is_set.wait()
         report("\nstopping: running requests may finish; Ctrl-C again to stop at once")
     except InterruptedStartError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from cluster.cli.check import check_deployment
 from cluster.cli.console import report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.fetch import fetch_models
-from cluster.cli.invitation import invitation
+from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.ray_serving import serve_on_ray
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
 from cluster.preflight import check_ports
@@ -105,5 +106,9 @@ def _serve_in_process(file: DeployFile) -> None:
     # Not at the top: uvicorn and the frontends' servers are for this way alone.
     from cluster.one_process import serve_in_process
 
+    def on_ready() -> None:
+        report(f"ready\n\n{invitation(file)}")
+        threading.Thread(target=race_in_terminal, args=(file,), name="race", daemon=True).start()
+
     report(f"loading {file.config.target.path}")
-    serve_in_process(file, lambda: report(f"ready\n\n{invitation(file)}"))
+    serve_in_process(file, on_ready)

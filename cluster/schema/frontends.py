@@ -45,7 +45,8 @@ class LimitsSection(Section):
 class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
-    `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served.
+    `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
+    kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows.
     `tool_format` is how the model writes tool calls; auto follows its chat template. `strict_fields` refuses a request
     with a field that is not known here; else the field is ignored, and named in the answer's header X-Ignored-Fields.
     `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those of this machine by
@@ -55,6 +56,7 @@ class IngressSection(Section):
 
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: str | None = None
+    open_admin: bool = False
     tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
     strict_fields: bool = False
     cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
@@ -68,6 +70,8 @@ class IngressSection(Section):
     limits: LimitsSection = LimitsSection()
 
     def conflicts(self) -> Iterable[str]:
+        if self.open_admin and self.api_keys_file is not None:
+            yield "open_admin is for a server without keys; remove it, and write admin=true behind a key of the file"
         if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
             yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
         for name in ("tls_certificate_file", "tls_client_ca_file"):

@@ -30,6 +30,10 @@ class Backend(Protocol):
         """Return the card of the model that is served. Raises `UnavailableError` while no pair answers."""
         ...
 
+    async def kill_drafts(self) -> int:
+        """Kill the draft's process of every pair that has one, as a fault would; return their number."""
+        ...
+
     async def metrics_texts(self) -> Sequence[str]:
         """Return the Prometheus text of every live pair replica."""
         ...

@@ -51,6 +51,9 @@ class MigratingBackend:
     async def describe(self) -> ModelCard:
         return await self._inner.describe()
 
+    async def kill_drafts(self) -> int:
+        return await self._inner.kill_drafts()
+
     async def metrics_texts(self) -> Sequence[str]:
         return await self._inner.metrics_texts()
 

@@ -63,7 +63,7 @@ class ServeBackend:
                     is_accepted = True
                     self._routing.accepted(call, batch[0])
                 is_finished = _has_end(batch)
-                yield batch
+                yield self._routing.explained(call, batch)
                 if not is_finished:
                     item = await anext(stream)
         except (Exception, asyncio.CancelledError) as error:
@@ -94,6 +94,14 @@ class ServeBackend:
             raise _as_serving_error(error) from error
         self._routing.learn(card)
         return card
+
+    async def kill_drafts(self) -> int:
+        """Kill the draft of every pair, and return the number of those that had one."""
+        try:
+            results = await self._handle.broadcast("kill_draft").results_async(return_exceptions=True)
+        except (Exception, asyncio.CancelledError) as error:
+            raise _as_serving_error(error) from error
+        return sum(result is True for result in results)
 
     async def metrics_texts(self) -> Sequence[str]:
         """Return the metrics of all replicas that answer, pairs first."""

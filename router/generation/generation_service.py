@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.fingerprint import with_tokenizer
 from protos.messages import ModelCard
+from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
@@ -68,6 +69,21 @@ class GenerationService:
 
     def _forget_card(self) -> None:
         self._card = None
+
+    async def kill_drafts(self) -> int:
+        """Kill the draft of every pair, as a fault would; return their number.
+
+        Raises:
+            PermissionDeniedError: the client is no admin.
+            RequestError: no draft has a process of its own.
+        """
+        current_client.get().require_admin()
+        async with asyncio.timeout(_CARD_TIMEOUT_S):
+            num_killed = await self.backend.kill_drafts()
+        if not num_killed:
+            raise RequestError("No draft has a process of its own here: there is nothing to kill.")
+        logger.warning("an admin killed %d drafts", num_killed)
+        return num_killed
 
     async def fresh_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""

@@ -75,6 +75,12 @@ class HealthAnswer(TypedDict):
     alarms: NotRequired[list[str]]
 
 
+class KilledDrafts(TypedDict):
+    """The answer of `/admin/drafts/kill`."""
+
+    num_drafts: int
+
+
 class InputTokens(TypedDict):
     """The answer of `/v1/messages/count_tokens`."""
 

@@ -18,7 +18,7 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
 from router.metrics.http_metrics import CountRequests
-from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, ServedModel, TokenizeAnswer
+from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, KilledDrafts, ServedModel, TokenizeAnswer
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import unless_disconnected
@@ -33,6 +33,7 @@ from router.openai.response_writer import ResponseWriter
 from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
+from router.requests.admin_request import KillDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.foreign_turn import ForeignTurn
@@ -175,6 +176,13 @@ class OpenAIApi:
                 answer["alarms"] = list(alarms)
         return JSONResponse(answer)
 
+    async def kill_drafts(self, request: Request) -> Response:
+        """Kill the drafts, to see that the text goes on; for admins, and in JSON, which no other site's page can send."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise RequestError("The body of this call is JSON; send {} with Content-Type: application/json.")
+        await self._body(request, KillDrafts)
+        return JSONResponse(KilledDrafts(num_drafts=await self._service.kill_drafts()))
+
     async def metrics(self) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""
         try:
@@ -208,6 +216,7 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
         ("/v1/messages/count_tokens", api.count_tokens),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
+        ("/admin/drafts/kill", api.kill_drafts),
     ):
         app.add_api_route(path, post, methods=["POST"], response_model=None)
     for path, get in (

@@ -15,6 +15,7 @@ from router.openai.answers import (
     ErrorAnswer,
     HealthAnswer,
     InputTokens,
+    KilledDrafts,
     Message,
     MessagesError,
     ModelList,
@@ -25,6 +26,7 @@ from router.openai.chat_writer import Chat, ChatChunk
 from router.openai.completion_writer import TextCompletion
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.responses.responses_request import ResponsesRequest
+from router.requests.admin_request import KillDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.generation_fields import NOT_SERVED
@@ -98,6 +100,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/detokenize": Operation(
         "Turn token ids into text", DetokenizeAnswer, DetokenizeRequest, example={"tokens": [1, 2]}
     ),
+    "/admin/drafts/kill": Operation("Kill the draft processes; the text goes on", KilledDrafts, KillDrafts),
     "/v1/models": Operation("List the model that is served", ModelList),
     "/v1/models/{model_id}": Operation("Describe the model that is served", ServedModel),
     "/live": Operation("Tell whether this process answers", HealthAnswer),

@@ -42,6 +42,7 @@ class Explanation(BaseModel):
     passes: dict[str, int]
     plain_passes: dict[str, int]
     reasons: dict[str, str]
+    routes: list[str] | None = None  # the router's reasons, for admins
 
 
 class DraftEvent(BaseModel):
@@ -71,7 +72,10 @@ class ApproximateSpeculation(BaseModel):
 def explanation_object(explanation: SpeculationExplanation) -> Explanation:
     """Return the counts, with a sentence for each reason among them."""
     reasons = {reason: PLAIN_REASONS[PlainReason(reason)] for reason in explanation.plain}
-    return Explanation(passes=explanation.drafted, plain_passes=explanation.plain, reasons=reasons)
+    made = Explanation(passes=explanation.drafted, plain_passes=explanation.plain, reasons=reasons)
+    if explanation.routes:
+        made.routes = list(explanation.routes)
+    return made
 
 
 def usage_object(usage: Usage) -> CompletionUsage:

@@ -28,6 +28,7 @@ function request() {
     speculation: speculation(),
   };
   if (text("play-schema")) body.response_format = { type: "json_schema", json_schema: { name: "form", schema: JSON.parse(byId("play-schema").value) } };
+  if (isChat && text("play-tools")) body.tools = JSON.parse(byId("play-tools").value);
   if (text("play-prediction")) body.prediction = { type: "content", content: byId("play-prediction").value };
   return { path: `/v1/${byId("play-endpoint").value}`, body: JSON.parse(JSON.stringify(body)) };
 }
@@ -57,6 +58,11 @@ function noteRejected(rejected, guess, ids, from) {
   if (wrong >= 0) rejected.set(from + wrong, wrong === 0 ? guess.text : `token ${guess.token_ids[wrong]} of ${guess.text}`);
 }
 
+// The calls of tools as text: the name once, then its arguments as they come.
+function calls({ tool_calls: parts = [] }) {
+  return (parts || []).map((part) => `${part.function.name ? `\n→ ${part.function.name} ` : ""}${part.function.arguments ?? ""}`).join("");
+}
+
 async function generate(signal) {
   const { path, body } = request();
   const out = byId("play-text");
@@ -73,7 +79,7 @@ async function generate(signal) {
       ahead.textContent = ` [${draft.text}]`;
     }
     for (const choice of event.choices) {
-      committed.data += choice.text ?? choice.delta.content ?? "";
+      committed.data += choice.text ?? `${choice.delta.content ?? ""}${calls(choice.delta)}`;
       ids.push(...(choice.token_ids || []));
       sources.push(...(choice.token_sources || []));
       tokens.push(...tokensOf(choice));
@@ -91,6 +97,7 @@ async function generate(signal) {
   if (!explanation) return;
   const rows = Object.entries(explanation.plain_passes).map(([reason, passes]) => [reason, passes, explanation.reasons[reason]]);
   fillTable(byId("play-reasons"), ["reason", "passes", ""], rows);
+  if (explanation.routes) byId("play-route").textContent = explanation.routes.join("\n").replaceAll("; ", ";\n");
 }
 
 const quoted = (value) => `'${value.replaceAll("'", "'\\''")}'`;

@@ -79,7 +79,17 @@ async function race() {
   showTokens(byId("race-sources"), byId("race-detail"), await readTokens(tokens, on.ids), on.sources);
 }
 
+// As a fault would: the text of a race that runs goes on, without drafts until a new process has started.
+async function killDraft() {
+  const { num_drafts: count } = await post("/admin/drafts/kill", {});
+  byId("killed").textContent = `Killed ${count === 1 ? "the draft's process" : `${count} draft processes`}: the text goes on, and drafts come back when a new process has started.`;
+}
+
 export function startRace() {
+  byId("kill-draft").addEventListener("click", () => {
+    showTrouble(null);
+    killDraft().catch(showTrouble);
+  });
   const form = byId("race-form");
   form.addEventListener("submit", async (event) => {
     event.preventDefault();

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from router.api_keys import current_client
 from router.routing.audit import RouteOutcome
 from router.routing.prompt_keys import PromptKeys
 from router.routing.routed_call import RoutedCall
@@ -25,7 +29,21 @@ class RequestRouting:
 
     def open(self, request: GenerateRequest) -> RoutedCall:
         """Return the argument to pass to Serve in the request's place."""
-        return RoutedCall(request, self._prompt_keys.keys_of(request))
+        is_explained = request.speculation.explain and current_client.get().is_admin  # it tells of others' load
+        return RoutedCall(request, self._prompt_keys.keys_of(request), is_explained)
+
+    def explained(self, call: RoutedCall, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
+        """Add the reason of the call's route to each explanation in `batch`, if the call asked for it."""
+        if not call.is_explained or call.route is None:
+            return batch
+        reply = call.route.reply
+        reason = f"by load, as the index gave no answer ({call.route.failure})" if reply is None else reply.formula
+        return [
+            chunk
+            if chunk.explanation is None
+            else replace(chunk, explanation=replace(chunk.explanation, routes=(reason,)))
+            for chunk in batch
+        ]
 
     def accepted(self, call: RoutedCall, first: TokenChunk) -> None:
         """Record that a pair has sent its first chunk, which tells how much it found in its cache."""

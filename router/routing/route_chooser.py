@@ -85,5 +85,5 @@ def _query_for(call: RoutedCall, worker_ids: Sequence[str]) -> RouteQuery:
         session_id=request.session_id,
         candidates=tuple(worker_ids),
         refused_by=before.reply.worker_ids[0] if before and before.reply else None,
-        is_explained=logger.isEnabledFor(logging.DEBUG),
+        is_explained=call.is_explained or logger.isEnabledFor(logging.DEBUG),
     )

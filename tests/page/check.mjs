@@ -47,6 +47,30 @@ await page.keyboard.press("ArrowRight");
 assert.match(await page.textContent("#race-detail"), /token 1, .*: \w+/);
 await inspect(page, "race");
 
+// The draft is killed under a stream, where it has a process of its own, and the text goes on.
+await page.fill("#race-tokens", "400");
+const whole = race(page);
+await page.waitForFunction(() => document.getElementById("race-on").textContent.length > 40, null, { timeout: 120_000 });
+await page.click("#kill-draft");
+await page.waitForSelector("#killed:not(:empty), #trouble:not([hidden])");
+console.log((await page.textContent("#killed")) || (await page.textContent("#trouble")));
+await whole;
+await page.fill("#race-tokens", "128");
+
+// A key that has expired: the page asks for another, and goes on with it.
+const REFUSED = { error: { message: "The API key is not known here.", type: "authentication_error", code: "invalid_api_key", param: null } };
+const expired = await browser.newContext();
+const locked = await expired.newPage();
+await locked.route("**/v1/**", (route) => (route.request().headers().authorization === "Bearer fresh" ? route.continue() : route.fulfill({ status: 401, json: REFUSED })));
+await locked.goto(base);
+await locked.waitForSelector("#key-row:not([hidden])");
+assert.match(await locked.textContent("#trouble"), /not known/);
+await locked.fill("#key", "fresh");
+await locked.press("#key", "Enter");
+await locked.waitForFunction(() => document.getElementById("trouble").hidden);
+assert.notEqual(await locked.textContent("#model"), "the target");
+await expired.close();
+
 await page.focus("#tab-race");
 await page.keyboard.press("ArrowRight");
 await page.fill("#play-schema", JSON.stringify({ enum: [HOSTILE] }));

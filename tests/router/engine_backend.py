@@ -63,5 +63,8 @@ class EngineBackend:
     async def describe(self) -> ModelCard:
         return self._card
 
+    async def kill_drafts(self) -> int:
+        return 0
+
     async def metrics_texts(self) -> Sequence[str]:
         return ()

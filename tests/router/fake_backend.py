@@ -56,6 +56,7 @@ class FakeBackend:
     card: ModelCard = CARD
     texts: Sequence[str] = ()
     requests: list[GenerateRequest] = field(default_factory=list)
+    num_drafts_to_kill: int = 0
     num_running: int = 0
     num_closed: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -116,6 +117,9 @@ class FakeBackend:
 
     async def describe(self) -> ModelCard:
         return self.card
+
+    async def kill_drafts(self) -> int:
+        return self.num_drafts_to_kill
 
     async def metrics_texts(self) -> Sequence[str]:
         return self.texts
