@@ -62,7 +62,6 @@ class Client:
         if self.rate is not None:
             self.rate.take(num_tokens)
 
-
     def require_admin(self) -> None:
         """Raise PermissionDeniedError for a client that may not see or change the server's inside."""
         if not self.is_admin:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import httpx
 from openai import OpenAI, OpenAIError
 from rich.console import Console
 
@@ -21,7 +20,7 @@ def race(url: str, model: str) -> None:
     console = Console(highlight=False)
     deadline_s = time.monotonic() + _TIMEOUT_S
     try:
-        with OpenAI(base_url=url, api_key=API_KEY, timeout=httpx.Timeout(_TIMEOUT_S), max_retries=0) as client:
+        with OpenAI(base_url=url, api_key=API_KEY, timeout=_TIMEOUT_S, max_retries=0) as client:
             for enabled in (False, True):  # both ways have run then, and the prompt is in the cache
                 _run(client, model, 8, enabled, deadline_s)
             results = []

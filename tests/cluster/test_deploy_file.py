@@ -103,3 +103,12 @@ def test_missing_fast_path_variables_are_logged(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setenv(name, value)
     warn_of_missing_variables()
     assert caplog.text == ""
+
+
+def test_an_admin_without_a_key_is_for_loopback(tmp_path: Path):
+    text = BUNDLED.read_text()
+    assert read_deploy_file(BUNDLED).config.ingress.open_admin
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text.replace("host: 127.0.0.1", "host: 0.0.0.0"))
+    with pytest.raises(ConfigError, match="open_admin is for loopback, and http_options.host is '0.0.0.0'"):
+        read_deploy_file(path)

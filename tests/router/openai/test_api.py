@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.errors import UnavailableError
+from router.api_keys import ApiKeys
+from router.generation.generation_service import GenerationService
+from router.openai.api import build_app
 from tests.router.fake_backend import FakeBackend
 
 
@@ -108,3 +112,31 @@ async def test_a_long_prompt_does_not_hold_up_the_others(base_url: str) -> None:
             last = now
     assert long.result().json()["count"] == 18_000
     assert max(gaps) < 0.5
+
+
+async def test_an_admin_kills_the_drafts(backend: FakeBackend, service: GenerationService, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("user\nboss admin=true\n", encoding="utf-8")
+    closed, keys, opened = ApiKeys(), ApiKeys(str(tmp_path / "keys")), ApiKeys(is_open_admin=True)
+    backend.num_drafts_to_kill = 2
+    for api_keys, key, status in ((closed, "", 403), (keys, "user", 403), (keys, "boss", 200), (opened, "", 200)):
+        async with app_client(service, api_keys, key) as http:
+            answer = await http.post("/admin/drafts/kill", json={})
+        assert answer.status_code == status, answer.text
+    assert answer.json() == {"num_drafts": 2}
+
+
+async def test_a_draft_is_not_killed_by_a_form_of_another_site_nor_where_there_is_none(
+    backend: FakeBackend, service: GenerationService
+) -> None:
+    async with app_client(service, ApiKeys(is_open_admin=True), "") as http:
+        form = await http.post("/admin/drafts/kill", content="{}", headers={"Content-Type": "text/plain"})
+        none = await http.post("/admin/drafts/kill", json={})
+    assert (form.status_code, none.status_code) == (400, 400)
+    assert "application/json" in form.json()["error"]["message"]
+    assert "nothing to kill" in none.json()["error"]["message"]
+
+
+def app_client(service: GenerationService, api_keys: ApiKeys, key: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_app(service, api_keys), raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(transport=transport, base_url="http://outrider", headers=headers)

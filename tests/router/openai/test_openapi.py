@@ -17,8 +17,8 @@ from router.openai.api import build_app
 from router.openai.openapi import OPERATIONS, openapi_document
 
 DOCUMENT = openapi_document(is_strict=False)
-POSTS = sorted(path for path, operation in OPERATIONS.items() if operation.body is not None)
-GETS = sorted(path.replace("{model_id}", "fake") for path in set(OPERATIONS) - set(POSTS))
+POSTS = sorted(path for path, operation in OPERATIONS.items() if operation.body and not path.startswith("/admin"))
+GETS = sorted(path.replace("{model_id}", "fake") for path, operation in OPERATIONS.items() if operation.body is None)
 
 
 def schema_of(path: str, status: str = "200", kind: str = "application/json") -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import GenerateRequest, ModelCard, SpeculationExplanation, TokenChunk
+from router.api_keys import Client, current_client
 from router.routing.index.index_messages import RouteReply
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import Route, RoutedCall
@@ -97,3 +99,17 @@ def test_a_refused_request_gives_its_reservation_back(ingress: Ingress):
 def test_a_call_that_was_never_routed_counts_nowhere(ingress: Ingress):
     ingress.routing.refused(ingress.routing.open(REQUEST))
     assert ingress.metric("decision_seconds_count") == 0
+
+
+def test_only_an_admin_is_told_why_a_pair_was_chosen(ingress: Ingress):
+    explain = replace(REQUEST, speculation=replace(REQUEST.speculation, explain=True))
+    end = [TokenChunk("r", (1,), explanation=SpeculationExplanation())]
+    route = Route(0.002, RouteReply(1, 1, 1.0, 9.0, 0.5, ("a",), "prefix: a 1.0 s", 77, 1))
+    told = []
+    for client in (Client(), Client(is_admin=True)):
+        token = current_client.set(client)
+        call = ingress.routing.open(explain)
+        current_client.reset(token)
+        call.route = route
+        told.append(ingress.routing.explained(call, end)[0].explanation.routes)
+    assert told == [(), ("prefix: a 1.0 s",)]
