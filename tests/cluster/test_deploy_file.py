@@ -110,5 +110,5 @@ def test_an_admin_without_a_key_is_for_loopback(tmp_path: Path):
     assert read_deploy_file(BUNDLED).config.ingress.open_admin
     path = tmp_path / "deploy.yaml"
     path.write_text(text.replace("host: 127.0.0.1", "host: 0.0.0.0"))
-    with pytest.raises(ConfigError, match="open_admin is for loopback, and http_options.host is '0.0.0.0'"):
+    with pytest.raises(ConfigError, match=r"open_admin is for loopback, and http_options\.host is '0\.0\.0\.0'"):
         read_deploy_file(path)
