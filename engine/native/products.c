@@ -19,6 +19,8 @@ enum {
     LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
     FEW_ROWS = 16,      /* of a tile, that read W as one stream */
+    FEW_PAIRS = 4,      /* read side by side without AMX, at most */
+    VECTOR_SUMS = 14,   /* of a row and a pair, in registers, as are two vectors of W and one of x */
     VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, half a tile */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
     BLOCK_INPUTS = 384, /* of a pair, and of a tile of rows, that share the first cache */
@@ -70,34 +72,65 @@ AMX INLINE void add_tiles(struct part p, float *sums, int is_first) {
     _tile_stored(1, sums + 256, 64);
 }
 
-/* `add_tiles` without AMX, for at most half a tile of rows. */
-AVX INLINE void add_vectors(const int rows, struct part p, float *sums, int is_first) {
-    __m512 sum[VECTOR_ROWS][2];
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; row++)
+/* `add_tiles` without AMX, for at most half a tile of rows and several pairs side by side: the sums of few rows and one
+   pair are too few to be computed while others wait for their last product, and memory waits with them. Pairs lie
+   `pair` numbers apart in W. */
+AVX INLINE void add_vectors(const int rows, const int pairs, struct part p, int64_t pair, float *sums, int is_first) {
+    __m512 sum[VECTOR_SUMS][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * pairs; i++)
         for (int half = 0; half < 2; half++)
-            sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
+            sum[i][half] = is_first ? _mm512_setzero_ps()
+                                    : _mm512_loadu_ps(sums + i / rows * TILE + i % rows * 16 + half * 256);
     for (int64_t k = 0; k < p.steps; k++, p.x += p.step, p.w += 2 * TILE) {
-        fetch_lines(p.w + p.ahead, p.from, p.to);
+        const int64_t ahead = p.ahead + (k + p.ahead / (2 * TILE) < p.steps ? 0 : (pairs - 1) * pair);
         for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
-            const __m512bh first = (__m512bh)_mm512_loadu_si512(p.w + line * 32);
-            const __m512bh second = (__m512bh)_mm512_loadu_si512(p.w + TILE + line * 32);
+#pragma GCC unroll 4
+            for (int i = 0; i < pairs; i++) {
+                const bf16 *w = p.w + i * pair + line * 32;
+                if (pairs > 1) {
+                    _mm_prefetch((const char *)(w + ahead), _MM_HINT_T1);
+                    _mm_prefetch((const char *)(w + ahead + TILE), _MM_HINT_T1);
+                } else if (line == 0) {
+                    fetch_lines(w + p.ahead, p.from, p.to);
+                }
+                const __m512bh first = (__m512bh)_mm512_loadu_si512(w);
+                const __m512bh second = (__m512bh)_mm512_loadu_si512(w + TILE);
 #pragma GCC unroll 8
-            for (int row = 0; row < rows; row++) {
-                const __m512bh inputs = (__m512bh)broadcast(p.x + row * p.stride + line * 2);
-                sum[row][0] = _mm512_dpbf16_ps(sum[row][0], first, inputs);
-                sum[row][1] = _mm512_dpbf16_ps(sum[row][1], second, inputs);
+                for (int row = 0; row < rows; row++) {
+                    const __m512bh inputs = (__m512bh)broadcast(p.x + row * p.stride + line * 2);
+                    sum[i * rows + row][0] = _mm512_dpbf16_ps(sum[i * rows + row][0], first, inputs);
+                    sum[i * rows + row][1] = _mm512_dpbf16_ps(sum[i * rows + row][1], second, inputs);
+                }
             }
         }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * pairs; i++)
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_ps(sums + i / rows * TILE + i % rows * 16 + half * 256, sum[i][half]);
+}
+
+/* Pairs of which so many rows have their sums in registers. */
+static int64_t pairs_at_once(int64_t rows) {
+    static const int64_t pairs[VECTOR_ROWS + 1] = {1, 4, 4, 4, 3, 2, 2, 2, 1};
+    return pairs[rows];
+}
+
+/* Anew the sums of `pairs` pairs, at most `pairs_at_once`. */
+AVX static void add_pairs(int64_t rows, int64_t pairs, struct part part, int64_t pair, float *sums) {
+#define PAIRS(r, n) case 10 * r + n: add_vectors(r, n, part, pair, sums, 1); break;
+    switch (10 * rows + pairs) {
+        PAIRS(1, 1) PAIRS(1, 2) PAIRS(1, 3) PAIRS(1, 4) PAIRS(2, 1) PAIRS(2, 2) PAIRS(2, 3) PAIRS(2, 4)
+        PAIRS(3, 1) PAIRS(3, 2) PAIRS(3, 3) PAIRS(3, 4) PAIRS(4, 1) PAIRS(4, 2) PAIRS(4, 3) PAIRS(5, 1)
+        PAIRS(5, 2) PAIRS(6, 1) PAIRS(6, 2) PAIRS(7, 1) PAIRS(7, 2) PAIRS(8, 1)
+    }
+#undef PAIRS
 }
 
 /* The same for up to 16 rows, half a tile at a time. */
 AVX static void add_halves(int64_t rows, struct part part, float *sums, int is_first) {
-#define ROWS(n) case n: add_vectors(n, part, sums, is_first); break;
+#define ROWS(n) case n: add_vectors(n, 1, part, 0, sums, is_first); break;
     for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
         switch (min(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
         part.x += VECTOR_ROWS * part.stride, part.from = part.to;
@@ -128,13 +161,16 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
 
 /* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
 AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
-    float sums[16 * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t rows = p->num_rows, stride = p->num_inputs;
+    float sums[16 * OUTPUTS * FEW_PAIRS] __attribute__((aligned(64)));
+    const int64_t rows = p->num_rows, stride = p->num_inputs, size = stride * OUTPUTS;
     if (outrider_has_tiles) configure_tiles(rows, 0);
-    for (int64_t pair = first; pair < last; pair++) {
-        const bf16 *w = p->weight + pair * p->num_inputs * OUTPUTS;
-        add(rows, (struct part){p->x, stride, 32, w, stride / 32, PREFETCH, 0, LINES}, sums, 1);
-        for (int64_t row = 0; row < rows; row++) finish(p, row, pair, sums + row * 16);
+    for (int64_t pair = first, num_pairs; pair < last; pair += num_pairs) {
+        const struct part part = {p->x, stride, 32, p->weight + pair * size, stride / 32, PREFETCH, 0, LINES};
+        num_pairs = outrider_has_tiles ? 1 : min(pairs_at_once(rows), last - pair);
+        if (outrider_has_tiles) add_tiles(part, sums, 1);
+        else add_pairs(rows, num_pairs, part, size, sums);
+        for (int64_t i = 0; i < num_pairs; i++)
+            for (int64_t row = 0; row < rows; row++) finish(p, row, pair + i, sums + i * TILE + row * 16);
     }
 }
 

@@ -20,7 +20,8 @@ enum {
     BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
     BLOCK_ROWS = 128,
     QUANTIZED_ROWS = 8, /* in one part of the work */
-    VECTOR_ROWS = 6,    /* that have their sums in registers */
+    VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
+    FEW_ROWS = 3,       /* that have those of several */
     PAD = 64,           /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,    /* bytes ahead of the reader */
 };
@@ -84,67 +85,97 @@ AVX INLINE __m512 add_based(__m512 onto, __m512 base, float row_scale, int32_t r
     return _mm512_fmadd_ps(base, _mm512_set1_ps(row_scale * (float)row_sum), onto);
 }
 
-/* A part, onto the sums [rows, 32]. VNNI takes weights as they are above zero: those of 8 bits are 128 more meanwhile,
-   and sums begin at as much less. */
-AVX INLINE void add_vectors(const int rows, const int bits, struct part p, float *sums) {
+/* A part, onto the sums [pairs, rows, 32]. VNNI takes weights as they are above zero: those of 8 bits are 128 more
+   meanwhile, and sums begin at as much less. Several pairs side by side are as many streams from memory, and sums
+   enough to be computed while others wait for their last product; they lie `pair` groups apart. */
+AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, struct part p, int64_t pair, float *sums) {
     const __m512i raise = _mm512_set1_epi8(-128), low = _mm512_set1_epi8(15);
+    const int64_t pair_bytes = pair * (bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK);
+    const int64_t pair_tables = pair * (bits == 8 ? OUTPUTS : 2 * OUTPUTS);
     __m512 total[VECTOR_ROWS][2];
 #pragma GCC unroll 8
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++) total[row][half] = _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
+    for (int i = 0; i < rows * pairs; i++)
+        for (int half = 0; half < 2; half++) total[i][half] = _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
     for (int64_t group = 0; group < p.num_groups; group++) {
-        if (p.is_first_reader) fetch_lines(p.w + PREFETCH, 0, bits);
-        if (p.is_first_reader && bits == 8) fetch_lines(p.w + PREFETCH, bits, 2 * bits);
+        const int is_end = pairs > 1 && group + PREFETCH / (2 * HALF_BLOCK) >= p.num_groups;
+        const int64_t next = PREFETCH + (is_end ? (pairs - 1) * pair_bytes : 0);
+#pragma GCC unroll 4
+        for (int i = 0; i < pairs; i++)
+            if (p.is_first_reader) {
+                fetch_lines(p.w + i * pair_bytes + next, 0, bits == 8 ? 16 : 8);
+                if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * OUTPUTS, 0, 1);
+            }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
-        for (int row = 0; row < rows; row++)
-            sum[row][0] = sum[row][1] = _mm512_set1_epi32(bits == 8 ? -128 * p.row_sums[row * p.table_stride + group] : 0);
+        for (int i = 0; i < rows * pairs; i++) {
+            const int32_t row_sum = p.row_sums[i % rows * p.table_stride + group];
+            sum[i][0] = sum[i][1] = _mm512_set1_epi32(bits == 8 ? -128 * row_sum : 0);
+        }
 #pragma GCC unroll 8
         for (int line = 0; line < 8; line++) { /* four inputs of 32 outputs */
-            __m512i first = _mm512_loadu_si512(p.w + line * 64), second;
-            if (bits == 8) {
-                second = _mm512_xor_si512(_mm512_loadu_si512(p.w + HALF_BLOCK + line * 64), raise);
-                first = _mm512_xor_si512(first, raise);
-            } else {
-                second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
-                first = _mm512_and_si512(first, low);
-            }
+#pragma GCC unroll 4
+            for (int i = 0; i < pairs; i++) {
+                const uint8_t *w = p.w + i * pair_bytes + line * 64;
+                __m512i first = _mm512_loadu_si512(w), second;
+                if (bits == 8) {
+                    second = _mm512_xor_si512(_mm512_loadu_si512(w + HALF_BLOCK), raise);
+                    first = _mm512_xor_si512(first, raise);
+                } else {
+                    second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+                    first = _mm512_and_si512(first, low);
+                }
 #pragma GCC unroll 8
-            for (int row = 0; row < rows; row++) {
-                const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
-                sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], first, inputs);
-                sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], second, inputs);
+                for (int row = 0; row < rows; row++) {
+                    const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
+                    sum[i * rows + row][0] = _mm512_dpbusd_epi32(sum[i * rows + row][0], first, inputs);
+                    sum[i * rows + row][1] = _mm512_dpbusd_epi32(sum[i * rows + row][1], second, inputs);
+                }
             }
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < pairs; i++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const uint16_t *tables = p.tables + i * pair_tables + half * 16;
+                const __m512 scale = from_float16(tables);
 #pragma GCC unroll 8
-        for (int half = 0; half < 2; half++) {
-            const __m512 scale = from_float16(p.tables + half * 16);
+                for (int row = 0; row < rows; row++)
+                    total[i * rows + row][half] = add_scaled(total[i * rows + row][half], sum[i * rows + row][half], scale,
+                                                             p.row_scales[row * p.table_stride + group]);
+                if (bits == 8) continue;
+                const __m512 base = from_float16(tables + OUTPUTS);
 #pragma GCC unroll 8
-            for (int row = 0; row < rows; row++)
-                total[row][half] =
-                    add_scaled(total[row][half], sum[row][half], scale, p.row_scales[row * p.table_stride + group]);
-            if (bits == 8) continue;
-            const __m512 base = from_float16(p.tables + OUTPUTS + half * 16);
-#pragma GCC unroll 8
-            for (int row = 0; row < rows; row++)
-                total[row][half] = add_based(total[row][half], base, p.row_scales[row * p.table_stride + group],
-                                             p.row_sums[row * p.table_stride + group]);
-        }
+                for (int row = 0; row < rows; row++)
+                    total[i * rows + row][half] =
+                        add_based(total[i * rows + row][half], base, p.row_scales[row * p.table_stride + group],
+                                  p.row_sums[row * p.table_stride + group]);
+            }
         p.x += GROUP;
         p.w += bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK;
         p.tables += bits == 8 ? OUTPUTS : 2 * OUTPUTS;
     }
 #pragma GCC unroll 8
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, total[row][half]);
+    for (int i = 0; i < rows * pairs; i++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + i * OUTPUTS + half * 16, total[i][half]);
 }
 
 /* The same, the numbers of rows and bits known to the compiler. */
 AVX static void add_any_rows(int64_t rows, int bits, struct part p, float *sums) {
-#define ROWS(n) case n: if (bits == 8) add_vectors(n, 8, p, sums); else add_vectors(n, 4, p, sums); break;
-    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-#undef ROWS
+#define SUMS(n) case n: if (bits == 8) add_vectors(n, 1, 8, p, 0, sums); else add_vectors(n, 1, 4, p, 0, sums); break;
+    switch (rows) { SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6) }
+#undef SUMS
 }
+
+/* `pairs` pairs of 8 bits, at most `pairs_at_once`. */
+AVX static void add_pairs(int64_t rows, int64_t pairs, struct part p, int64_t pair, float *sums) {
+#define SUMS(r, n) case 10 * r + n: add_vectors(r, n, 8, p, pair, sums); break;
+    switch (10 * rows + pairs) {
+        SUMS(1, 1) SUMS(1, 2) SUMS(1, 3) SUMS(1, 4) SUMS(2, 1) SUMS(2, 2) SUMS(2, 3) SUMS(3, 1) SUMS(3, 2)
+    }
+#undef SUMS
+}
+
+static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_ROWS / rows; }
 
 /* Groups of 4 bits as int8, in `to`, which is aligned. */
 AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
@@ -210,6 +241,23 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
     }
 }
 
+/* Up to FEW_ROWS rows and the pairs [first, last) of 8 bits, without AMX: some pairs at once, each read whole. (4 bits
+   take so long to unpack that memory does not wait.) */
+AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
+    float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t rows = p->num_rows, groups = p->num_groups;
+    struct part part = {.x = p->x, .stride = p->num_inputs + PAD, .row_scales = p->row_scales, .row_sums = p->row_sums,
+                        .table_stride = groups, .num_groups = groups, .is_first_reader = 1};
+    for (int64_t pair = first, pairs; pair < last; pair += pairs) {
+        pairs = min(pairs_at_once(rows), last - pair);
+        part.w = p->weight + pair * groups * 2 * HALF_BLOCK;
+        part.tables = p->tables + pair * groups * OUTPUTS;
+        __builtin_memset(sums, 0, sizeof sums);
+        add_pairs(rows, pairs, part, groups, sums);
+        for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
+    }
+}
+
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a block of a pair stays in the cache while the rows go by. */
 AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t unpacked[BLOCK_GROUPS * 2 * HALF_BLOCK] __attribute__((aligned(64)));
@@ -268,7 +316,9 @@ AMX static void multiply_part(const void *work, int64_t part) {
     const struct cut *cut = work;
     const struct quantized *p = &cut->product;
     const int64_t row = part % cut->row_blocks * BLOCK_ROWS, pair = part / cut->row_blocks * cut->pairs;
-    multiply(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + cut->pairs, p->num_outputs / OUTPUTS));
+    const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    if (!outrider_has_tiles && p->bits == 8 && p->num_rows <= FEW_ROWS) multiply_few(p, pair, last);
+    else multiply(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, last);
     if (outrider_has_tiles) _tile_release();
 }
 
