@@ -13,6 +13,9 @@ SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
 DEPLOY_demo := deploy.yaml
 DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
 SERVED_smollm2 := $(SMOLLM2)
+# Of the engine by slipcover, which counts in changed bytecode (1.2 times the time; coverage: 1.9) that Ray cannot pickle.
+ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .coverage.engine.json
+ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".coverage.engine.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
 .PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page clean
@@ -49,20 +52,19 @@ test: install  ## lint, type-check, run every test and print the coverage of tho
 	@rm -f .coverage*
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
 		lint test-served test-engine test-verifier test-others type
-	@$(COVERAGE) combine --quiet
-	@echo "coverage: $$($(COVERAGE) report --format=total)% of lines"
+	@echo "coverage: engine $$($(ENGINE_COVERED))%, the rest $$($(COVERAGE) report --format=total)% of lines"
 
 test-served: install  ## the tests that start Ray clusters
 	@$(BIN)/python -m pytest tests/serve
 
 test-engine: install  ## the tests of the engine, but for its verifiers
-	@$(COVERAGE) run --parallel-mode -m pytest tests/engine --ignore=tests/engine/verifier
+	@$(ENGINE_COVERAGE) -m pytest tests/engine --ignore=tests/engine/verifier
 
 test-verifier: install  ## the tests of the verifiers: sampled, so without coverage
 	@$(BIN)/python -m pytest tests/engine/verifier
 
 test-others: install  ## all other tests
-	@$(COVERAGE) run --parallel-mode -m pytest --ignore=tests/serve --ignore=tests/engine
+	@$(COVERAGE) run -m pytest --ignore=tests/serve --ignore=tests/engine
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .
