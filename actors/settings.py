@@ -69,6 +69,27 @@ class PrefillSettings:
     step_timeout_s: float = 120.0
 
 
+class KVEventFormat(StrEnum):
+    """The form of an event in vLLM's versions."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventSettings:
+    """The ZeroMQ addresses at which a pair publishes the changes of its prefix cache, in vLLM's format.
+
+    A second pair of a node takes the next port of each. `buffer_steps` batches can be had again at `replay_endpoint`.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    format: KVEventFormat = KVEventFormat.MAP
+    buffer_steps: int = 10_000
+
+
 @dataclass(frozen=True, slots=True)
 class PairSettings:
     """The settings with which a pair's shell starts its actors and judges their health.
@@ -88,4 +109,5 @@ class PairSettings:
     pong_timeout_s: float = 10.0
     step_timeout_s: float = 120.0
     restart_timeout_s: float = 300.0
+    kv_events: KVEventSettings | None = None
     alarm_webhook: str | None = None  # gets a POST for each alarm that begins

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from actors.settings import DraftSettings, PairSettings, PrefillSettings
+from actors.settings import DraftSettings, KVEventSettings, PairSettings, PrefillSettings
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.config import DeployConfig
 from cluster.model_files import weight_bytes
@@ -52,6 +52,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         draft_share=placement.draft,
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
+        kv_events=None if config.pair.kv_events is None else KVEventSettings(**config.pair.kv_events.model_dump()),
         alarm_webhook=config.pair.alarm_webhook,
     )
 

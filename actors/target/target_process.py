@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.serve.handle import DeploymentHandle
@@ -21,11 +21,12 @@ from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.process.frames import FrameListener
-from actors.settings import PairSettings
+from actors.settings import KVEventSettings, PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
 from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
+from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
@@ -35,6 +36,9 @@ from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import ModelCard, SpeculationMethod
+
+if TYPE_CHECKING:
+    from actors.engine_loop.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ def serve_target(
     kv_events = KVEventBuffer()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, draft)
     core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=draft)
+    if settings.kv_events is not None:
+        publish_kv_events(settings.kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(draft))
@@ -65,6 +71,18 @@ def serve_target(
     threading.Thread(target=_serve_shells, args=(server, loop), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()
+
+
+def publish_kv_events(settings: KVEventSettings, blocks: BlockManager) -> KVEventPublisher:
+    """Publish the changes of a block manager from now on. Raises ConfigError for addresses that cannot be had."""
+    # Not at the top: pyzmq is for those that ask for it.
+    from actors.engine_loop.kv_event_publisher import KVEventPublisher
+
+    publisher = KVEventPublisher(settings)
+    publisher.start()
+    blocks.on_stored = publisher.stored
+    blocks.add_sink(publisher.record)
+    return publisher
 
 
 def _serve_shells(server: ShellServer, loop: EngineLoop) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Annotated
 
 from pydantic import Field
 
-from actors.settings import KVTransportKind
+from actors.settings import KVEventFormat, KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import CacheConfig, KVDtype, SchedulerConfig
 
 GIB = 1 << 30
+_ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
 
 class CacheSection(EngineSection):
@@ -85,6 +87,26 @@ class Scaled(Section):
             yield "num_replicas and autoscaling contradict each other; keep one of them"
 
 
+class KVEventsSection(Section):
+    """ZeroMQ addresses at which each pair publishes its cache's changes in vLLM's format, for other routers than ours.
+
+    Pairs of one node take ports that follow each other. `format` is `map`, as vLLM sends events now, or `array`, as it
+    did before. Needs pyzmq. The events hold the tokens of prompts (docs/security.md).
+    """
+
+    endpoint: str = Field(default="tcp://127.0.0.1:5557", pattern=_ADDRESS)
+    replay_endpoint: str | None = Field(default="tcp://127.0.0.1:5657", pattern=_ADDRESS)
+    topic: str = Field(default="", max_length=256)
+    format: Annotated[KVEventFormat, one_of(*KVEventFormat)] = KVEventFormat.MAP
+    buffer_steps: int = Field(default=10_000, ge=1, le=1_000_000)
+
+    def conflicts(self) -> Iterator[str]:
+        if self.endpoint == self.replay_endpoint:
+            yield "endpoint and replay_endpoint are one address; change one of them"
+        if find_spec("zmq") is None:
+            yield "kv_events needs pyzmq, which is not installed; pip install 'outrider[kv-events]', or leave it out"
+
+
 class PairSection(Scaled):
     """The number of draft-target pairs, and of requests that may wait in each before it answers 429.
 
@@ -93,6 +115,7 @@ class PairSection(Scaled):
 
     num_replicas: int | None = Field(default=None, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
+    kv_events: KVEventsSection | None = None
     alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
 
     @property

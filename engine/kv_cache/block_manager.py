@@ -20,6 +20,7 @@ from protos.block_keys import BlockKey, child_key, join_keys, root_key
 from protos.cache_delta import CacheDelta
 
 CacheDeltaSink = Callable[[CacheDelta], None]
+StoredSink = Callable[[list[BlockContent], BlockKey], None]  # with the key before the first block
 
 
 class BlockManager:
@@ -52,6 +53,7 @@ class BlockManager:
         self.num_hit_tokens = 0
         self._model_version = model_version
         self._event_sink = event_sink
+        self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that can be found now
         self._is_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
 
@@ -129,16 +131,18 @@ class BlockManager:
         num_full = num_tokens // self.block_size if self._is_caching else 0
         if tokens.num_keyed_blocks >= num_full:
             return
-        stored: list[BlockKey] = []
+        stored: list[BlockContent] = []
         for index in range(tokens.num_keyed_blocks, num_full):
             content = self._content(tokens, index)
             if self._pool.register(tokens.block_table[index], content):
-                stored.append(content.key)
+                stored.append(content)
             elif not self._change_over(tokens, index, content):
                 break
             tokens.num_keyed_blocks += 1
         if stored:
-            self._emit(CacheDelta(stored=join_keys(stored)))
+            self._emit(CacheDelta(stored=join_keys(content.key for content in stored)))
+            if self.on_stored is not None and not tokens.cache_salt:
+                self.on_stored(stored, root_key(self._model_version))
 
     def catch_up(self, tokens: TokenBlocks) -> None:
         """Change over to what others have published behind a sequence's computed tokens, which end at a block's end.
@@ -260,6 +264,17 @@ class BlockManager:
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def add_sink(self, sink: CacheDeltaSink) -> None:
+        """Let `sink` get every change from now on, too."""
+        first = self._event_sink
+
+        def both(delta: CacheDelta) -> None:
+            if first is not None:
+                first(delta)
+            sink(delta)
+
+        self._event_sink = both
 
     def _emit(self, delta: CacheDelta) -> None:
         if self._event_sink is not None:

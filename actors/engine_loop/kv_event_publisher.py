@@ -1,0 +1,181 @@
+"""The changes of a pair's prefix cache in vLLM's format, over ZeroMQ, for routers that are not ours.
+
+As vLLM 0.33 has them (`vllm/distributed/kv_events.py`): a PUB socket sends [topic, sequence number, batch], a ROUTER
+socket sends batches that were missed again. Blocks under a `cache_salt` are left out: such routers know tokens alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from actors.settings import KVEventFormat, KVEventSettings
+from engine.kv_cache.block_pool import BlockContent
+from protos.block_keys import BlockKey, split_keys
+from protos.cache_delta import CacheDelta
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_PORTS = 64  # pairs of one node; each takes the next port that is free
+_PERIOD_S = 0.05  # between looks at the socket of those that missed something
+_MEDIUM = "GPU"  # vLLM's word for the pool that attention reads, on processors too
+_END = (-1).to_bytes(8, "big", signed=True)
+_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+Event = dict[str, Any]
+
+
+class KVEventPublisher:
+    """Publishes from a thread of its own; `stored` and `record` belong to the engine's thread and never wait."""
+
+    def __init__(self, settings: KVEventSettings) -> None:
+        self._settings = settings
+        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_steps)
+        self._next_sequence = 0
+        self._rank = 0
+        self._is_open = True
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._replayer = None if settings.replay_endpoint is None else self._context.socket(zmq.ROUTER)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+
+    def start(self) -> tuple[str, str | None]:
+        """Listen, and return both addresses.
+
+        Raises:
+            ConfigError: none of the ports can be had.
+        """
+        settings = self._settings
+        for rank in range(_MAX_PORTS):
+            endpoint, replay = _at(settings.endpoint, rank), _at(settings.replay_endpoint, rank)
+            try:
+                self._publisher.bind(endpoint)
+            except zmq.ZMQError as error:
+                reason = str(error)
+                continue
+            try:
+                if self._replayer is not None:
+                    self._replayer.bind(replay)
+            except zmq.ZMQError as error:
+                reason = str(error)
+                self._publisher.unbind(self._publisher.get_string(zmq.LAST_ENDPOINT))
+                continue
+            self._rank = rank
+            self._thread.start()
+            logger.info("KV events at %s, missed ones at %s", endpoint, replay)
+            return endpoint, replay
+        raise ConfigError(
+            f"pair.kv_events: {settings.endpoint} with {settings.replay_endpoint} cannot be had, nor the "
+            f"{_MAX_PORTS - 1} ports behind them: {reason}; choose others"
+        )
+
+    def stored(self, contents: Sequence[BlockContent], root: BlockKey) -> None:
+        """Note blocks that can be reused from now on; one without a parent stands behind `root`."""
+        events: list[Event] = []
+        last: BlockKey | None = None
+        for content in contents:
+            if last is None or content.parent != last:
+                parent = None if content.parent == root else _hash(content.parent)
+                events.append(_stored_event(parent, len(content.token_ids)))
+            events[-1]["block_hashes"].append(_hash(content.key))
+            events[-1]["token_ids"] += content.token_ids
+            last = content.key
+        self._events.put(events)
+
+    def record(self, delta: CacheDelta) -> None:
+        """Note what is gone; what has come is told by `stored`."""
+        if delta.is_cleared:
+            self._events.put([{"type": "AllBlocksCleared"}])
+        if delta.removed:
+            hashes = [_hash(key) for key in split_keys(delta.removed)]
+            self._events.put([{"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}])
+
+    def close(self) -> None:
+        """Stop publishing; a second call does nothing."""
+        self._is_open = False
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while self._is_open:
+            if events := self._take():
+                self._publish(events)
+            while self._replayer is not None and self._replayer.poll(0):
+                self._replay(self._replayer)
+
+    def _take(self) -> list[Event]:
+        """Return all events that wait; none after a while without."""
+        try:
+            events = self._events.get(timeout=_PERIOD_S)
+            while not self._events.empty():
+                events = [*events, *self._events.get()]
+        except queue.Empty:
+            return []
+        return events
+
+    def _publish(self, events: list[Event]) -> None:
+        is_array = self._settings.format is KVEventFormat.ARRAY
+        said = [_as_array(event) for event in events] if is_array else events
+        payload = msgspec.msgpack.encode([time.time(), said, self._rank])
+        self._sent.append((self._next_sequence, payload))
+        sequence = self._next_sequence.to_bytes(8, "big")
+        self._publisher.send_multipart((self._settings.topic.encode(), sequence, payload))
+        self._next_sequence += 1
+
+    def _replay(self, socket: zmq.Socket[Any]) -> None:
+        """Answer one client that missed something; a client that does not read is not waited for."""
+        frames = socket.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("a request for missed KV events has %d frames; 3 are expected", len(frames))
+            return
+        client, _, first = frames
+        for sequence, payload in self._sent:
+            if sequence >= int.from_bytes(first, "big"):
+                socket.send_multipart((client, b"", sequence.to_bytes(8, "big"), payload))
+        socket.send_multipart((client, b"", _END, b""))
+
+
+def _stored_event(parent: int | None, block_size: int) -> Event:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [],
+        "parent_block_hash": parent,
+        "token_ids": [],
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": _MEDIUM,
+        "lora_name": None,
+    }
+
+
+def _as_array(event: Event) -> list[Any]:
+    """Return an event as versions of vLLM before its maps sent it."""
+    return [event["type"], *(event[name] for name in _FIELDS[event["type"]])]
+
+
+def _hash(key: BlockKey) -> int:
+    """Return 64 bits of a key: Dynamo's router keeps no more."""
+    return int.from_bytes(key[-8:], "big")
+
+
+def _at(endpoint: str | None, rank: int) -> str:
+    """Return the address `rank` ports further."""
+    if endpoint is None:
+        return ""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"

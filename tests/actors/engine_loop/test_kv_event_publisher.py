@@ -1,0 +1,175 @@
+"""KV events, read as vLLM's own subscriber example reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from actors.settings import KVEventFormat, KVEventSettings
+from actors.target.target_process import publish_kv_events
+from cluster.ports import free_ports
+from engine.kv_cache.block_manager import BlockManager
+from engine.sequence.token_blocks import TokenBlocks
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class ArrayStored(BlockStored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class ArrayRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class MapBatch(Batch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class ArrayBatch(Batch):
+    events: list[ArrayStored | ArrayRemoved]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def settings_of(**fields: Any) -> KVEventSettings:
+    first, second = free_ports(2)
+    return KVEventSettings(f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{second}", topic="kv", **fields)
+
+
+def fill(blocks: BlockManager, token_ids: list[int], salt: str = "") -> TokenBlocks:
+    tokens = TokenBlocks(list(token_ids), salt)
+    assert blocks.reserve(tokens, len(token_ids))
+    tokens.num_computed_tokens = len(token_ids)
+    blocks.publish(tokens, len(token_ids))
+    return tokens
+
+
+def subscribe(context: zmq.Context, settings: KVEventSettings) -> zmq.Socket:
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt_string(zmq.SUBSCRIBE, "kv")
+    socket.connect(settings.endpoint)
+    return socket
+
+
+def missed(context: zmq.Context, settings: KVEventSettings, first: int) -> list[tuple[int, bytes]]:
+    """All batches from `first` on. vLLM's example asks through REQ, which reads one answer; DEALER reads all."""
+    socket = context.socket(zmq.DEALER)
+    socket.connect(settings.replay_endpoint)
+    socket.send_multipart((b"", first.to_bytes(8, "big")))
+    batches = []
+    while socket.poll(5000):
+        _, sequence, payload = socket.recv_multipart()
+        if int.from_bytes(sequence, "big", signed=True) == -1:
+            return batches
+        batches.append((int.from_bytes(sequence, "big"), payload))
+    pytest.fail("the end did not come")
+
+
+def all_events(context: zmq.Context, settings: KVEventSettings, count: int, kind: type = MapBatch) -> list[Any]:
+    """The events so far, once there are `count`."""
+    for _ in range(100):
+        batches = [msgspec.msgpack.decode(payload, type=kind) for _, payload in missed(context, settings, 0)]
+        events = [event for batch in batches for event in batch.events]
+        if len(events) >= count:
+            return events
+    pytest.fail(f"{len(events)} events have come")
+
+
+def test_blocks_come_as_a_chain_and_go(context: zmq.Context) -> None:
+    settings = settings_of()
+    blocks = BlockManager(num_blocks=5, block_size=4, model_version="m")
+    publisher = publish_kv_events(settings, blocks)
+    first = fill(blocks, list(range(8)))
+    second = fill(blocks, [*range(8), 8, 9, 10, 11])
+    stored, longer = all_events(context, settings, 2)
+    assert isinstance(stored, BlockStored)
+    assert (stored.parent_block_hash, stored.token_ids, stored.block_size) == (None, list(range(8)), 4)
+    assert len(stored.block_hashes) == 2
+    assert (longer.parent_block_hash, longer.token_ids) == (stored.block_hashes[1], [8, 9, 10, 11])
+    blocks.release(first)
+    blocks.release(second)
+    fill(blocks, list(range(100, 120)))
+    events = all_events(context, settings, 4)
+    removed = [event for event in events if isinstance(event, BlockRemoved)]
+    assert {key for event in removed for key in event.block_hashes} == {*stored.block_hashes, *longer.block_hashes}
+    publisher.close()
+    publisher.close()
+
+
+def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(context: zmq.Context) -> None:
+    settings = settings_of(buffer_steps=2)
+    blocks = BlockManager(num_blocks=64, block_size=4, model_version="m")
+    publisher = publish_kv_events(settings, blocks)
+    subscriber = subscribe(context, settings)
+    sequence = -1
+    for start in range(0, 4000, 4):  # until the subscription has reached the publisher
+        blocks.release(fill(blocks, list(range(start, start + 4))))
+        if subscriber.poll(10):
+            topic, number, payload = subscriber.recv_multipart()
+            sequence = int.from_bytes(number, "big")
+            batch = msgspec.msgpack.decode(payload, type=MapBatch)
+            break
+    assert topic == b"kv"
+    assert batch.ts > 0
+    assert batch.data_parallel_rank == 0
+    assert isinstance(batch.events[0], BlockStored | BlockRemoved)
+    last = missed(context, settings, sequence)
+    assert last[0] == (sequence, payload) or len(last) == 2  # no more than two are kept
+    publisher.close()
+
+
+def test_arrays_are_for_older_readers_and_salted_blocks_for_none(context: zmq.Context) -> None:
+    settings = settings_of(format=KVEventFormat.ARRAY)
+    blocks = BlockManager(num_blocks=8, block_size=4, model_version="m")
+    publisher = publish_kv_events(settings, blocks)
+    fill(blocks, [1, 2, 3, 4], salt="tenant")
+    fill(blocks, [5, 6, 7, 8])
+    [stored] = all_events(context, settings, 1, ArrayBatch)
+    assert (stored.token_ids, stored.medium) == ([5, 6, 7, 8], "GPU")
+    publisher.close()
+
+
+def test_a_second_pair_of_a_node_takes_the_next_ports(context: zmq.Context) -> None:
+    settings = settings_of()
+    managers = [BlockManager(num_blocks=8, block_size=4, model_version="m") for _ in range(2)]
+    publishers = [publish_kv_events(settings, blocks) for blocks in managers]
+    assert publishers[0]._rank == 0
+    assert publishers[1]._rank > 0
+    for publisher in publishers:
+        publisher.close()
