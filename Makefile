@@ -18,7 +18,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cove
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".coverage.engine.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-verifier test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,7 +51,7 @@ test: install  ## lint, type-check, run every test and print the coverage of tho
 	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about twelve minutes)"
 	@rm -f .coverage*
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
-		lint test-served test-engine test-verifier test-others type
+		lint test-served test-engine test-models test-others type
 	@echo "coverage: engine $$($(ENGINE_COVERED))%, the rest $$($(COVERAGE) report --format=total)% of lines"
 
 test-served: install  ## the tests that start Ray clusters
@@ -60,11 +60,11 @@ test-served: install  ## the tests that start Ray clusters
 test-engine: install  ## the tests of the engine, but for its verifiers
 	@$(ENGINE_COVERAGE) -m pytest tests/engine --ignore=tests/engine/verifier
 
-test-verifier: install  ## the tests of the verifiers: sampled, so without coverage
-	@$(BIN)/python -m pytest tests/engine/verifier
+test-models: install  ## the tests that compute for long, without coverage: sampled verifiers, models, benches
+	@$(BIN)/python -m pytest tests/engine/verifier tests/models tests/bench tests/real_model
 
 test-others: install  ## all other tests
-	@$(COVERAGE) run -m pytest --ignore=tests/serve --ignore=tests/engine
+	@$(COVERAGE) run -m pytest $(addprefix --ignore=tests/,serve engine models bench real_model)
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .
