@@ -32,6 +32,7 @@ from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.loader import tokenizer_file
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.native.logits import widened
 from engine.span import Span
 from protos.errors import ConfigError
 
@@ -126,7 +127,7 @@ class PagedModel:
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
         logits = self.decoder.logits(batch)
-        return logits.float() if out is None else out.copy_(logits)
+        return widened(logits) if out is None else out.copy_(logits)
 
     def _relative_error(self, probe: _Probe, plan_attention: PlanAttention) -> float:
         """Distance of the probe's logits from the stock model's, relative to their spread.

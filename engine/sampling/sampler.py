@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.draft import SparseDistribution
 from engine.indexing import has_triton, index_tensor, upload
+from engine.native.logits import highest
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.masks import (
     add_bias,
@@ -114,7 +115,7 @@ class Sampler:
         they agree as often as their distributions are alike (arXiv:2408.07978).
         """
         if not (scores.is_cuda and has_triton()):
-            return self.perturb(scores, rows, Purpose.TARGET_GUMBEL).argmax(dim=1)
+            return highest(self.perturb(scores, rows, Purpose.TARGET_GUMBEL))
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.sampling.triton_draw import draw
 

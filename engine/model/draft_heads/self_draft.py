@@ -19,6 +19,7 @@ from engine.model.decoders.llama_decoder import FAMILIES, LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from engine.native.logits import widened
 from protos.errors import ConfigError
 
 
@@ -54,7 +55,7 @@ class SelfDraft:
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V] float32; their slots hold KV that the target must write again."""
         assert self._decoder is not None, "begin comes first"
-        return self._decoder.logits(batch).float()
+        return widened(self._decoder.logits(batch))
 
 
 def _packed(stock: Any, target: LlamaDecoder, quantization: Quantization) -> LlamaDecoder:

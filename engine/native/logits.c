@@ -1,0 +1,68 @@
+/* Logits behind the last product: bfloat16 to float32, and the token with the highest score. */
+
+#include "processor.h"
+#include "team.h"
+
+enum { LANES = 16, WIDENED = 1 << 15 /* numbers in one part of the work */ };
+
+struct widening {
+    const bf16 *from;
+    float *to;
+    int64_t size;
+};
+
+AVX static void widen_part(const void *work, int64_t part) {
+    const struct widening *w = work;
+    const int64_t end = min((part + 1) * WIDENED, w->size);
+    for (int64_t i = part * WIDENED; i < end; i += LANES) {
+        const __mmask16 lanes = end - i >= LANES ? 0xffff : (__mmask16)((1 << (end - i)) - 1);
+        const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, w->from + i));
+        _mm512_mask_storeu_epi32(w->to + i, lanes, _mm512_slli_epi32(bits, 16));
+    }
+}
+
+void outrider_widen(const bf16 *from, float *to, int64_t size) {
+    const struct widening widening = {from, to, size};
+    share_out(widen_part, &widening, (size + WIDENED - 1) / WIDENED);
+}
+
+struct choice {
+    const float *scores; /* [rows, size] */
+    int64_t size;
+    int64_t *chosen; /* [rows] */
+};
+
+/* The lowest place of a row's highest number; -1 where one is none. */
+AVX static int64_t highest(const float *scores, int64_t size) {
+    __m512 best = _mm512_set1_ps(-__builtin_inff());
+    __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best_places = places;
+    __mmask16 is_none = 0;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const __mmask16 lanes = size - i >= LANES ? 0xffff : (__mmask16)((1 << (size - i)) - 1);
+        const __m512 score = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), lanes, scores + i);
+        const __mmask16 is_better = _mm512_cmp_ps_mask(score, best, _CMP_GT_OQ);
+        is_none |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
+        best = _mm512_mask_mov_ps(best, is_better, score);
+        best_places = _mm512_mask_mov_epi32(best_places, is_better, places);
+        places = _mm512_add_epi32(places, _mm512_set1_epi32(LANES));
+    }
+    if (is_none) return -1;
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+    const __mmask16 is_top = _mm512_cmp_ps_mask(best, top, _CMP_EQ_OQ);
+    return _mm512_mask_reduce_min_epi32(is_top, best_places);
+}
+
+AVX static void choose_part(const void *work, int64_t row) {
+    const struct choice *c = work;
+    c->chosen[row] = highest(c->scores + row * c->size, c->size);
+}
+
+/* The place of each row's highest score, the first of equals; scores [rows, size], `size` less than 2^31. Returns 0
+   where a score is no number. */
+int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t *chosen) {
+    const struct choice choice = {scores, size, chosen};
+    share_out(choose_part, &choice, num_rows);
+    for (int64_t row = 0; row < num_rows; row++)
+        if (chosen[row] < 0) return 0;
+    return 1;
+}

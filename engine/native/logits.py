@@ -1,0 +1,52 @@
+"""Logits as float32 and the token with the highest score, by our kernels where they run and by torch elsewhere.
+
+torch computes both with all of its threads as soon as a vocabulary is large. A region of OpenMP ends with the last of
+its threads, and beside the helpers of our kernels, which wait for the next product, that takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.native.library import native_library
+
+
+def widened(logits: Tensor) -> Tensor:
+    """`logits.float()`."""
+    if not _is_ours(logits, torch.bfloat16):
+        return logits.float()
+    wide = torch.empty_like(logits, dtype=torch.float32)
+    _kernels()[0](logits.data_ptr(), wide.data_ptr(), logits.numel())
+    return wide
+
+
+def highest(scores: Tensor) -> Tensor:
+    """`scores.argmax(dim=1)` of `scores` [R, V]: the place of each row's highest, the first of equals, [R] int64."""
+    num_rows, size = scores.shape
+    if not _is_ours(scores, torch.float32) or size == 0:
+        return scores.argmax(dim=1)
+    chosen = torch.empty(num_rows, dtype=torch.int64)
+    has_numbers = _kernels()[1](scores.data_ptr(), num_rows, size, chosen.data_ptr())
+    return chosen if has_numbers else scores.argmax(dim=1)
+
+
+def _is_ours(numbers: Tensor, dtype: torch.dtype) -> bool:
+    is_plain = numbers.dtype is dtype and numbers.device.type == "cpu" and numbers.is_contiguous()
+    return is_plain and native_library() is not None
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    library = native_library()
+    assert library is not None, "`_is_ours` says when there is one"
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    widen, choose = library.outrider_widen, library.outrider_choose
+    widen.argtypes = [pointer, pointer, size]
+    choose.argtypes = [pointer, size, size, pointer]
+    widen.restype, choose.restype = None, ctypes.c_int
+    return widen, choose
