@@ -8,7 +8,7 @@ batches for torch's kernel, and is held to it by the tests and, at every start, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from array import array
 from collections.abc import Sequence as Seq
 from functools import cache
 
@@ -20,7 +20,7 @@ from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import KVDtype
 from engine.draft import path_to
-from engine.indexing import Index, upload
+from engine.indexing import Index
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import KVCache
 from engine.native.library import native_library
@@ -29,7 +29,7 @@ from protos.errors import ConfigError
 
 MAX_HEAD_DIM = 256  # of a head
 _CHAIN = -1  # in place of a span's first node
-_CPU = torch.device("cpu")
+_SPAN_FIELDS = 6
 
 _POINTERS = ("query", "new_keys", "new_values", "keys", "values", "out", "slots", "sinks")
 _LAYOUT = ("spans", "tables", "nodes", "paths")
@@ -79,14 +79,18 @@ class NativePass:
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache = cache
-        self._slots = slots if isinstance(slots, Tensor) else torch.arange(slots.start, slots.stop)
-        layout = _Layout(spans)
-        self._layout = [upload(numbers, dtype, _CPU) for numbers, dtype in layout.lists()]
-        call = AttentionCall(num_rows=len(self._slots), num_spans=len(layout.spans))
-        call.slots, call.block_size = self._slots.data_ptr(), cache.block_size
+        self._layout = _Layout(spans)
+        if isinstance(slots, Tensor):
+            self._slots: Tensor | array[int] = slots
+            address = slots.data_ptr()
+        else:
+            self._slots = run = array("q", range(slots.start, slots.stop))
+            address, _ = run.buffer_info()
+        call = AttentionCall(num_rows=len(self._slots), num_spans=self._layout.num_spans, slots=address)
+        call.block_size = cache.block_size
         call.is_bf16, call.is_int8 = cache.dtype is torch.bfloat16, cache.kind is KVDtype.INT8
-        for name, tensor in zip(_LAYOUT, self._layout, strict=True):
-            setattr(call, name, tensor.data_ptr())
+        for name, numbers in self._layout.arrays().items():
+            setattr(call, name, numbers.buffer_info()[0])
         self.call = call
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
@@ -119,35 +123,40 @@ class NativePass:
 
 
 class _Layout:
-    """The spans as the kernel reads them; a span with a tree is two, as its nodes read their own paths."""
+    """The spans as the kernel reads them; a span with a tree is two, as its nodes read their own paths.
+
+    Arrays, not tensors: a step of a small model has time for few calls of torch.
+    """
 
     def __init__(self, spans: Seq[Span]) -> None:
-        self.spans: list[tuple[int, ...]] = []  # the fields of `struct span`
-        self._tables: list[int] = []
-        self._nodes: list[tuple[int, int]] = []  # position, and where its path begins
-        self._paths: list[int] = []
+        self._spans = array("q")  # the fields of `struct span`
+        self._tables = array("i")
+        self._nodes = array("i")  # of each node its position, and where its path begins
+        self._paths = array("i")
         first_row = 0
         for span in spans:
             num_chained = span.num_chained
             num_nodes = len(span.token_ids) - num_chained
             table, tree = len(self._tables), span.tree_start
             if num_chained:
-                self.spans.append((first_row, num_chained, span.start, table, tree, _CHAIN))
+                self._spans.extend((first_row, num_chained, span.start, table, tree, _CHAIN))
             if num_nodes:
                 first = span.start + num_chained
-                self.spans.append((first_row + num_chained, num_nodes, first, table, tree, len(self._nodes)))
+                self._spans.extend((first_row + num_chained, num_nodes, first, table, tree, len(self._nodes) // 2))
                 for node in range(first - tree, first - tree + num_nodes):
                     path = path_to(span.parents, node)
-                    self._nodes.append((tree + len(path) - 1, len(self._paths)))
-                    self._paths += [tree + step for step in path]
-            self._tables += span.block_table
+                    self._nodes.extend((tree + len(path) - 1, len(self._paths)))
+                    self._paths.extend(tree + step for step in path)
+            self._tables.extend(span.block_table)
             first_row += len(span.token_ids)
 
-    def lists(self) -> Iterator[tuple[Seq[object], torch.dtype]]:
-        yield self.spans, torch.int64
-        yield self._tables, torch.int32
-        yield self._nodes, torch.int32
-        yield self._paths, torch.int32
+    @property
+    def num_spans(self) -> int:
+        return len(self._spans) // _SPAN_FIELDS
+
+    def arrays(self) -> dict[str, array[int]]:
+        """The arrays by their names in the call; they live as long as this."""
+        return {"spans": self._spans, "tables": self._tables, "nodes": self._nodes, "paths": self._paths}
 
 
 def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | TorchAttention:
