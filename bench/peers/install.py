@@ -15,6 +15,7 @@ from pathlib import Path
 OPENVINO = "openvino-genai==2026.4.1.0"
 # Exports IR from transformers' checkpoints; brings transformers of its own and wants torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
+OPENVINO_QUANTIZER = "nncf"
 LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_BUILD_TOOLS = ("cmake", "ninja", "scikit-build-core")
 CMAKE_OPTIONS = {
@@ -41,7 +42,7 @@ class LlamaCpp:
 def install_openvino(cache: Path) -> Path:
     """Install OpenVINO GenAI and the exporter; return the environment's folder of programs."""
     folder = cache / "openvino"
-    requirements = (OPENVINO, OPENVINO_EXPORT, f"torch=={version('torch').split('+')[0]}")
+    requirements = (OPENVINO, OPENVINO_EXPORT, OPENVINO_QUANTIZER, f"torch=={version('torch').split('+')[0]}")
     if not _is_installed(folder, requirements):
         _pip(_environment(folder), "install", *requirements)
         # A torchvision for another build of torch, which keeps transformers from importing; nothing here needs it.

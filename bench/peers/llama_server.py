@@ -73,12 +73,14 @@ class LlamaServerSystem:
 
     peer = "llama-server"
 
-    def __init__(self, server: Path, pair: Pair, mode: Mode, limits: Limits, logs: Path) -> None:
-        self.name = f"{self.peer} bf16"
+    def __init__(
+        self, server: Path, pair: Pair, mode: Mode, limits: Limits, logs: Path, *, weights: str = "bf16"
+    ) -> None:
+        self.name = f"{self.peer} {weights}"
         self._command = [str(server), *_options(pair, mode, limits)]
         self._mode, self._limits = mode, limits
-        self._log = logs / f"llama-server-{mode.name.lower()}.log"
-        options = _options(Pair(Path(pair.target.name), Path(pair.draft.name)), mode, limits)
+        self._log = logs / f"llama-server-{weights}-{mode.name.lower()}.log"
+        options = _options(Pair(Path(pair.target.name), pair.draft and Path(pair.draft.name)), mode, limits)
         self.settings = f"{mode}: `{' '.join(options)}`; requests with cache_prompt false; keys and values in float16"
         self._process: subprocess.Popen[bytes] | None = None
         self._tree: ProcessTree | None = None

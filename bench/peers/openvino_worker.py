@@ -35,6 +35,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("target")
     parser.add_argument("--draft")
     parser.add_argument("--precision", choices=("bf16", "f32"), required=True)
+    parser.add_argument("--kv-precision", choices=("bf16", "f32", "u8"), required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--num-draft-tokens", type=int, required=True)
     parser.add_argument("--max-streams", type=int, required=True)
@@ -49,7 +50,7 @@ def _pipeline(args: argparse.Namespace) -> Any:
     properties = {
         "INFERENCE_NUM_THREADS": args.threads,
         "INFERENCE_PRECISION_HINT": args.precision,
-        "KV_CACHE_PRECISION": args.precision,
+        "KV_CACHE_PRECISION": args.kv_precision,
     }
     extra = {}
     if args.draft:

@@ -22,12 +22,19 @@ class OutriderSystem:
     ) -> None:
         self.name = f"{self.peer} {precision}{', deterministic' if is_deterministic else ''}"
         self.settings = (
-            f"the root deploy.yaml with dtype {precision.dtype} for both models, target.num_threads "
+            f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
+            f"draft {'self' if pair.draft is None else 'model'}, target.num_threads "
             f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
             f"{limits.num_draft_tokens}; a cache_salt of its own per run, so nothing is taken from the prefix cache"
         )
         self._pair = ServedPair(
-            pair.target, pair.draft, precision.dtype, limits.num_threads, limits.num_draft_tokens, is_deterministic
+            pair.target,
+            pair.draft,
+            precision.dtype,
+            limits.num_threads,
+            limits.num_draft_tokens,
+            is_deterministic,
+            quantization=_quantization(precision),
         )
         self._deadline_s, self._folder = limits.deadline_s, logs / self.name.replace(", ", "-").replace(" ", "-")
         self._application: ServedApplication | None = None
@@ -53,3 +60,7 @@ class OutriderSystem:
         finally:
             self._tree.close()
             self._application = self._tree = None
+
+
+def _quantization(precision: Precision) -> str:
+    return str(precision) if precision.is_quantized else "none"

@@ -18,7 +18,7 @@ from bench.peers.system import Limits, System
 NUM_PROCESSES = 6
 INTRODUCTION = """# Against its peers
 
-Written by `make bench-peers` (`bench/peers/`): do not edit, run it again. The same pair, the same prompts, one system
+Written by `make bench-peers` (`bench/peers/`): do not edit, run it again. The same model, the same prompts, one system
 alive at a time with the machine to itself, rounds of all systems in turn. The prompts are distinct, given as token ids,
 and nothing is taken from a prefix cache. Outrider is measured as a user meets it, through its HTTP interface and Ray
 Serve; llama-server through its HTTP interface too; OpenVINO GenAI and Transformers inside a Python process, with no
@@ -40,6 +40,7 @@ class Conditions:
     """The conditions of the figures."""
 
     target: str
+    note: str
     num_rounds: int
     num_tokens: int
     num_prompt_tokens: int
@@ -48,8 +49,7 @@ class Conditions:
 
     def lines(self) -> list[str]:
         return [
-            f"- Target: {self.target}, the demo target's logits at the cost of a 0.46 B model "
-            f"(`models.fixtures.padded_fixture`); draft: the demo draft, K = {self.limits.num_draft_tokens} for all.",
+            f"- Target: {self.target}, {self.note}. K = {self.limits.num_draft_tokens} for all.",
             f"- {self.num_prompt_tokens} prompt tokens from held-out files, {self.num_tokens} greedy tokens for each; "
             f"rounds: {self.num_rounds}, each after a warm-up of every system.",
             f"- {self.limits.num_threads} threads; {_processor()}, {os.cpu_count()} cores; load average at "
@@ -59,17 +59,17 @@ class Conditions:
         ]
 
 
-def write(folder: Path, rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> None:
-    """Write peers.md and peers.json into `folder`; the page shows peers.png beside it (`bench.peers.plot`)."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write(path: Path, rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> None:
+    """Write the page and, beside it, its figures as JSON; it shows a plot of its name (`bench.peers.plot`)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     data = {"conditions": asdict(conditions), "rows": [asdict(row) for row in rows], "failures": outcome.failures}
-    (folder / "peers.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "peers.md").write_text(page(rows, outcome, systems, conditions))
+    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    path.write_text(page(f"{path.stem}.png", rows, outcome, systems, conditions))
 
 
-def page(rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> str:
-    """Return docs/peers.md."""
-    parts = [INTRODUCTION, "![tokens per second by streams](peers.png)\n"]
+def page(plot: str, rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> str:
+    """Return the text of the page, which shows the file `plot` beside it."""
+    parts = [INTRODUCTION, f"![tokens per second by streams]({plot})\n"]
     parts += [_table(num_streams, list(members)) for num_streams, members in groupby(rows, lambda row: row.num_streams)]
     parts += [LEGEND, "## Conditions\n", "\n".join(conditions.lines()) + "\n"]
     parts += ["## Settings\n", _settings(systems), "## Memory\n", _memory(outcome)]

@@ -22,18 +22,29 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     F32 = "f32"
+    INT8 = "int8"  # the weights; all else in bf16, or as the system rounds it beside such weights
+    INT4 = "int4"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self in (Precision.INT8, Precision.INT4)
 
     @property
     def dtype(self) -> str:
-        return {"bf16": "bfloat16", "f32": "float32"}[self.value]
+        return "float32" if self is Precision.F32 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One half each of a pair, in the form that a system reads."""
+    """One half each of a pair, in the form that a system reads; without a draft Outrider's target drafts for itself."""
 
     target: Path
-    draft: Path
+    draft: Path | None
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The modes of a system that wants a model to draft."""
+        return list(Mode) if self.draft else [Mode.PLAIN]
 
 
 @dataclass(frozen=True, slots=True)

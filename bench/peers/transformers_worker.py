@@ -22,7 +22,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     target = load(args.target, dtype)
     plain = TransformersContender(target)
-    assisted = TransformersContender(target, load(args.draft, dtype), args.num_draft_tokens)
+    assisted = TransformersContender(target, load(args.draft, dtype), args.num_draft_tokens) if args.draft else plain
     print(json.dumps({}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
@@ -34,7 +34,7 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--num-draft-tokens", type=int, required=True)

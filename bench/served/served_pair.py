@@ -21,17 +21,18 @@ MODEL_ID = "bench"
 class ServedPair:
     """The settings of a benchmark; K is the same for every pass, as it is for its contenders.
 
-    Threads that are None are left to the placement.
+    Threads that are None are left to the placement. Without a draft the target's own weights in int4 draft.
     """
 
     target: Path
-    draft: Path
+    draft: Path | None
     dtype: str = "bfloat16"
     num_threads: int | None = 2
     num_draft_tokens: int = 4
     is_deterministic: bool = False
     num_draft_threads: int | None = None
     mode: str = "sync"
+    quantization: str = "none"
 
     def deploy(self) -> dict[str, Any]:
         """Return the root deploy.yaml, changed."""
@@ -45,9 +46,9 @@ class ServedPair:
             "dtype": self.dtype,
             "num_threads": self.num_threads,
             "deterministic": self.is_deterministic,
+            "quantization": self.quantization,
         }
-        draft = {"path": str(self.draft.resolve()), "dtype": self.dtype, "num_threads": self.num_draft_threads}
-        args["draft"] |= draft
+        args["draft"] = {"kind": "self"} if self.draft is None else self._draft_model(self.draft)
         args["speculation"] = {
             **args.get("speculation", {}),
             "num_tokens": self.num_draft_tokens,
@@ -56,6 +57,10 @@ class ServedPair:
         }
         args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
         return deploy  # type: ignore[no-any-return]  # YAML
+
+    def _draft_model(self, path: Path) -> dict[str, Any]:
+        threads = self.num_draft_threads
+        return {"kind": "model", "path": str(path.resolve()), "dtype": self.dtype, "num_threads": threads}
 
 
 def start_served(folder: Path, pair: ServedPair) -> ServedApplication:

@@ -124,9 +124,9 @@ def test_shared_counts_positions() -> None:
 def test_the_page_never_rounds_a_share_up_to_all() -> None:
     outcome = held(CountingSystem())
     outcome.failures["absent bf16"] = "RuntimeError: it would not start"
-    conditions = Conditions("padded", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1)
+    conditions = Conditions("padded", "of a toy", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1)
     rows = rows_of(outcome, REFERENCE)
-    text = page(rows, outcome, [CountingSystem()], conditions)
+    text = page("plot.png", rows, outcome, [CountingSystem()], conditions)
     assert "| counting bf16 | with draft | **8.0** (8.0-8.0) | 100 / 100 | 100 / 100 | 75% | 75% | 3 |" in text
     assert "- absent bf16: RuntimeError: it would not start" in text
     assert "nothing to set" in text
