@@ -14,6 +14,7 @@ from cluster.cli.chat import chat
 from cluster.cli.check import check
 from cluster.cli.console import report_error
 from cluster.cli.env import env
+from cluster.cli.plan import plan
 from cluster.cli.replay import replay
 from cluster.cli.serve import serve
 from protos.errors import ServingError
@@ -29,6 +30,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(check)
+app.command()(plan)
 app.command()(replay)
 app.command()(env)
 

@@ -1,0 +1,168 @@
+"""`outrider plan`: speed-up, memory, replicas and cost of a deployment before anything is bought or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from rich.table import Table
+from typer import Argument, Option
+
+from cluster.cli.console import console, report
+from cluster.planning.capacity import Capacity, Memory, capacity_of, memory_of
+from cluster.planning.hardware import Device
+from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import PassCost
+from cluster.planning.speed_up import Deployment, SpeedUp, acceptance_per_position, best_speed_up
+from protos.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+def plan(
+    target: Annotated[str, Argument(help="a folder, a config.json, or a public model such as llama-3-70b")],
+    draft: Annotated[
+        str | None, Option(help="as the target; left out: drafts from the text, which cost nothing")
+    ] = None,
+    hardware: Annotated[str, Option(help="a device of the table, as l4, h100, h200, zen5-2core")] = "h100",
+    gpus: Annotated[int, Option(min=1, help="devices of one replica, which share the target")] = 1,
+    dtype: Annotated[str, Option(help="of the target's weights: float32, bf16, fp8, int8 or int4")] = "bf16",
+    draft_dtype: Annotated[str | None, Option(help="of the draft's weights; by default the target's")] = None,
+    acceptance: Annotated[str, Option(help="chance of a draft token given those before: 0.7, or 0.8,0.7,0.6")] = "0.7",
+    max_draft_tokens: Annotated[int, Option(min=0, max=32, help="the largest K to consider")] = 8,
+    prompt_tokens: Annotated[int, Option(min=1, help="of a request")] = 1000,
+    output_tokens: Annotated[int, Option(min=1, help="of a request")] = 250,
+    rate: Annotated[float | None, Option(min=1e-3, help="requests per second of all replicas")] = None,
+    streams: Annotated[
+        int | None, Option(min=1, max=512, help="running at once in a replica; by default the best")
+    ] = None,
+    max_itl_ms: Annotated[float | None, Option(min=0.01, help="longest mean time between tokens of a stream")] = None,
+    bandwidth: Annotated[
+        float | None, Option(min=0.1, help="GB/s that a pass reaches, in place of the table's")
+    ] = None,
+    tflops: Annotated[
+        float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, in place of the table's")
+    ] = None,
+    price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, in place of the table's")] = None,
+) -> None:
+    """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas and cost, with the roofline behind."""
+    device = measured_device(Device.of(hardware), bandwidth, tflops, price)
+    deployment = Deployment(
+        target=ModelShape.of(target, dtype),
+        draft=ModelShape.of(draft, draft_dtype or dtype) if draft else None,
+        device=device,
+        num_devices=gpus,
+        acceptance=acceptance_per_position(_chances(acceptance), max_draft_tokens),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    memory = memory_of(deployment)
+    drafted = capacity_of(deployment, streams, rate, max_itl_ms)
+    report(f"{target} in {dtype} on {gpus} x {device.name} ({device.source}, {device.date})")
+    console.print(_memory_table(deployment, memory))
+    numbers = sorted({n for n in (1, 8, 32, 128, drafted.speed_up.num_streams) if n <= memory.num_streams})
+    speed_ups = [best_speed_up(deployment, number) for number in numbers]
+    console.print(_speed_table(speed_ups))
+    console.print(_roofline_table(deployment, speed_ups))
+    console.print(_capacity_table(drafted, _plain_capacity(deployment, streams, rate, max_itl_ms)))
+    report("An estimate: the acceptance is yours to measure (/metrics), and the prices are the table's unless given.")
+
+
+def measured_device(device: Device, bandwidth: float | None, tflops: float | None, price: float | None) -> Device:
+    """Return a device with figures that were measured or quoted, which a pass is taken to reach in full."""
+    if bandwidth is not None:
+        device = replace(device, bandwidth_gb_s=bandwidth, bandwidth_use=1.0)
+    if tflops is not None:
+        device = replace(device, peak_tflops={"bf16": tflops}, flops_use=1.0)
+    if price is not None:
+        device = replace(device, price_usd_per_hour=price)
+    return device
+
+
+def _chances(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--acceptance {text!r} holds no numbers; give 0.7, or one per position: 0.8,0.7") from error
+
+
+def _plain_capacity(
+    deployment: Deployment, streams: int | None, rate: float | None, max_itl_ms: float | None
+) -> Capacity | None:
+    """Return plain decoding without a draft in memory; None where it cannot keep the bound that drafts keep."""
+    try:
+        return capacity_of(replace(deployment, draft=None), streams, rate, max_itl_ms, has_drafts=False)
+    except ConfigError:
+        return None
+
+
+def _memory_table(deployment: Deployment, memory: Memory) -> Table:
+    table = Table("memory of a replica", "GiB", "")
+    share = memory.draft_bytes / memory.target_bytes
+    table.add_row(
+        "target's weights", f"{memory.target_bytes / _GIB:.2f}", f"{deployment.target.num_weights / 1e9:.2f} B"
+    )
+    if deployment.draft is not None:
+        note = f"{deployment.draft.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
+        table.add_row("draft's weights", f"{memory.draft_bytes / _GIB:.2f}", note)
+        kv_share = deployment.draft.kv_bytes / deployment.target.kv_bytes
+        table.add_row("draft's KV", "", f"{kv_share:.0%} of the target's, per token")
+    table.add_row("left for KV", f"{memory.pool_bytes / _GIB:.2f}", f"{memory.num_streams} streams of full length")
+    return table
+
+
+def _speed_table(speed_ups: list[SpeedUp]) -> Table:
+    table = Table("streams", "K", "tokens per pass", "speed-up", "tokens/s", "plain")
+    for speed_up in speed_ups:
+        table.add_row(
+            str(speed_up.num_streams),
+            f"{speed_up.num_drafts:.1f}",
+            f"{speed_up.tokens_per_pass:.2f}",
+            f"{speed_up.factor:.2f}" if speed_up.num_drafts else "no draft pays",
+            f"{speed_up.tokens_per_s:.0f}",
+            f"{speed_up.plain_tokens_per_s:.0f}",
+        )
+    return table
+
+
+def _roofline_table(deployment: Deployment, speed_ups: list[SpeedUp]) -> Table:
+    table = Table("a pass (* decides)", "ms", "reads GB", "ms", "TFLOP", "ms", "sums, host ms")
+    for speed_up in speed_ups:
+        number = speed_up.num_streams
+        num_drafts = round(speed_up.num_drafts * number)
+        _add_pass(table, f"{number} plain", deployment.target_pass(number))
+        if num_drafts:
+            _add_pass(table, f"{number} verifying {num_drafts}", deployment.target_pass(number, num_drafts))
+        if deployment.draft is not None:
+            _add_pass(table, f"{number} of the draft", deployment.draft_pass(number))
+    return table
+
+
+def _add_pass(table: Table, name: str, cost: PassCost) -> None:
+    reads, computes = ("*", "") if cost.is_memory_bound else ("", "*")
+    table.add_row(
+        name,
+        f"{1000 * cost.seconds:.2f}",
+        f"{(cost.weight_bytes + cost.kv_bytes) / 1e9:.2f}",
+        f"{1000 * cost.bytes_s:.2f}{reads}",
+        f"{cost.flops / 1e12:.3f}",
+        f"{1000 * cost.flops_s:.2f}{computes}",
+        f"{1000 * cost.extra_s:.2f}",
+    )
+
+
+def _capacity_table(drafted: Capacity, plain: Capacity | None) -> Table:
+    table = Table("a replica", "with drafts", "plain")
+
+    def row(name: str, drafted_value: str, plain_value: str) -> None:
+        table.add_row(name, drafted_value, plain_value if plain else "misses the bound")
+
+    other = plain or drafted
+    row("streams", str(drafted.speed_up.num_streams), str(other.speed_up.num_streams))
+    row("output tokens/s, prompts read too", f"{drafted.output_tokens_per_s:.0f}", f"{other.output_tokens_per_s:.0f}")
+    row("requests/s", f"{drafted.requests_per_s:.2f}", f"{other.requests_per_s:.2f}")
+    row("reading a prompt (ms)", f"{1000 * drafted.prefill_s:.0f}", f"{1000 * other.prefill_s:.0f}")
+    if drafted.num_replicas is not None:
+        row("replicas, each 80% busy", str(drafted.num_replicas), str(other.num_replicas))
+    row("USD per million output tokens", f"{drafted.usd_per_million_tokens:.2f}", f"{other.usd_per_million_tokens:.2f}")
+    return table

@@ -1,0 +1,88 @@
+"""The speed-up to expect of drafts: the engine's own choice of lengths, on a roofline in place of measured passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.planning.hardware import Device
+from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import PassCost, pass_cost
+from engine.proposer.adaptive.goodput import allocate
+from protos.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One replica: models, devices, traffic, and the chance of a draft per position given those before it.
+
+    `draft` is None where the drafts come from the text (suffix, n-gram) and cost nothing.
+    """
+
+    target: ModelShape
+    draft: ModelShape | None
+    device: Device
+    num_devices: int
+    acceptance: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def context(self) -> int:
+        """Tokens in the cache of a sequence, on average."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+    def target_pass(self, num_streams: int, num_drafts: int = 0) -> PassCost:
+        """Return the cost of a pass with so many drafts in all beside one row per stream."""
+        rows = num_streams + num_drafts
+        return pass_cost(self.target, self.device, self.num_devices, rows, num_streams, self.context)
+
+    def draft_pass(self, num_streams: int) -> PassCost:
+        """Return the cost of one draft token for all streams; the draft has one of the target's devices."""
+        assert self.draft is not None
+        return pass_cost(self.draft, self.device, 1, num_streams, num_streams, self.context)
+
+    def draft_step_s(self, num_streams: int) -> float:
+        """Return the seconds of one draft token for all streams, 0 of drafts from the text."""
+        return self.draft_pass(num_streams).seconds if self.draft is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Drafts at one number of streams: how many per stream, and tokens per second with and without."""
+
+    num_streams: int
+    num_drafts: float
+    tokens_per_pass: float
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+    @property
+    def factor(self) -> float:
+        return self.tokens_per_s / self.plain_tokens_per_s
+
+
+def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
+    """Return what the adaptive engine would do at this load (`engine.proposer.adaptive.goodput.allocate`)."""
+    survival = np.cumprod(deployment.acceptance)
+    max_drafts = num_streams * len(survival)
+    row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])
+    acceptance = np.tile(survival, (num_streams, 1))
+    best = allocate(acceptance, row_seconds, deployment.draft_step_s(num_streams), 0.0)
+    lengths = np.asarray(best.lengths)
+    tokens = 1.0 + float(sum(survival[: int(length)].sum() for length in lengths)) / num_streams
+    return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s)
+
+
+def acceptance_per_position(given: Sequence[float], max_drafts: int) -> tuple[float, ...]:
+    """Return one chance per position: the last that is given holds for those behind it.
+
+    Raises:
+        ConfigError: a chance is outside [0, 1].
+    """
+    wrong = [chance for chance in given if not 0.0 <= chance <= 1.0]
+    if wrong or not given:
+        raise ConfigError(f"acceptance {wrong[0] if wrong else '(none)'} is no chance; give numbers from 0 to 1")
+    return tuple(given[min(position, len(given) - 1)] for position in range(max_drafts))

@@ -1,0 +1,159 @@
+"""`outrider plan`: shapes, roofline and the choice of K by arithmetic that is done again here by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.__main__ import main
+from cluster.planning.capacity import capacity_of, memory_of
+from cluster.planning.hardware import Device
+from cluster.planning.model_shape import ModelShape
+from cluster.planning.speed_up import Deployment, acceptance_per_position, best_speed_up
+from cluster.planning.tables import read_table
+
+ROOT = Path(__file__).parents[3]
+
+
+def deployment(draft: str | None = "llama-3-8b", chance: float = 0.8, num_devices: int = 4) -> Deployment:
+    return Deployment(
+        target=ModelShape.of("llama-3-70b", "fp8"),
+        draft=ModelShape.of(draft, "fp8") if draft else None,
+        device=Device.of("h100"),
+        num_devices=num_devices,
+        acceptance=acceptance_per_position([chance], 8),
+        prompt_tokens=1000,
+        output_tokens=250,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3-70b", 70.6), ("llama-3-8b", 8.03), ("gemma-2-27b", 27.2), ("gemma-2-9b", 9.24), ("qwen3-30b-a3b", 30.5)],
+)
+def test_public_shapes_have_the_published_number_of_weights(name: str, billions: float):
+    assert ModelShape.of(name, "bf16").num_weights / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_folder_is_read_and_counts_the_weights_of_its_checkpoint():
+    folder = ROOT / "models" / "demo" / "target"
+    file_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert ModelShape.of(str(folder), "bf16").weight_bytes == pytest.approx(file_bytes, rel=0.02)
+
+
+def test_a_pass_reads_every_weight_once_and_computes_two_operations_per_weight_and_row():
+    cost = deployment().target_pass(1, num_drafts=3)
+    assert cost.weight_bytes == pytest.approx(69.5e9, rel=0.01)
+    assert cost.flops == pytest.approx(4 * 2 * 69.5e9, rel=0.05)
+    assert cost.bytes_s == pytest.approx((cost.weight_bytes + cost.kv_bytes) / (4 * 3.35e12 * 0.75))
+    assert cost.is_memory_bound
+    assert not deployment().target_pass(256, num_drafts=1024).is_memory_bound
+
+
+def test_few_rows_read_few_experts():
+    shape = ModelShape.of("qwen3-30b-a3b", "bf16")
+    assert shape.read_bytes(1) < 0.15 * shape.read_bytes(10_000)
+
+
+def test_the_best_k_of_one_stream_maximises_tokens_per_second():
+    plan = deployment()
+    best = best_speed_up(plan, 1)
+    tokens = [sum(0.8**j for j in range(k + 1)) for k in range(9)]
+    speeds = [tokens[k] / (plan.target_pass(1, k).seconds + k * plan.draft_step_s(1)) for k in range(9)]
+    assert best.num_drafts == max(range(9), key=speeds.__getitem__)
+    assert best.tokens_per_s == pytest.approx(max(speeds))
+    assert best.factor == pytest.approx(max(speeds) / speeds[0])
+
+
+def test_a_draft_that_is_never_accepted_pays_nowhere():
+    assert [best_speed_up(deployment(chance=0.0), streams).num_drafts for streams in (1, 8)] == [0.0, 0.0]
+
+
+def test_drafts_pay_less_in_larger_batches():
+    factors = [best_speed_up(deployment(draft=None), streams).factor for streams in (1, 32, 256)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] > 2 * factors[2]
+
+
+def test_replicas_carry_the_rate_and_cost_goes_with_the_price():
+    capacity = capacity_of(deployment(), 32, rate=200.0, max_itl_ms=None)
+    assert capacity.num_replicas is not None
+    assert (capacity.num_replicas - 1) * 0.8 * capacity.requests_per_s < 200.0
+    assert capacity.num_replicas * 0.8 * capacity.requests_per_s >= 200.0
+    hourly_usd = 4 * Device.of("h100").price_usd_per_hour
+    assert capacity.usd_per_million_tokens == pytest.approx(hourly_usd / (0.8 * 0.0036 * capacity.output_tokens_per_s))
+
+
+def test_the_draft_takes_room_for_streams():
+    assert memory_of(deployment()).num_streams < memory_of(deployment(draft=None)).num_streams
+
+
+@pytest.mark.parametrize("name", sorted(read_table("hardware")))
+def test_every_device_has_its_source_and_date(name: str):
+    device = Device.of(name)
+    assert device.source
+    assert device.date.startswith("20")
+
+
+def test_a_plan_says_speed_memory_roofline_replicas_and_cost(capsys: pytest.CaptureFixture[str]):
+    arguments = ["llama-3-70b", "--draft", "llama-3-8b", "--dtype", "fp8", "--gpus", "2", "--rate", "200"]
+    assert main(["plan", *arguments, "--acceptance", "0.8,0.7"]) == 0
+    said = capsys.readouterr().out
+    for words in ("11% of the target's", "speed-up", "1 verifying", "replicas, each 80% busy", "USD per million"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-9"], "'llama-9' is not in the table of shapes"),
+        (["llama-3-70b", "--hardware", "tpu"], "'tpu' is not in the table of hardware"),
+        (["llama-3-70b", "--dtype", "fp3"], "dtype 'fp3' is unknown"),
+        (["llama-3-70b"], "raise --gpus"),
+        (["llama-3-8b", "--acceptance", "1.4"], "1.4 is no chance"),
+        (["llama-3-8b", "--acceptance", "high"], "holds no numbers"),
+        (["llama-3-8b", "--streams", "500"], "--streams 500 do not fit"),
+        (["llama-3-8b", "--max-itl-ms", "0.1"], "cannot be kept"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_without_a_transformer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4}))
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "has no 'num_hidden_layers'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[")
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "is not read" in capsys.readouterr().err
+
+
+PADDED = {
+    "hidden_size": 256,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 24_576,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("streams", "drafts", "measured_ms"), [(1, 0, 54), (1, 4, 52), (8, 0, 70), (8, 32, 104), (16, 0, 85)]
+)
+def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
+    tmp_path: Path, streams: int, drafts: int, measured_ms: float
+):
+    """The figures are those of docs/performance.md, 1,024 tokens of context."""
+    (tmp_path / "config.json").write_text(json.dumps(PADDED))
+    target = ModelShape.of(str(tmp_path), "bf16")
+    plan = Deployment(target, None, Device.of("xeon-amx-2core"), 1, (0.5,), prompt_tokens=1024, output_tokens=1)
+    assert 1000 * plan.target_pass(streams, drafts).seconds == pytest.approx(measured_ms, rel=0.2)
