@@ -20,7 +20,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cove
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".coverage.engine.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page compat clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -112,6 +112,10 @@ gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with 
 page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM=/usr/bin/chromium
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
 		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) .
+
+compat:  ## other projects' clients and load generators against a running chat server; TOOLS="litellm aiperf", URL=..., NAME=...
+	@OUTRIDER_URL=$(or $(URL),http://127.0.0.1:8000) OUTRIDER_MODEL=$(or $(NAME),smollm2-135m-instruct) \
+		TOKENIZER=$(or $(TOKENIZER),$(CURDIR)/$(dir $(SMOLLM2))) tests/compat/run.sh $(TOOLS)
 
 release: install  ## dist/: a wheel and a source archive, each checked in an empty folder
 	@deploy/release.sh

@@ -1,0 +1,33 @@
+"""LangChain's standard tests of a chat model. A model of 135M parameters writes no sensible tool calls on its own."""
+
+import os
+
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+
+class TestServed(ChatModelIntegrationTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict:
+        return {"model": os.environ["OUTRIDER_MODEL"], "temperature": 0, "max_tokens": 64, "seed": 7}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return bool(os.environ.get("OUTRIDER_TOOLS"))
+
+    @property
+    def has_structured_output(self) -> bool:
+        return True
+
+    @property
+    def structured_output_kwargs(self) -> dict:
+        return {"method": "json_schema"}
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True

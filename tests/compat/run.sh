@@ -1,0 +1,72 @@
+#!/bin/bash
+# Run other projects' clients, test suites and load generators against a served chat model; docs/compatibility.md has
+# what came of it. Usage: run.sh [TOOL...]; OUTRIDER_URL and OUTRIDER_MODEL name the server.
+set -u
+url=${OUTRIDER_URL:-http://127.0.0.1:8000}
+model=${OUTRIDER_MODEL:-smollm2-135m-instruct}
+here=$(cd "$(dirname "$0")" && pwd)
+cache=$here/../../.cache/compat
+mkdir -p "$cache" && cache=$(cd "$cache" && pwd) && cd "$cache" || exit 1
+export LITELLM_LOCAL_MODEL_COST_MAP=True
+export OPENAI_BASE_URL=$url/v1 OPENAI_API_KEY=none OUTRIDER_MODEL=$model OUTRIDER_URL=$url
+failed=()
+
+environment() {  # NAME PACKAGE...: a virtual environment with these packages
+    local name=$1
+    shift
+    if ! [ -f "$name/.installed" ] || [ "$(cat "$name/.installed")" != "$*" ]; then
+        python3 -m venv "$name" && "$name/bin/pip" install --quiet --disable-pip-version-check "$@" || return 1
+        echo "$*" > "$name/.installed"
+    fi
+}
+
+langchain() {
+    environment langchain langchain-openai==1.7.3 langchain-tests==1.1.9 pytest==9.2.0 pytest-asyncio &&
+        langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null "$here/langchain_checks.py"
+}
+llamaindex() {
+    environment llamaindex llama-index-llms-openai-like==0.8.1 && llamaindex/bin/python "$here/llamaindex_checks.py"
+}
+litellm() {
+    environment litellm litellm==1.106.2 mcp && litellm/bin/python "$here/litellm_checks.py"
+}
+pydanticai() {
+    environment pydanticai 'pydantic-ai-slim[openai,anthropic]==2.68.0' &&
+        pydanticai/bin/python "$here/pydantic_ai_checks.py"
+}
+schemathesis() {
+    environment schemathesis schemathesis==4.32.5 &&
+        schemathesis/bin/schemathesis run "$url/openapi.json" --mode positive --phases examples,fuzzing \
+            --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
+            --max-examples "${EXAMPLES:-20}" --seed 7 --request-timeout 120
+}
+aiperf() {
+    environment aiperf aiperf==0.13.0 &&
+        aiperf/bin/aiperf profile --model "$model" --url "$url" --endpoint-type chat --streaming \
+            --tokenizer "${TOKENIZER:-$model}" --request-count 8 --concurrency 2 --output-tokens-mean 32 \
+            --synthetic-input-tokens-mean 64 --output-artifact-dir aiperf-out --ui simple
+}
+guidellm() {
+    environment guidellm guidellm==0.8.1 &&
+        guidellm/bin/guidellm benchmark --target "$url" --model "$model" --processor "${TOKENIZER:-$model}" \
+            --profile synchronous --max-requests 4 --data "prompt_tokens=64,output_tokens=32" --output-path guidellm.json
+}
+lmeval() {
+    environment lmeval 'lm-eval[api]==0.4.13' &&
+        HF_HUB_OFFLINE=1 lmeval/bin/lm_eval run --model local-completions --tasks outrider_words --include_path "$here" \
+            --model_args "model=$model,base_url=$url/v1/completions,tokenizer=${TOKENIZER:-$model},num_concurrent=1"
+}
+vllmbench() {
+    python3 "$here/vllm_bench_requests.py"
+}
+
+for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf guidellm lmeval}"; do
+    for each in $tool; do
+        echo "== $each"
+        "$each" || failed+=("$each")
+    done
+done
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
