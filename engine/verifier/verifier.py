@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler
+from engine.sampling.thread_limit import limited_threads
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
@@ -45,8 +46,9 @@ class Verifier:
         """
         order = sorted(range(len(tasks)), key=lambda index: _rule(tasks[index]))
         prepared = [prepare(tasks[index], logits.shape[1]) for index in order]
-        results = dict(zip(order, self._verify_sorted(logits, prepared), strict=True))
-        return _with_logprobs(logits, tasks, [results[index] for index in range(len(tasks))])
+        with limited_threads(logits):
+            results = dict(zip(order, self._verify_sorted(logits, prepared), strict=True))
+            return _with_logprobs(logits, tasks, [results[index] for index in range(len(tasks))])
 
     def draw(self, logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
         """Return what `verify` commits for tasks without drafts that are verified by matching, `[tasks] int64`.

@@ -12,6 +12,7 @@ from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
+from engine.sampling.thread_limit import limited_threads
 from engine.sequence.request_tokens import RequestTokens
 from engine.span import Span
 from protos.messages import VerifyMode
@@ -111,11 +112,12 @@ class ChainSampler:
         sparse distribution that goes along, with noise of their own.
         """
         rows = [chain.next_row() for chain in chains]
-        scores = self._sampler.apply_processors(logits, rows)
-        if all(chain.is_coupled for chain in chains):
-            token_ids = self._sampler.sample(scores, rows)
-        else:
-            token_ids = self._choose_mixed(chains, scores, rows)
+        with limited_threads(logits):
+            scores = self._sampler.apply_processors(logits, rows)
+            if all(chain.is_coupled for chain in chains):
+                token_ids = self._sampler.sample(scores, rows)
+            else:
+                token_ids = self._choose_mixed(chains, scores, rows)
         for chain, token_id in zip(chains, token_ids.tolist(), strict=True):
             chain.token_ids.append(token_id)
         return token_ids
