@@ -17,6 +17,7 @@ from cluster.cli.env import env
 from cluster.cli.plan import plan
 from cluster.cli.replay import replay
 from cluster.cli.serve import serve
+from cluster.cli.top import top
 from protos.errors import ServingError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(bench)
 app.command()(check)
 app.command()(plan)
 app.command()(replay)
+app.command()(top)
 app.command()(env)
 
 

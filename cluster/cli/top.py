@@ -1,0 +1,28 @@
+"""`outrider top`: a live view of a running server in the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from cluster.cli.server import API_KEY, URL
+from protos.errors import ConfigError
+
+
+def top(
+    url: Annotated[str, Option(help="base address of the server")] = URL,
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    interval_s: Annotated[float, Option(min=0.2, help="time between two readings of /metrics")] = 2.0,
+) -> None:
+    """Watch a server: pairs, acceptance by class, tokens per second, KV, queues, alarms; q ends it."""
+    try:
+        from cluster.cli.top_view import TopView, http_reader  # textual comes with the extra `top`
+    except ImportError as error:
+        raise ConfigError(f"outrider top needs {error.name}; pip install 'outrider[top]'") from error
+    read = http_reader(url, api_key)
+    try:
+        read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no metrics come from {url}: {error}; start a server, or give --url") from error
+    TopView(read, interval_s).run()
