@@ -46,21 +46,11 @@ aiperf() {
             --tokenizer "${TOKENIZER:-$model}" --request-count 8 --concurrency 2 --output-tokens-mean 32 \
             --synthetic-input-tokens-mean 64 --output-artifact-dir aiperf-out --ui simple
 }
-guidellm() {
-    environment guidellm guidellm==0.8.1 &&
-        guidellm/bin/guidellm benchmark --target "$url" --model "$model" --processor "${TOKENIZER:-$model}" \
-            --profile synchronous --max-requests 4 --data "prompt_tokens=64,output_tokens=32" --output-path guidellm.json
-}
-lmeval() {
-    environment lmeval 'lm-eval[api]==0.4.13' &&
-        HF_HUB_OFFLINE=1 lmeval/bin/lm_eval run --model local-completions --tasks outrider_words --include_path "$here" \
-            --model_args "model=$model,base_url=$url/v1/completions,tokenizer=${TOKENIZER:-$model},num_concurrent=1"
-}
 vllmbench() {
     python3 "$here/vllm_bench_requests.py"
 }
 
-for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf guidellm lmeval}"; do
+for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf}"; do
     for each in $tool; do
         echo "== $each"
         "$each" || failed+=("$each")
