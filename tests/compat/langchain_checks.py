@@ -14,7 +14,7 @@ class TestServed(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict:
-        return {"model": os.environ["OUTRIDER_MODEL"], "temperature": 0, "max_tokens": 64, "seed": 7}
+        return {"model": os.environ["OUTRIDER_MODEL"], "temperature": 0, "max_tokens": 512, "seed": 7}
 
     @property
     def has_tool_calling(self) -> bool:

@@ -22,7 +22,7 @@ environment() {  # NAME PACKAGE...: a virtual environment with these packages
 
 langchain() {
     environment langchain langchain-openai==1.7.3 langchain-tests==1.1.9 pytest==9.2.0 pytest-asyncio &&
-        langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null "$here/langchain_checks.py"
+        langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null -o asyncio_mode=auto "$here/langchain_checks.py"
 }
 llamaindex() {
     environment llamaindex llama-index-llms-openai-like==0.8.1 && llamaindex/bin/python "$here/llamaindex_checks.py"
