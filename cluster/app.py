@@ -24,6 +24,7 @@ from cluster.placement import (
     SHELL_CPUS,
     NodeResources,
     PairPlacement,
+    log_missing_nodes,
     plan_pair,
 )
 from cluster.preflight import check_driver
@@ -59,7 +60,10 @@ def build(args: dict[str, Any]) -> Application:
     warn_of_missing_variables()
     topology = read_topology()
     check_driver(topology)
-    placement = plan_pair(placement_request(config), _nodes(), topology)
+    request = placement_request(config)
+    placement = plan_pair(request, nodes := _nodes(), topology)
+    if request.gpus is not None:
+        log_missing_nodes(placement, request.num_pairs, nodes)
     settings = pair_settings(config, placement)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
     router = _router_config(config)
@@ -67,7 +71,12 @@ def build(args: dict[str, Any]) -> Application:
     ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))
     open_index = partial(IndexClient, config=router)
     prefill = _prefill(config, settings.engine, placement)
-    pin = partial(pin_devices, num_ranks=config.target.tensor_parallel_size, draft_gpu=config.draft.gpu)
+    pin = partial(
+        pin_devices,
+        num_ranks=config.target.tensor_parallel_size,
+        draft_gpu=config.draft.gpu,
+        num_gpus=placement.num_gpus,
+    )
     return ingress.bind(pair.bind(settings, pin, open_index, prefill), ingress_config(config), prefill)
 
 
@@ -83,7 +92,7 @@ def _nodes() -> list[NodeResources]:
     if not ray.is_initialized():
         return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in resources]
+    return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0)), each) for each in resources]
 
 
 def _pair_options(
@@ -138,6 +147,7 @@ def _prefill_options(config: DeployConfig, placement: PairPlacement, share: Proc
         "ray_actor_options": {
             "num_cpus": share.num_cpus,
             "num_gpus": placement.num_prefill_gpus,
+            "resources": dict(placement.prefill_resources),
             "runtime_env": {"env_vars": environment},
         },
         "max_ongoing_requests": config.scheduler.max_num_sequences + _EXTRA_CALLS,

@@ -47,7 +47,7 @@ def _text(default: Any) -> str:
         return "required"
     if default is None:
         return "none"
-    return f"`{default.value if isinstance(default, Enum) else default}`"
+    return f"`{default.value if isinstance(default, Enum) else default}`" if default != "" else '`""`'
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from actors.settings import PairDevices
 from cluster.topology import Device, NodeTopology, read_topology
@@ -26,8 +27,9 @@ def choose_devices(
     known = [card.index for card in cards if card is not None]
     if topology.nvlinks and known and not set(known) <= set(topology.group_of(known[0])):
         raise ConfigError(
-            f"the pair was given GPUs {_and(assigned)}, which no NVLink joins; free a whole group, "
-            f"or start Ray with CUDA_VISIBLE_DEVICES set to complete groups (seen: {topology})"
+            f"the pair was given GPUs {_and(assigned)}, which no NVLink joins; Ray gives them in the order of "
+            f"CUDA_VISIBLE_DEVICES: stop what else uses GPUs of this node, and start its Ray with "
+            f"CUDA_VISIBLE_DEVICES={linked_order(topology, len(assigned))} (seen: {topology})"
         )
     if num_ranks > 1:
         _check_alike(assigned[:num_ranks], cards[:num_ranks])
@@ -35,6 +37,33 @@ def choose_devices(
     if isinstance(draft_gpu, int):
         return PairDevices(targets, targets[draft_gpu])
     return PairDevices(targets, assigned[-1])
+
+
+def linked_order(topology: NodeTopology, num_gpus: int) -> str:
+    """Return the CUDA_VISIBLE_DEVICES under which each `num_gpus` devices that Ray gives out in turn are neighbours.
+
+    Devices of a group that are too few for another pair come last.
+    """
+    first: list[int] = []
+    rest: list[int] = []
+    for group in topology.groups:
+        num_whole = len(group) // num_gpus * num_gpus
+        first += group[:num_whole]
+        rest += group[num_whole:]
+    return ",".join(map(str, first + rest))
+
+
+def order_devices(num_gpus: int | None, topology: NodeTopology | None = None) -> dict[str, str]:
+    """Return the variables to start this node's Ray with, so that NVLink joins the `num_gpus` of each pair.
+
+    There are none where the operator has set CUDA_VISIBLE_DEVICES, without NVLink, and on a node of divided GPUs.
+    """
+    if num_gpus is None or num_gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return {}
+    topology = topology or read_topology()
+    if not topology.nvlinks or any(device.mig_uuids for device in topology.devices):
+        return {}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": linked_order(topology, num_gpus)}
 
 
 def _check_alike(ids: tuple[str, ...], cards: list[Device | None]) -> None:
@@ -57,8 +86,14 @@ def _and(ids: tuple[str, ...]) -> str:
     return " and ".join(filter(None, (", ".join(ids[:-1]), ids[-1])))
 
 
-def pin_devices(assigned: tuple[str, ...], num_ranks: int = 1, draft_gpu: str | int = "auto") -> PairDevices:
-    """Choose devices as `choose_devices` does, on the node this runs on."""
+def pin_devices(
+    assigned: tuple[str, ...], num_ranks: int = 1, draft_gpu: str | int = "auto", num_gpus: int = 0
+) -> PairDevices:
+    """Choose devices as `choose_devices` does, on the node this runs on. Fewer than `num_gpus` are refused."""
+    if len(assigned) < num_gpus:
+        raise ConfigError(
+            f"a pair needs {num_gpus} GPUs, and Ray gave it {len(assigned)}; it does not compute on a processor instead"
+        )
     devices = choose_devices(assigned, topology := read_topology(), num_ranks, draft_gpu)
     if assigned:
         logger.info("target on GPUs %s, draft on GPU %s of %s", devices.targets, devices.draft, topology)

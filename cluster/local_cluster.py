@@ -17,6 +17,7 @@ from ray import serve
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
 from cluster.deploy_file import DeployFile
+from cluster.devices import order_devices
 from cluster.schema.frontends import IngressSection
 from cluster.serve_environment import set_variables, tls_variables
 from protos.errors import ConfigError
@@ -49,13 +50,19 @@ class LocalCluster:
     def __init__(self) -> None:
         self._dashboard = ""
 
-    def start(self, num_cpus: int | None = None, ingress: IngressSection = IngressSection()) -> None:
+    def start(
+        self,
+        num_cpus: int | None = None,
+        ingress: IngressSection = IngressSection(),
+        gpus_per_pair: int | None = None,
+    ) -> None:
         """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone.
 
-        TLS is that of `ingress`, as long as the cluster runs.
+        TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
+        `gpus_per_pair` of them.
         """
         set_variables()
-        os.environ.update(tls_variables(ingress))
+        os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         context = ray.init(
             address="local",

@@ -3,20 +3,27 @@
 A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle,
 because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES. A
 prefill replica is one process anywhere, with a device of its own on GPU nodes.
+
+Where deploy.yaml demands GPUs (`pair.gpus`), shares follow from it alone: the nodes may not be there yet.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from actors.settings import ProcessShare
 from cluster.schema.models import DraftProcess
 from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 SHELL_CPUS = 0.1
 INGRESS_CPUS = 0.05
+_KIND_SHARE = 0.001  # of the resource by which a node tells its kind of GPU, as Ray's own `accelerator_type` takes
 _NUM_VERSIONS = 4  # of the ingress side by side: streams of those that a redeploy replaced go on
 
 
@@ -26,6 +33,25 @@ class NodeResources:
 
     num_cpus: int
     num_gpus: int = 0
+    all: Mapping[str, float] = field(default_factory=dict)  # by Ray's names
+
+    def num_places(self, demand: Mapping[str, float]) -> int:
+        """Count the replicas of this demand that the node holds when nothing else runs there."""
+        return min(int(self.all.get(name, 0) / amount + 1e-6) for name, amount in demand.items())
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDemand:
+    """The GPUs of each pair as deploy.yaml's `pair.gpus` has them."""
+
+    num_gpus: int
+    cpus_per_gpu: int
+    kind: str | None = None
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """The Ray resource of nodes with this kind of GPU."""
+        return {} if self.kind is None else {f"accelerator_type:{self.kind}": _KIND_SHARE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,8 @@ class PlacementRequest:
     `draft_gpu` and `draft_process` are as in deploy.yaml.
 
     A target and its draft model compute in turn, or side by side where `is_side_by_side`.
+
+    Without `gpus` a pair gets what today's nodes have. The resources are custom ones of the nodes to run on.
     """
 
     num_pairs: int
@@ -48,6 +76,9 @@ class PlacementRequest:
     num_ranks: int = 1
     draft_gpu: str | int = "auto"
     draft_process: DraftProcess = DraftProcess.AUTO
+    gpus: GpuDemand | None = None
+    pair_resources: Mapping[str, float] = field(default_factory=dict)
+    prefill_resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +93,25 @@ class PairPlacement:
     num_gpus: int
     prefill: ProcessShare | None = None
     num_prefill_gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    prefill_resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Placement group bundles of shell, target and (if it has a share) draft."""
-        shell: dict[str, float] = {"CPU": SHELL_CPUS}
+        shell: dict[str, float] = {"CPU": SHELL_CPUS, **self.resources}
         if self.num_gpus:
             shell["GPU"] = self.num_gpus
         return [shell, *({"CPU": share.num_cpus} for share in (self.target, self.draft) if share)]
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """Return what a pair takes of its one node."""
+        total: dict[str, float] = {}
+        for bundle in self.bundles:
+            for name, amount in bundle.items():
+                total[name] = total.get(name, 0) + amount
+        return total
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
@@ -85,7 +127,56 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
 
     Raises:
         ConfigError: the cluster is too small; names the need, the resources and the topology that was seen.
+            `pair.gpus` is not refused for that: its pairs wait for nodes.
     """
+    if request.gpus is not None:
+        placement = _plan_demanded(request, request.gpus)
+    else:
+        placement = _plan_on(request, nodes, topology)
+    kind = {} if request.gpus is None else request.gpus.resources
+    return replace(
+        placement,
+        resources={**kind, **request.pair_resources},
+        prefill_resources={**kind, **request.prefill_resources},
+    )
+
+
+def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[NodeResources]) -> None:
+    """Log the pairs that today's nodes have no place for: they wait until Ray's autoscaler or an operator adds it."""
+    demand = placement.demand
+    num_places = sum(node.num_places(demand) for node in nodes)
+    if num_places < num_pairs:
+        shape = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
+        logger.warning(
+            "%d of %d pairs wait for nodes: each takes %s of one node, and today's %d nodes have %d places; "
+            "`serve status` tells when they start, and none computes on a processor instead",
+            *(num_pairs - num_places, num_pairs, shape, len(nodes), num_places),
+        )
+
+
+def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacement:
+    """Give each GPU its cores, whatever nodes there are today."""
+    if demand.num_gpus not in (wanted := _wanted_gpus(request)):
+        raise ConfigError(
+            f"pair.gpus.count is {demand.num_gpus}, and a pair uses {' or '.join(map(str, sorted(wanted)))}: one for "
+            f"each of the target's ranks (target.tensor_parallel_size {request.num_ranks}), and one more for a draft "
+            f"model with its own (draft.gpu is {request.draft_gpu!r}); change one of them"
+        )
+    if request.has_draft_model and _is_in_target(request, demand.num_gpus):
+        request = replace(request, has_draft_model=False)
+    num_cores = demand.num_gpus * demand.cpus_per_gpu
+    threads = _threads(request, num_cores)
+    share = num_cores - SHELL_CPUS - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses
+    placement = _claim(threads, request.num_ranks, share, demand.num_gpus, NodeTopology())
+    if not request.num_prefills:
+        return placement
+    num_threads = request.prefill_threads or demand.cpus_per_gpu
+    num_cpus = min(num_threads, demand.cpus_per_gpu) * request.num_ranks
+    return replace(placement, prefill=ProcessShare(num_threads, num_cpus), num_prefill_gpus=request.num_ranks)
+
+
+def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
+    """Divide today's nodes."""
     num_gpus = _gpus_per_pair(request, nodes, topology)
     if request.has_draft_model and _is_in_target(request, num_gpus):
         request = replace(request, has_draft_model=False)
@@ -167,6 +258,11 @@ def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topolo
         f"{request.num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
         f"lower pair.num_replicas (or autoscaling.max_replicas), {remedy} (seen: {topology})"
     )
+
+
+def most_gpus(request: PlacementRequest) -> int:
+    """Return the largest number of GPUs that a pair may get: what is demanded, or one for the draft too."""
+    return max(_wanted_gpus(request)) if request.gpus is None else request.gpus.num_gpus
 
 
 def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:

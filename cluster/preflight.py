@@ -47,10 +47,13 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
     """Raise ConfigError if the models, their caches and Ray need more memory than there is, here and on each GPU.
 
     With GPUs in `topology` (None: this machine's) weights and caches are there, and here is one checkpoint at a time.
+    Pairs that demand GPUs are for another machine where this one has none.
     """
     if topology is None:
         topology = NodeTopology() if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else read_topology()
     check_driver(topology)
+    if config.pair.gpus is not None and not topology.devices:
+        return
     if topology.devices:
         _check_gpus(config, topology)
     pairs, prefills = config.pair.max_replicas, config.prefill.max_replicas
@@ -62,6 +65,21 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
         raise ConfigError(
             f"about {needed / _GIB:.1f} GiB of memory are needed and {available / _GIB:.1f} GiB are available; "
             f"lower {remedy}, or stop other programs"
+        )
+
+
+def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> None:
+    """Raise ConfigError if the GPUs that pairs demand are not all on this machine, to which none is added later."""
+    demand = config.pair.gpus
+    if demand is None:
+        return
+    topology = read_topology() if topology is None else topology
+    num_ranks = config.target.tensor_parallel_size
+    needed = config.pair.max_replicas * demand.count + config.prefill.max_replicas * num_ranks
+    if needed > len(topology.devices):
+        raise ConfigError(
+            f"pair.gpus and prefill demand {needed} GPUs, and this machine has {len(topology.devices)}; deploy to a "
+            f"cluster by `serve deploy`, where replicas wait for nodes, or lower the demand (seen: {topology})"
         )
 
 

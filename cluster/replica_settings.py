@@ -10,7 +10,7 @@ from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_c
 from cluster.config import DeployConfig
 from cluster.model_files import weight_bytes
 from cluster.model_path import resolve_model_path
-from cluster.placement import PairPlacement, PlacementRequest
+from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 from protos.messages import SpeculationMethod
@@ -21,6 +21,7 @@ _PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting t
 
 def placement_request(config: DeployConfig) -> PlacementRequest:
     """Return the processes that a deployment asks for."""
+    demand = config.pair.gpus
     return PlacementRequest(
         num_pairs=config.pair.max_replicas,
         num_ingresses=config.ingress.num_replicas,
@@ -33,6 +34,9 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
         num_ranks=config.target.tensor_parallel_size,
         draft_gpu=config.draft.gpu,
         draft_process=config.draft.process,
+        gpus=None if demand is None else GpuDemand(demand.count, demand.cpus_per_gpu, demand.kind),
+        pair_resources=config.pair.resources,
+        prefill_resources=config.prefill.resources,
     )
 
 

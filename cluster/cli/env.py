@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from typing import Annotated
 
+from typer import Option
+
+from cluster.devices import order_devices
 from cluster.serve_environment import cluster_variables
 
 
-def env() -> None:
+def env(
+    gpus_per_pair: Annotated[
+        int | None, Option(min=1, help="order this node's GPUs so that NVLink joins those of each pair")
+    ] = None,
+) -> None:
     """Print the variables to set before `ray start` on every node: `eval "$(outrider env)"`."""
-    for name, value in cluster_variables().items():
+    for name, value in {**cluster_variables(), **order_devices(gpus_per_pair)}.items():
         print(f"export {name}={shlex.quote(value)}")

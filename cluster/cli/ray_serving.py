@@ -13,6 +13,8 @@ from cluster.cli.console import report
 from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.deploy_file import DeployFile
 from cluster.local_cluster import AppStatus, LocalCluster
+from cluster.placement import most_gpus
+from cluster.replica_settings import placement_request
 
 _REPORT_PERIOD_S = 5.0
 _LOGS = "/tmp/ray/session_latest/logs"
@@ -61,7 +63,7 @@ def serve_on_ray(file: DeployFile) -> None:
     began_s = time.monotonic()
     try:
         report("[1/3] starting a Ray cluster on this machine")
-        cluster.start(ingress=file.config.ingress)
+        cluster.start(ingress=file.config.ingress, gpus_per_pair=most_gpus(placement_request(file.config)))
         interrupt.listen()
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
         with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
@@ -101,7 +103,8 @@ class _Progress:
             return
         self._reported_s = now_s
         waiting = " and ".join(status.waiting) or "the application"
-        report(f"      {now_s - self._began_s:3.0f} s, waiting for {waiting}")
+        reason = f": {lines[0]}" if (lines := status.message.splitlines()) else ""
+        report(f"      {now_s - self._began_s:3.0f} s, waiting for {waiting}{reason}")
 
 
 def _draft_name(file: DeployFile) -> str:

@@ -17,7 +17,7 @@ from cluster.cli.fetch import fetch_models
 from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.ray_serving import serve_on_ray
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
-from cluster.preflight import check_ports
+from cluster.preflight import check_gpus, check_ports
 from protos.errors import ConfigError
 
 _YAML = (".yaml", ".yml")
@@ -93,6 +93,7 @@ def _refuse_options(context: typer.Context) -> None:
 
 
 def _run(model: str, file: DeployFile, no_ray: bool) -> None:
+    check_gpus(file.config)
     check_ports(file)
     fetch_models(model, file.config)
     file = check_deployment(file)

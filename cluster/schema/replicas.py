@@ -13,6 +13,7 @@ from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import CacheConfig, KVDtype, SchedulerConfig
 
 GIB = 1 << 30
+_COUNTED = {"CPU", "GPU", "memory", "object_store_memory"}  # by Ray itself
 _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
 
@@ -76,15 +77,40 @@ class AutoscalingSection(Section):
             yield f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
 
 
+class PrefillAutoscalingSection(AutoscalingSection):
+    """As of the pairs, but down to no replica at all: the pairs read long prompts then until the first one is back."""
+
+    min_replicas: int = Field(default=1, ge=0)
+
+
+class GpusSection(Section):
+    """The GPUs that each pair demands: it waits for a node that has them, and never computes on a processor instead.
+
+    `count` is one per rank of the target, and one more for a draft model with a GPU of its own. `kind` is Ray's name of
+    an accelerator type (H100, A100-80G, L4). Beside them each GPU brings `cpus_per_gpu` cores. Prefill replicas
+    demand the same kind, one GPU per rank.
+    """
+
+    count: int = Field(ge=1, le=65)
+    kind: str | None = Field(default=None, min_length=1)
+    cpus_per_gpu: int = Field(default=4, ge=1, le=256)
+
+
 class Scaled(Section):
-    """A deployment with a fixed number of replicas, or a moving one."""
+    """A deployment with a fixed number of replicas, or a moving one.
+
+    `resources` are Ray resources of a node that each replica takes, so that it runs on nodes that have them alone.
+    """
 
     num_replicas: int | None
     autoscaling: AutoscalingSection | None = None
+    resources: dict[str, Annotated[float, Field(gt=0, strict=False)]] = Field(default={})
 
     def conflicts(self) -> Iterator[str]:
         if self.num_replicas is not None and self.autoscaling is not None:
             yield "num_replicas and autoscaling contradict each other; keep one of them"
+        for name in sorted(_COUNTED & self.resources.keys()):
+            yield f"resources are custom ones of nodes, and {name} is Ray's own; remove it (pair.gpus demands GPUs)"
 
 
 class KVEventsSection(Section):
@@ -115,6 +141,7 @@ class PairSection(Scaled):
 
     num_replicas: int | None = Field(default=None, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
+    gpus: GpusSection | None = None
     kv_events: KVEventsSection | None = None
     alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
 
@@ -125,7 +152,7 @@ class PairSection(Scaled):
 
 
 class PrefillSection(Scaled):
-    """Replicas that read long prompts for the pairs; without them each pair reads its own.
+    """Replicas that read long prompts for the pairs; without them, or while there are none, each pair reads its own.
 
     Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there. KV blocks come back every
     `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
@@ -134,6 +161,7 @@ class PrefillSection(Scaled):
     """
 
     num_replicas: int | None = Field(default=None, ge=0)
+    autoscaling: PrefillAutoscalingSection | None = None
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     chunk_tokens: int = Field(default=512, ge=1)
     kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO

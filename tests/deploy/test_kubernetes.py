@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,27 @@ def test_every_resource_of_the_kustomization_is_there():
     }
 
 
-def test_the_pods_hold_the_pairs_and_prefill_replicas_that_the_configuration_asks_for():
-    args = config()
-    nodes = [NodeResources(8, num_gpus("pair"))] * GROUPS["pair"]["replicas"]
-    nodes += [NodeResources(4, num_gpus("prefill"))] * GROUPS["prefill"]["replicas"]
-    placement = plan_pair(placement_request(args), nodes, NodeTopology())
-    assert placement.num_gpus == num_gpus("pair")
-    assert placement.num_prefill_gpus == num_gpus("prefill")
+def resources(group: str) -> dict[str, float]:
+    """What Ray sees of a pod of the group, as KubeRay starts it."""
+    container = GROUPS[group]["template"]["spec"]["containers"][0]["resources"]
+    custom = json.loads(json.loads(GROUPS[group]["rayStartParams"]["resources"]))
+    return {"CPU": float(container["requests"]["cpu"]), "GPU": num_gpus(group), **custom}
+
+
+def test_pairs_and_prefill_replicas_run_in_the_pods_of_their_groups_alone():
+    placement = plan_pair(placement_request(config()), [], NodeTopology())
+    prefill = {"CPU": placement.prefill.num_cpus, "GPU": placement.num_prefill_gpus, **placement.prefill_resources}
+    for group, demand in (("pair", placement.demand), ("prefill", prefill)):
+        for other in GROUPS:
+            assert NodeResources(0, 0, resources(other)).num_places(demand) == (1 if other == group else 0)
+
+
+@pytest.mark.parametrize("name", ["disruption-budget.yaml", "pod-monitor.yaml"])
+def test_the_budget_and_the_monitor_select_our_pods(name: str):
+    templates = [SERVICE["rayClusterConfig"]["headGroupSpec"], *GROUPS.values()]
+    selected = manifest(name)["spec"]["selector"]["matchLabels"]
+    assert all(selected.items() <= each["template"]["metadata"]["labels"].items() for each in templates)
+    assert not any(key.startswith("app.kubernetes.io") for key in selected), "KubeRay gives those to every cluster"
 
 
 def test_the_image_has_the_version_of_ray_that_is_installed():
@@ -89,5 +105,7 @@ def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
     last = text.rpartition("\nFROM ")[2]
     assert "\nUSER 1000\n" in last
     assert all(f"{key}={value}" in last for key, value in FAST_PATH.items())
+    script = re.search(r"RAY_SERVE_HAPROXY_BINARY_PATH=\S+/site-packages/(\S+)", last)
+    assert (ROOT / script[1]).is_file()
     assert "torch==2.13.0" in text
     assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")

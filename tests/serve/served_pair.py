@@ -64,13 +64,18 @@ class ServedPair:
 
     def logs(self) -> str:
         """Return the logs of this cluster's processes on this machine."""
-        folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
-        return "\n".join(file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
+        return cluster_logs()
 
     def kill(self, actor: str) -> None:
         """SIGKILL the one process of `actor`."""
         (process,) = processes(actor)
         process.kill()
+
+
+def cluster_logs() -> str:
+    """Return what the workers of this test's cluster have written."""
+    folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    return "\n".join(file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
 
 def processes(actor: str) -> list[psutil.Process]:

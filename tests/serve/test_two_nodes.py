@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,20 @@ from ray.cluster_utils import Cluster
 
 from cluster.local_cluster import LocalCluster
 from cluster.serve_environment import set_variables
-from tests.serve.served_pair import ServedPair, eventually, free_port, write_deploy_file
+from tests.serve.served_pair import (
+    ServedPair,
+    SharedCluster,
+    cluster_logs,
+    eventually,
+    free_port,
+    processes,
+    write_deploy_file,
+)
 from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
+GPUS = {"count": 2, "kind": "H100", "cpus_per_gpu": 1}
 LARGE_CHUNKS = {**PREFILL, "chunk_tokens": 256}  # 100 KiB go through the object store, less by message
 
 
@@ -38,6 +48,11 @@ class TwoNodes(LocalCluster):
         context = ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
         self._dashboard = context.dashboard_url or ""
 
+    def add_gpu_node(self) -> None:
+        """Add a node that says it has two GPUs; no process can compute on them."""
+        assert self._cluster is not None
+        self._cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:H100": 1})
+
     def kill_second_node(self) -> None:
         assert self._cluster is not None
         self._cluster.remove_node(self._second, allow_graceful=False)
@@ -54,24 +69,29 @@ class Served:
     nodes: TwoNodes
 
 
-@pytest.fixture
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_pair(folder)
-    file = write_deploy_file(folder, (free_port(), free_port()), prefill=LARGE_CHUNKS, cache={"num_blocks": 2048})
-    file.deployment["proxy_location"] = "HeadOnly"  # both nodes are this machine, and one port is enough
-    file.deployment["applications"][0]["deployments"] = [
-        {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}
-    ]
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[SharedCluster]:
     nodes = TwoNodes()
     nodes.stop()  # the cluster that the tests before this one shared
     try:
         nodes.start(num_cpus=2)
-        nodes.deploy(file)
-        nodes.wait_running(lambda status: None)
-        yield Served(ServedPair(nodes, file), nodes)
+        yield SharedCluster(nodes, (free_port(), free_port()))
     finally:
         nodes.stop()
+
+
+@pytest.fixture
+def served(nodes: SharedCluster, tmp_path: Path) -> Iterator[Served]:
+    write_pair(tmp_path)
+    file = write_deploy_file(tmp_path, nodes.ports, prefill=LARGE_CHUNKS, cache={"num_blocks": 2048})
+    file.deployment["proxy_location"] = "HeadOnly"  # both nodes are this machine, and one port is enough
+    file.deployment["applications"][0]["deployments"] = [
+        {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}
+    ]
+    nodes.local.deploy(file)
+    nodes.local.wait_running(lambda status: None)
+    yield Served(ServedPair(nodes.local, file), nodes.local)
+    nodes.local.undeploy()
 
 
 @pytest.mark.ray
@@ -89,3 +109,30 @@ def test_a_killed_prefill_node_costs_no_token(served: Served) -> None:
     asking.join()
     assert answers == expected
     assert texts(pair, "without", num=8) == expected
+
+
+@pytest.fixture
+def waiting(nodes: SharedCluster, tmp_path: Path) -> Iterator[TwoNodes]:
+    """A pair that demands GPUs, on a cluster that has none."""
+    write_pair(tmp_path)
+    file = write_deploy_file(tmp_path, nodes.ports, pair={"num_replicas": 1, "gpus": GPUS})
+    file.deployment["proxy_location"] = "HeadOnly"
+    nodes.local.deploy(file)
+    yield nodes.local
+    nodes.local.undeploy()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_pair_waits_for_a_node_with_its_gpus_and_takes_them(waiting: TwoNodes) -> None:
+    eventually(lambda: "PENDING" in group_states())
+    assert "1 of 1 pairs wait for nodes" in cluster_logs()
+    assert not processes("Pair")
+    waiting.add_gpu_node()
+    eventually(lambda: "CREATED" in group_states())
+
+
+def group_states() -> list[str]:
+    """States of the placement groups with GPUs."""
+    groups = ray.util.placement_group_table().values()
+    return [each["state"] for each in groups if any("GPU" in bundle for bundle in each["bundles"].values())]
