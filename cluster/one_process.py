@@ -91,7 +91,9 @@ async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings,
     try:
         await pair.start()
         ingress = ingress_config(config)
-        service = GenerationService(pair, load_tokenizer_files(ingress.model_path), ingress, IngressMetrics())
+        service = GenerationService(
+            pair, load_tokenizer_files(ingress.model_path, ingress.chat_template), ingress, IngressMetrics()
+        )
         api_keys = ApiKeys(ingress.api_keys_file, is_open_admin=ingress.open_admin)
         async with _grpc(service, api_keys, file.http_host, file.grpc_port):
             await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)

@@ -117,13 +117,15 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
 
 def ingress_config(config: DeployConfig) -> IngressConfig:
     """Return the configuration of each ingress replica."""
-    keys = config.ingress.api_keys_file
+    keys, template = config.ingress.api_keys_file, config.ingress.chat_template
     return IngressConfig(
         model_id=config.model_id,
         model_path=resolve_model_path(config.target.path),
         api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
         open_admin=config.ingress.open_admin,
         tool_format=config.ingress.tool_format,
+        reasoning_format=config.ingress.reasoning_format,
+        chat_template=None if template is None else str(Path(template).expanduser().absolute()),
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,
         limits=IngressLimits(**config.ingress.limits.model_dump()),

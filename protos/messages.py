@@ -106,12 +106,24 @@ class GrammarKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """The token that ends a thought, and the one that may begin it; without that it is open from the first token."""
+
+    end_id: int
+    begin_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the whole output must match; `param` is the request field that sets it, for errors."""
+    """A grammar that the whole output must match, or all of it behind `thought`.
+
+    `param` is the request field that sets it, for errors.
+    """
 
     kind: GrammarKind
     source: str
     param: str
+    thought: Thought | None = None
 
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the distribution is one-hot in effect

@@ -21,7 +21,8 @@ class IngressLimits:
 class IngressConfig:
     """Everything that an ingress replica is configured by.
 
-    `tool_format` is the form of the model's tool calls: hermes, llama, or auto for the form in its chat template.
+    `tool_format` is the form of the model's tool calls, `reasoning_format` that of its thoughts: a name, or auto for
+    the form in its chat template. `chat_template` is a file in place of the template that the model brings.
     `model_path` is the folder or Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None
     serves every client. `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere.
     `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
@@ -33,6 +34,8 @@ class IngressConfig:
     api_keys_file: str | None = None
     open_admin: bool = False
     tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    chat_template: str | None = None
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     limits: IngressLimits = field(default_factory=IngressLimits)

@@ -46,7 +46,9 @@ class Ingress:
         metrics = IngressMetrics()
         application = ApplicationWatch()
         backend = ServeBackend(pair, RequestRouting(metrics.router), application.is_deleted, prefill)
-        self._service = GenerationService(backend, load_tokenizer_files(config.model_path), config, metrics)
+        self._service = GenerationService(
+            backend, load_tokenizer_files(config.model_path, config.chat_template), config, metrics
+        )
         self._service.peers = FrontendMetrics().read
         self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
 

@@ -17,6 +17,7 @@ from cluster.model_path import resolve_model_path
 from cluster.preflight import check_memory
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
+from router.tokenizer.chat_template import ChatTemplate
 
 
 def check(
@@ -43,6 +44,8 @@ def check_deployment(file: DeployFile) -> DeployFile:
     for note in check_models(config):
         report(f"note: {note}")
     ApiKeys.from_file(config.ingress.api_keys_file)
+    if (template := config.ingress.chat_template) is not None:
+        ChatTemplate(Path(template).expanduser().read_text(encoding="utf-8"), {})
     check_memory(config)
     return replace(file, config=config)
 

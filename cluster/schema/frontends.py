@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema.section import Section, one_of
+from router.requests.reasoning_format import MARKS
 from router.requests.tool_format import FORMATS
 from router.routing.policy import Policy
 
@@ -47,8 +48,9 @@ class IngressSection(Section):
 
     `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
     kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows.
-    `tool_format` is how the model writes tool calls; auto follows its chat template. `strict_fields` refuses a request
-    with a field that is not known here; else the field is ignored, and named in the answer's header X-Ignored-Fields.
+    `tool_format` is how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its
+    chat template, for which `chat_template` may name another file. `strict_fields` refuses a request with a field that
+    is not known here; else the field is ignored, and named in the answer's header X-Ignored-Fields.
     `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those of this machine by
     default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends; with
     `tls_client_ca_file` a client must show a certificate that is signed by it.
@@ -58,6 +60,8 @@ class IngressSection(Section):
     api_keys_file: str | None = None
     open_admin: bool = False
     tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
+    reasoning_format: Annotated[str, one_of("auto", "none", *MARKS)] = "auto"
+    chat_template: str | None = None
     strict_fields: bool = False
     cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
         "http://localhost",
@@ -74,7 +78,12 @@ class IngressSection(Section):
             yield "open_admin is for a server without keys; remove it, and write admin=true behind a key of the file"
         if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
             yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
-        for name in ("tls_certificate_file", "tls_client_ca_file"):
+        files = {
+            "tls_certificate_file": "a PEM file",
+            "tls_client_ca_file": "a PEM file",
+            "chat_template": "a template",
+        }
+        for name, kind in files.items():
             path = getattr(self, name)
             if path is not None and not Path(path).expanduser().is_file():
-                yield f"{name} {path!r} is no file; give the path of a PEM file"
+                yield f"{name} {path!r} is no file; give the path of {kind}"

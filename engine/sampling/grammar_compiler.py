@@ -12,8 +12,9 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
 from protos.errors import RequestError
-from protos.messages import GenerateRequest, Grammar, GrammarKind
+from protos.messages import GenerateRequest, Grammar, GrammarKind, Thought
 
 MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
 MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
@@ -56,10 +57,15 @@ class GrammarCompiler:
         compiled = self._compile(grammar)
         if isinstance(compiled, str):
             raise RequestError(f"{grammar.param} cannot be used: {compiled}", param=grammar.param)
-        matcher = GrammarMatcher(compiled, self._eos_token_ids)
+        matcher = self._new(compiled, grammar.thought)
         if not matcher.read(request.output_token_ids):
             raise RequestError(f"{grammar.param} forbids the output generated so far", param=grammar.param)
         return matcher
+
+    def _new(self, compiled: LLMatcher, thought: Thought | None) -> GrammarMatcher:
+        if thought is None:
+            return GrammarMatcher(compiled, self._eos_token_ids)
+        return ThoughtfulMatcher(compiled, self._eos_token_ids, thought)
 
     def _check(self, grammar: Grammar, request: GenerateRequest) -> None:
         sampling = request.sampling

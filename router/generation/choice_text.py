@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
 from router.generation.stop_strings import StopStrings
+from router.generation.thoughts import ThoughtReader, Trimmed
+from router.requests.reasoning_format import Thinking
 from router.tokenizer.detokenizer import make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
 
@@ -15,7 +18,7 @@ class ChoiceText:
     """Detokenizes one sequence, watches for stop strings, and cuts at them.
 
     Tokens are taken one by one, so the text, the tokens kept and the finish reason do not depend on how many tokens a
-    step committed.
+    step committed. With `thinking`, what the model thinks first is the deltas' `reasoning`; stop strings count behind it.
     """
 
     def __init__(
@@ -28,13 +31,17 @@ class ChoiceText:
         skip_special_tokens: bool = True,
         num_echoed_characters: int = 0,
         includes_stop: bool = False,
+        thinking: Thinking | None = None,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._min_tokens = request.sampling.min_tokens
-        self._detokenizer = make_detokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=skip_special_tokens
-        )
+        self._new_detokenizer = partial(make_detokenizer, tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = self._new_detokenizer(request.prompt_token_ids)
+        self._thoughts = ThoughtReader(thinking, tokenizer) if thinking else None
+        self._shows_thoughts = thinking is not None and thinking.is_shown
+        self._thought = Trimmed()
+        self._is_behind_thought = False  # and its text has not begun: white space between the two is not shown
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop
         self.stop_string: str | None = None  # the one that ended the text
@@ -46,18 +53,20 @@ class ChoiceText:
         """Return the delta of one chunk. After a delta with a finish reason nothing more may be fed."""
         assert not self.is_finished
         texts, offsets = [], []
+        thoughts: list[str] = []
+        num_thought_before = self._num_thought
         finish_reason = None
         for rank, token_id in enumerate(chunk.token_ids):
             offsets.append(self._num_characters)
             is_stop_token = chunk.stop_token_id is not None and rank == len(chunk.token_ids) - 1
             is_hidden = is_stop_token and not self._includes_stop
-            text, is_stopped = ("", False) if is_hidden else self._push(token_id)
+            text, is_stopped = ("", False) if is_hidden else self._read(token_id, thoughts)
             texts.append(text)
             if is_stopped:
                 finish_reason = FinishReason.STOP
                 break
         if finish_reason is None and chunk.finish_reason is not None:
-            text, is_stopped = self._flush()
+            text, is_stopped = self._flush(thoughts)
             texts.append(text)
             finish_reason = FinishReason.STOP if is_stopped else chunk.finish_reason
         self.is_finished = finish_reason is not None
@@ -65,6 +74,8 @@ class ChoiceText:
         return Delta(
             index=self._index,
             text="".join(texts),
+            reasoning="".join(thoughts) if self._shows_thoughts else "",
+            num_reasoning_tokens=self._num_thought - num_thought_before,
             token_ids=chunk.token_ids[:num_kept],
             logprobs=chunk.logprobs[:num_kept],
             text_offsets=tuple(offsets) if chunk.logprobs else (),
@@ -75,11 +86,37 @@ class ChoiceText:
             guess_text=self._tokenizer.decode(chunk.guess_ids) if chunk.guess_ids else "",
         )
 
+    @property
+    def _num_thought(self) -> int:
+        return self._thoughts.num_tokens if self._thoughts else 0
+
+    def _read(self, token_id: int, thoughts: list[str]) -> tuple[str, bool]:
+        """Return a token's text, and true if it stopped there; add to `thoughts` what is no answer yet."""
+        if self._thoughts is None:
+            return self._push(token_id)
+        if self._thoughts.is_mark(token_id):
+            self._num_tokens += 1
+            rest = self._detokenizer.flush()
+            self._detokenizer = self._new_detokenizer(())
+            if self._thoughts.is_thinking:
+                return "", False  # white space before the thought
+            thoughts.append(self._thought.push(rest))
+            self._is_behind_thought = True
+            return "", False
+        if self._thoughts.is_thinking:
+            self._num_tokens += 1
+            thoughts.append(self._thought.push(self._detokenizer.push(token_id)))
+            return "", False
+        return self._push(token_id)
+
     def _push(self, token_id: int) -> tuple[str, bool]:
         self._num_tokens += 1
         return self._scan(self._detokenizer.push(token_id))
 
-    def _flush(self) -> tuple[str, bool]:
+    def _flush(self, thoughts: list[str]) -> tuple[str, bool]:
+        if self._thoughts is not None and self._thoughts.is_thinking:
+            thoughts.append(self._thought.push(self._detokenizer.flush()))
+            return "", False
         text, is_stopped = self._scan(self._detokenizer.flush())
         if self._stop_strings is None or is_stopped:
             return text, is_stopped
@@ -87,6 +124,9 @@ class ChoiceText:
 
     def _scan(self, piece: str) -> tuple[str, bool]:
         """Return the text that may be shown, and true if a stop string ended it; none counts before `min_tokens`."""
+        if self._is_behind_thought:
+            piece = piece.lstrip()
+            self._is_behind_thought = not piece
         self._num_characters += len(piece)
         if self._stop_strings is None or self._num_tokens < self._min_tokens:
             return piece, False

@@ -37,6 +37,7 @@ class Delta:
     guess_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
     guess_text: str = ""
     reasoning: str = ""  # what the model thought before the text, told apart from it
+    num_reasoning_tokens: int = 0  # of the tokens, marks of the thought included
     stop_string: str | None = None  # the one that ended the text
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
 
@@ -57,6 +58,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         guess_ids=deltas[-1].guess_ids,
         guess_text=deltas[-1].guess_text,
         reasoning="".join(delta.reasoning for delta in deltas),
+        num_reasoning_tokens=sum(delta.num_reasoning_tokens for delta in deltas),
         stop_string=deltas[-1].stop_string,
         prompt_logprobs=tuple(logprobs for delta in deltas for logprobs in delta.prompt_logprobs),
     )

@@ -80,6 +80,7 @@ class Generation:
             skip_special_tokens=self.fields.skip_special_tokens is not False,
             num_echoed_characters=len(echo.text) if echo else 0,
             includes_stop=bool(self.fields.include_stop_str_in_output),
+            thinking=self._params.thinking,
         )
         batches = self._backend.generate(request)
         return Choice(

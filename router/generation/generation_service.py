@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.fingerprint import with_tokenizer
@@ -22,6 +23,7 @@ from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
+from router.requests.reasoning_format import find_reasoning, thinking_after
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
 from router.requests.tool_format import ToolFormat, find_format
@@ -44,7 +46,9 @@ class GenerationService:
         self.backend = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
-        self._format = find_format(files.chat_template.source, config.tool_format) if files.chat_template else None
+        template = files.chat_template.source if files.chat_template else ""
+        self._format = find_format(template, config.tool_format)
+        self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
 
@@ -137,6 +141,10 @@ class GenerationService:
         token_ids = await self.chat_prompt(body)
         use = body.tool_use
         grammar = body.grammar if use is None else self._tool_format().grammar(use, body.grammar)
+        is_shown = body.include_reasoning is not False
+        thinking = thinking_after(token_ids, self._reasoning, self.files.tokenizer, is_shown=is_shown)
+        if grammar is not None and thinking is not None:
+            grammar = replace(grammar, thought=thinking.mark)
         return await self._start(
             GenerateParams(
                 request_id=_new_id("chatcmpl"),
@@ -146,6 +154,7 @@ class GenerationService:
                 is_chat=True,
                 num_logprobs=body.num_logprobs,
                 grammar=grammar,
+                thinking=thinking,
                 tool_names=frozenset(function.name for function in use.callable_) if use else frozenset(),
                 prediction_token_ids=await self._prediction(body),
             )

@@ -33,6 +33,7 @@ class Usage:
     prediction: PredictionUsage | None = None  # where the client sent one
     steps: StepStats | None = None
     explanation: SpeculationExplanation | None = None
+    reasoning_tokens: int = 0
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
@@ -54,6 +55,7 @@ class UsageMeter:
         self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._firsts)
         self._num_cached = [0] * len(requests)
         self._num_generated = [0] * len(requests)
+        self._num_reasoning = 0
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
         self._explanations: list[SpeculationExplanation | None] = [None] * len(requests)
         self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
@@ -63,6 +65,7 @@ class UsageMeter:
     def record(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk]) -> None:
         """Count what choice `index` gained from `batch`."""
         self._num_generated[index] += sum(len(delta.token_ids) for delta in gained)
+        self._num_reasoning += sum(delta.num_reasoning_tokens for delta in gained)
         for delta in gained if self._predicted else ():
             self._predicted[index].read(delta.token_ids)
         for chunk in batch:
@@ -84,6 +87,7 @@ class UsageMeter:
             prediction=self._prediction_usage() if self._predicted else None,
             steps=self._steps,
             explanation=sum(explained, SpeculationExplanation()) if explained else None,
+            reasoning_tokens=self._num_reasoning,
         )
 
     def _prediction_usage(self) -> PredictionUsage:

@@ -128,11 +128,18 @@ class ChatWriter(ResponseWriter):
 
 def _chat_message(delta: Delta) -> ChatCompletionMessage:
     """Return the assistant's message; one that is all tool calls has no content."""
+    thoughts = _thoughts(delta)
     if not delta.tool_calls:
-        return ChatCompletionMessage(role="assistant", content=delta.text, refusal=None)
+        return ChatCompletionMessage(role="assistant", content=delta.text, refusal=None, **thoughts)
+    calls = _full_calls(delta.tool_calls)
     return ChatCompletionMessage(
-        role="assistant", content=delta.text or None, refusal=None, tool_calls=_full_calls(delta.tool_calls)
+        role="assistant", content=delta.text or None, refusal=None, tool_calls=calls, **thoughts
     )
+
+
+def _thoughts(delta: Delta) -> dict[str, Any]:
+    """Return the thoughts under the name that vLLM gives them now, and the older one that many clients read."""
+    return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning} if delta.reasoning else {}
 
 
 def _full_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageToolCallUnion]:
@@ -147,6 +154,7 @@ def _full_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageTo
 def _chat_delta(delta: Delta) -> ChoiceDelta:
     """Return the gain of a streamed message."""
     gained: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    gained |= _thoughts(delta)
     if delta.tool_calls:
         gained["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
     return ChoiceDelta(**gained)

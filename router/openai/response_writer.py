@@ -118,7 +118,13 @@ class ResponseWriter(ABC):
         """True if the client sees anything of this delta."""
         is_listed = bool(self._fields.return_token_ids) or bool(self._fields.return_token_sources)
         has_tokens = bool(delta.token_ids) and (bool(delta.logprobs) or is_listed)
-        return bool(delta.text) or bool(delta.tool_calls) or has_tokens or delta.finish_reason is not None
+        return (
+            bool(delta.text)
+            or bool(delta.reasoning)
+            or bool(delta.tool_calls)
+            or has_tokens
+            or delta.finish_reason is not None
+        )
 
 
 def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:

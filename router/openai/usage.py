@@ -92,6 +92,7 @@ def usage_object(usage: Usage) -> CompletionUsage:
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=usage.prediction_tokens.accepted_tokens,
             rejected_prediction_tokens=usage.prediction_tokens.rejected_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
             **drafts,
         ),
     )

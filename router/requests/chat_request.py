@@ -29,6 +29,7 @@ class ChatCompletionRequest(GenerationFields):
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
+    include_reasoning: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None

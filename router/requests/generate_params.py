@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protos.messages import Grammar
 from router.requests.generation_fields import GenerationFields
+from router.requests.reasoning_format import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class GenerateParams:
     num_logprobs: int | None = None
     has_echo: bool = False
     grammar: Grammar | None = None
+    thinking: Thinking | None = None
     tool_names: frozenset[str] = frozenset()  # tools whose calls are looked for in the answer
     prediction_token_ids: tuple[int, ...] = ()
 

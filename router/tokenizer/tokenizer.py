@@ -55,6 +55,10 @@ class Tokenizer:
         """True if the token is a control token, which is not shown to readers."""
         return token_id in self._special_ids
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token of that name; None where the vocabulary has none."""
+        return self._core.token_to_id(name)
+
     def token_name(self, token_id: int) -> str | None:
         """Return the vocabulary's name of the token; None for an id without one."""
         return self._core.id_to_token(token_id)
@@ -92,6 +96,9 @@ class TokenIdsOnly(Tokenizer):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_id(self, name: str) -> int | None:
+        return None
 
     def token_name(self, token_id: int) -> str | None:
         return None

@@ -1,0 +1,83 @@
+"""A grammar that begins where the model has ended its thought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from llguidance import LLMatcher
+
+from engine.sampling.grammar import GrammarMatcher, TokenMask
+from protos.messages import Thought
+
+
+class ThoughtfulMatcher(GrammarMatcher):
+    """A `GrammarMatcher` of the tokens behind a thought; within it all tokens are allowed but those that end a text.
+
+    Where the thought is not open from the beginning, the token that begins it is allowed beside those of the grammar,
+    at the first position alone.
+    """
+
+    def __init__(self, matcher: LLMatcher, end_ids: Seq[int], thought: Thought) -> None:
+        super().__init__(matcher, end_ids)
+        self._thought = thought
+        self._is_opening = thought.begin_id is not None  # nothing has been read yet
+        self._is_bound = False  # the grammar has begun
+        self._free_mask = _without(end_ids, b"\xff" * len(self._mask()))
+
+    def read(self, token_ids: Seq[int]) -> bool:
+        start = self._start_in(token_ids)
+        self._is_opening &= not token_ids
+        if start is None:
+            return True
+        self._is_bound = True
+        return super().read(token_ids[start:])
+
+    def num_allowed(self, draft_ids: Seq[int]) -> int:
+        start = self._start_in(draft_ids)
+        for rank, draft_id in enumerate(draft_ids[:start]):
+            if draft_id in self._end_ids:
+                return rank
+        return len(draft_ids) if start is None else start + super().num_allowed(draft_ids[start:])
+
+    def masks(self, draft_ids: Seq[int]) -> list[TokenMask]:
+        start = self._start_in(draft_ids)
+        masks = [self._free_mask] * (len(draft_ids) + 1 if start is None else start)
+        if start is not None:
+            masks += super().masks(draft_ids[start:])
+        if self._is_opening:
+            masks[0] = self._opening_mask()
+        return masks
+
+    def mask_after(self, draft_ids: Seq[int]) -> TokenMask | None:
+        if not draft_ids and self._is_opening:
+            return self._opening_mask()
+        start = self._start_in(draft_ids)
+        if self._end_ids & set(draft_ids[:start]):
+            return None
+        return self._free_mask if start is None else super().mask_after(draft_ids[start:])
+
+    def forced_ids(self, draft_ids: Seq[int], max_tokens: int) -> list[int]:
+        start = self._start_in(draft_ids)
+        return [] if start is None else super().forced_ids(draft_ids[start:], max_tokens)
+
+    def _start_in(self, token_ids: Seq[int]) -> int | None:
+        """Return the index of the first token that the grammar reads, among those that may follow; None if none is."""
+        if self._is_bound:
+            return 0
+        if self._is_opening and token_ids and token_ids[0] != self._thought.begin_id:
+            return 0
+        ends = (rank + 1 for rank, token_id in enumerate(token_ids) if token_id == self._thought.end_id)
+        return next(ends, None)
+
+    def _opening_mask(self) -> TokenMask:
+        mask, begin_id = bytearray(self._mask()), self._thought.begin_id
+        assert begin_id is not None
+        mask[begin_id // 8] |= 1 << begin_id % 8
+        return bytes(mask)
+
+
+def _without(token_ids: Seq[int], mask: TokenMask) -> TokenMask:
+    made = bytearray(mask)
+    for token_id in token_ids:
+        made[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(made)
