@@ -18,7 +18,8 @@ class ChoiceText:
     """Detokenizes one sequence, watches for stop strings, and cuts at them.
 
     Tokens are taken one by one, so the text, the tokens kept and the finish reason do not depend on how many tokens a
-    step committed. With `thinking`, what the model thinks first is the deltas' `reasoning`; stop strings count behind it.
+    step committed. With `thinking`, what the model thinks first is the deltas' `reasoning`, and stop strings count
+    behind it.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ChoiceText:
         self._thoughts = ThoughtReader(thinking, tokenizer) if thinking else None
         self._shows_thoughts = thinking is not None and thinking.is_shown
         self._thought = Trimmed()
-        self._is_behind_thought = False  # and its text has not begun: white space between the two is not shown
+        self._awaits_text = thinking is not None  # white space around a thought is not shown
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop
         self.stop_string: str | None = None  # the one that ended the text
@@ -101,7 +102,6 @@ class ChoiceText:
             if self._thoughts.is_thinking:
                 return "", False  # white space before the thought
             thoughts.append(self._thought.push(rest))
-            self._is_behind_thought = True
             return "", False
         if self._thoughts.is_thinking:
             self._num_tokens += 1
@@ -124,9 +124,9 @@ class ChoiceText:
 
     def _scan(self, piece: str) -> tuple[str, bool]:
         """Return the text that may be shown, and true if a stop string ended it; none counts before `min_tokens`."""
-        if self._is_behind_thought:
+        if self._awaits_text:
             piece = piece.lstrip()
-            self._is_behind_thought = not piece
+            self._awaits_text = not piece
         self._num_characters += len(piece)
         if self._stop_strings is None or self._num_tokens < self._min_tokens:
             return piece, False

@@ -21,12 +21,22 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
 from protos.errors import RequestError
-from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams, TokenChunk, VerifyMode
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    Thought,
+    TokenChunk,
+    VerifyMode,
+)
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.random_schemas import random_schema
 
 MAX_TOKENS = 400
+THOUGHT_BEGIN, THOUGHT_END = 270, 271  # tokens like any other to the engine
 REGEX = r"(cat|dog){1,4} [0-9]{2,6}"
 CHOICES = ["yes", "no", 'perhaps "so"', "ü\n"]
 LARK = 'start: "<" body ">"\nbody: /[a-f]{1,3}/ | "(" body "," body ")"\n'
@@ -314,3 +324,32 @@ def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
     compiler = GrammarCompiler(None, 16, (END_ID,))
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))
+
+
+@pytest.mark.parametrize("begin_id", [None, THOUGHT_BEGIN])
+def test_a_grammar_begins_behind_a_thought(
+    folder: Path, draft_folder: Path, tokenizer: Tokenizer, begin_id: int | None
+) -> None:
+    def requests() -> list[GenerateRequest]:
+        thought = Thought(THOUGHT_END, begin_id)
+        grammar = Grammar(GrammarKind.REGEX, REGEX, "guided_regex", thought)
+        bias = ((THOUGHT_BEGIN, 4.0), (THOUGHT_END, 4.0))
+        return [request(f"r{seed}", grammar, seed=seed, temperature=1.0, logit_bias=bias) for seed in range(12)]
+
+    plain = run(build(folder), requests())
+    num_thoughts = 0
+    for chunk in plain.values():
+        ids = list(chunk.token_ids)
+        is_thought = begin_id is None or ids[0] == begin_id
+        num_thoughts += is_thought
+        start = ids.index(THOUGHT_END) + 1 if is_thought else 0
+        assert END_ID not in ids[:-1]
+        assert re.fullmatch(REGEX, text_of(replace(chunk, token_ids=tuple(ids[start:])), tokenizer))
+    assert 0 < num_thoughts <= (12 if begin_id is None else 11)
+    for proposer in (NgramProposer(min_size=1), draft_model(draft_folder)):
+        assert token_ids(run(build(folder, proposer), requests())) == token_ids(plain)
+    for each in requests()[:4]:  # a migrated sequence goes on in its thought, or behind it
+        whole = plain[each.request_id].token_ids
+        for cut in {1, len(whole) // 2, len(whole) - 1}:
+            rest = run(build(folder), [replace(each, output_token_ids=whole[:cut])])[each.request_id].token_ids
+            assert whole[:cut] + rest == whole

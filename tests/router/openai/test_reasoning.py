@@ -148,12 +148,12 @@ async def test_a_grammar_begins_at_once_where_thinking_is_off(http: httpx.AsyncC
     ("template", "wanted", "name"),
     [(TEMPLATE, "auto", "think"), ("", "auto", None), ("", "think", "think"), (TEMPLATE, "none", None)],
 )
-def test_the_form_is_that_of_the_template_or_the_one_that_is_named(template: str, wanted: str, name: str | None) -> None:
+def test_the_form_is_that_of_the_template_or_the_one_that_is_named(
+    template: str, wanted: str, name: str | None
+) -> None:
     found = find_reasoning(TOKENIZER, template, wanted)
     assert (found and found.name) == name
 
 
 def test_marks_that_are_no_tokens_of_the_model_are_no_form(tokenizer: Tokenizer) -> None:
     assert find_reasoning(tokenizer, TEMPLATE) is None
-
-
