@@ -75,28 +75,38 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
         ServingError: the deployment asks for more than one process, or could not start.
     """
     config = convert_gguf_models(in_one_process(file.config))
-    settings = _settings(config)
+    settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
     asyncio.run(_serve(file, config, settings, on_ready))
 
 
-def _settings(config: DeployConfig) -> PairSettings:
+def local_settings(config: DeployConfig) -> PairSettings:
+    """Return the settings of the one pair, placed on this machine."""
     topology = read_topology()
     node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
     return pair_settings(config, plan_pair(placement_request(config), [node], topology))
 
 
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
+    async with running_service(config, settings) as service:
+        api_keys = ApiKeys(service.config.api_keys_file, is_open_admin=service.config.open_admin)
+        async with _grpc(service, api_keys, file.http_host, file.grpc_port):
+            await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
+
+
+@asynccontextmanager
+async def running_service(config: DeployConfig, settings: PairSettings) -> AsyncIterator[GenerationService]:
+    """Yield the frontends' service over one pair in this process.
+
+    Raises:
+        ServingError: the pair could not start.
+    """
     pair = LocalPair(settings)
     try:
         await pair.start()
         ingress = ingress_config(config)
-        service = GenerationService(
-            pair, load_tokenizer_files(ingress.model_path, ingress.chat_template), ingress, IngressMetrics()
-        )
-        api_keys = ApiKeys(ingress.api_keys_file, is_open_admin=ingress.open_admin)
-        async with _grpc(service, api_keys, file.http_host, file.grpc_port):
-            await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
+        tokenizer = load_tokenizer_files(ingress.model_path, ingress.chat_template)
+        yield GenerationService(pair, tokenizer, ingress, IngressMetrics())
     finally:
         await pair.close()
 

@@ -18,6 +18,7 @@ from cluster.cli.plan import plan
 from cluster.cli.replay import replay
 from cluster.cli.serve import serve
 from cluster.cli.top import top
+from cluster.cli.try_drafts import try_drafts
 from protos.errors import ServingError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(check)
 app.command()(plan)
 app.command()(replay)
 app.command()(top)
+app.command("try")(try_drafts)
 app.command()(env)
 
 

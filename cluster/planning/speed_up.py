@@ -76,6 +76,15 @@ def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
     return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s)
 
 
+def fixed_speed_up(deployment: Deployment, num_streams: int) -> float:
+    """Return the speed-up of as many drafts as there are chances, for every stream in every pass."""
+    num_drafts = len(deployment.acceptance)
+    tokens = 1.0 + float(np.cumprod(deployment.acceptance).sum())
+    plain_s = deployment.target_pass(num_streams).seconds
+    pass_s = deployment.target_pass(num_streams, num_streams * num_drafts).seconds
+    return tokens * plain_s / (pass_s + num_drafts * deployment.draft_step_s(num_streams))
+
+
 def acceptance_per_position(given: Sequence[float], max_drafts: int) -> tuple[float, ...]:
     """Return one chance per position: the last that is given holds for those behind it.
 

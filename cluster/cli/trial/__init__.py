@@ -1,0 +1,1 @@
+"""A user's own traffic, replayed through drafts in processes of this machine."""

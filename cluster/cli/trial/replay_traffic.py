@@ -1,0 +1,167 @@
+"""One draft under a log of requests: a server without sockets in this process, measured with and without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import httpx
+
+from actors.settings import PairSettings
+from cluster.cli.figures import ClassFigures, Reading, figures_between, read_metrics, survival_between
+from cluster.cli.trial.traffic import LoggedRequest
+from cluster.config import DeployConfig
+from cluster.deploy_file import checked_deployment
+from cluster.gguf_models import convert_gguf_models
+from cluster.one_process import in_one_process, local_settings, running_service
+from protos.errors import RequestError
+from router.api_keys import ApiKeys
+from router.generation.generation_service import GenerationService
+from router.openai.api import build_app
+
+_REQUEST_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A deployment to measure: its draft's name, the lengths and ways of verification to compare, and the traffic."""
+
+    draft: str
+    deployment: dict[str, Any]
+    requests: tuple[LoggedRequest, ...]
+    lengths: tuple[int, ...]
+    verify: tuple[str, ...]
+    streams: tuple[int, ...]
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A draft's K and verification at a number of streams: tokens per second, and over plain decoding beside it.
+
+    `survival` is the share of passes that accepted the drafts up to each position; `classes` tell it by class.
+    """
+
+    draft: str
+    num_tokens: int
+    verify: str
+    num_streams: int
+    tokens_per_s: float
+    speedup: float
+    survival: tuple[float, ...]
+    classes: tuple[ClassFigures, ...]
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens of a pass with drafts, on average."""
+        return 1.0 + sum(self.survival)
+
+    @property
+    def is_noisy(self) -> bool:
+        """True where the speed-up is more than drafts can give: another program had the machine meanwhile."""
+        return self.speedup > self.tokens_per_pass
+
+    @property
+    def sure_speedup(self) -> float:
+        """The speed-up, no larger than tokens per pass: no pass with drafts is faster than one without."""
+        return min(self.speedup, self.tokens_per_pass)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tokens_per_s: float
+    before: Reading
+    after: Reading
+    seconds: float
+
+
+def run_trial(trial: Trial) -> list[Measured]:
+    """Load the models, replay the traffic in every way, rounds of all ways in turn; runs in a process of its own.
+
+    Raises:
+        ServingError: the deployment cannot run here.
+        RequestError: a request is refused; the message names its line.
+    """
+    config = convert_gguf_models(in_one_process(checked_deployment(trial.deployment, trial.draft).config))
+    settings = local_settings(config)
+    os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
+    return asyncio.run(_measure(trial, config, settings))
+
+
+async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[Measured]:
+    async with running_service(config, settings) as service:
+        replay = _Replay(service)
+        await replay.run(trial.requests, 1, 0, None)  # memory and kernels are ready; a request that is refused is found
+        measured: list[Measured] = []
+        for num_streams in trial.streams:
+            ways = [(0, None), *((length, verify) for verify in trial.verify for length in trial.lengths)]
+            rounds = [
+                [await replay.run(trial.requests, num_streams, *way) for way in ways] for _ in range(trial.num_rounds)
+            ]
+            for index, (length, verify) in enumerate(ways[1:], start=1):
+                runs = [each[index] for each in rounds]
+                speedup = median(each[index].tokens_per_s / each[0].tokens_per_s for each in rounds)
+                measured.append(_measured(trial.draft, length, str(verify), num_streams, runs, speedup))
+        return measured
+
+
+def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequence[_Run], speedup: float) -> Measured:
+    last = runs[-1]
+    return Measured(
+        draft=draft,
+        num_tokens=length,
+        verify=verify,
+        num_streams=num_streams,
+        tokens_per_s=median(run.tokens_per_s for run in runs),
+        speedup=speedup,
+        survival=survival_between(last.before, last.after),
+        classes=tuple(
+            each
+            for each in figures_between(last.before, last.after, last.seconds).classes
+            if any(share is not None for share in each.acceptance)
+        ),
+    )
+
+
+class _Replay:
+    """Sends requests to the application itself, without a socket."""
+
+    def __init__(self, service: GenerationService) -> None:
+        transport = httpx.ASGITransport(app=build_app(service, ApiKeys(None, is_open_admin=True)))
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://trial")
+        self._num_runs = 0
+
+    async def run(
+        self, requests: Sequence[LoggedRequest], num_streams: int, num_tokens: int, verify: str | None
+    ) -> _Run:
+        """Replay all requests, so many at a time, with K drafts (0: none).
+
+        A salt per run keeps cached prompts and remembered texts of one run out of the next.
+        """
+        self._num_runs += 1
+        speculation = {"enabled": False} if num_tokens == 0 else {"num_tokens": num_tokens, "verify": verify}
+        free = asyncio.Semaphore(num_streams)
+        before = await self._metrics()
+        began_s = time.perf_counter()
+        counts = await asyncio.gather(*(self._send(request, speculation, free) for request in requests))
+        seconds, num_generated = time.perf_counter() - began_s, sum(counts)
+        return _Run(num_generated / seconds, before, await self._metrics(), seconds)
+
+    async def _send(self, request: LoggedRequest, speculation: dict[str, Any], free: asyncio.Semaphore) -> int:
+        salt = f"trial {self._num_runs} {request.body.get('cache_salt', '')}"
+        body = {**request.body, "speculation": speculation, "cache_salt": salt}
+        async with free, asyncio.timeout(_REQUEST_TIMEOUT_S):
+            response = await self._client.post(request.path, json=body)
+        answer = response.json()
+        if response.status_code != 200:
+            message = answer.get("error", {}).get("message", response.text)
+            raise RequestError(f"line {request.line} of the traffic is refused: {message}")
+        return int(answer["usage"]["completion_tokens"])
+
+    async def _metrics(self) -> Reading:
+        return read_metrics((await self._client.get("/metrics")).text)

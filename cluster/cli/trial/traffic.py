@@ -1,0 +1,58 @@
+"""A log of OpenAI requests, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ConfigError
+
+_DROPPED = ("model", "stream", "stream_options", "speculation")  # the trial sets these
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A request of a log: its line, the path it goes to, and its body without what the trial sets."""
+
+    line: int
+    path: str
+    body: dict[str, Any]
+
+
+def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[LoggedRequest]:
+    """Return the first requests of a log, their answers no longer than `max_tokens`.
+
+    A line is a request's body, or an object that has it as `body`, as OpenAI's batch files do. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file is not read, is empty, or a line is no request; the message names the line.
+    """
+    requests: list[LoggedRequest] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, text in enumerate(lines, start=1):
+                if text.strip() and len(requests) < max_requests:
+                    requests.append(_request(file, number, text, max_tokens))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not read: {error}; give a file of JSON lines in UTF-8") from error
+    if not requests:
+        raise ConfigError(f"{file} has no request; write one OpenAI request per line")
+    return requests
+
+
+def _request(file: Path, number: int, text: str, max_tokens: int) -> LoggedRequest:
+    try:
+        entry = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{file}, line {number} is no JSON: {error}; write one OpenAI request per line") from error
+    body = entry.get("body", entry) if isinstance(entry, dict) else None
+    if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
+        raise ConfigError(f"{file}, line {number} is no request: it needs either `messages` or `prompt`")
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    body = {key: value for key, value in body.items() if key not in _DROPPED}
+    limit = body.pop("max_completion_tokens", None) or body.get("max_tokens") or max_tokens
+    if not isinstance(limit, int):
+        raise ConfigError(f"{file}, line {number}: max_tokens is {limit!r}, which is no whole number")
+    return LoggedRequest(number, path, {**body, "max_tokens": min(limit, max_tokens)})

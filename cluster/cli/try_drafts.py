@@ -1,0 +1,237 @@
+"""`outrider try`: the drafts, K and verification that pay on a user's own traffic, measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+from rich.markup import escape
+from rich.table import Table
+from typer import Argument, Option
+
+from cluster.cli.console import console, report
+from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.cli.trial.replay_traffic import Measured, Trial, run_trial
+from cluster.cli.trial.traffic import LoggedRequest, read_traffic
+from cluster.model_path import resolve_model_path
+from cluster.planning.hardware import Device
+from cluster.planning.model_shape import ModelShape
+from cluster.planning.speed_up import Deployment, fixed_speed_up
+from protos.errors import ConfigError, RequestError, ServingError
+from protos.messages import VerifyMode
+
+_PAYS = 1.03  # below, a gain may be noise
+_MOST = 256  # K and streams
+_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
+_UNPLANNED = ("self", "mtp")  # their cost is a part of the target's, which a plan does not know
+_CONTEXT_TOKENS = 512  # of a planned sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A draft with its K and verification; `speedup` is the geometric mean over the numbers of streams."""
+
+    draft: str
+    num_tokens: int
+    verify: str
+    speedup: float
+
+
+def try_drafts(
+    target: Annotated[str, Argument(metavar="TARGET", help="a folder, a .gguf file, a Hub id, demo or smollm2")],
+    traffic: Annotated[Path, Option(metavar="log.jsonl", help="OpenAI requests, one JSON object per line")],
+    drafts: Annotated[str, Option(help="to compare: models' folders or Hub ids, suffix, ngram, self, mtp")] = "suffix",
+    lengths: Annotated[str, Option(help="K to compare")] = "2,4,8",
+    verify: Annotated[str, Option(help="to compare: coupled, rejection, block")] = "coupled",
+    streams: Annotated[str, Option(help="requests at a time")] = "1,8,32",
+    max_requests: Annotated[int, Option(min=1, help="of the log that are replayed")] = 64,
+    max_tokens: Annotated[int, Option(min=1, help="longest answer")] = 64,
+    rounds: Annotated[int, Option(min=1, help="of all ways in turn; figures are medians")] = 3,
+    hardware: Annotated[str | None, Option(help="also predict the speed-up on this device of `outrider plan`")] = None,
+    plot: Annotated[Path | None, Option(help="draw the speed-ups to this image; needs matplotlib")] = None,
+    output: Annotated[Path | None, Option(help="write the deploy.yaml here; by default it is printed")] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args; repeatable")
+    ] = None,
+) -> None:
+    """Replay a log of requests through drafts, K and verification, and say which pays."""
+    requests = read_traffic(traffic, max_requests, max_tokens)
+    modes = _one_of(verify, [str(mode) for mode in VerifyMode], "--verify")
+    names = [name.strip() for name in drafts.split(",") if name.strip()]
+    chosen = tuple(settings or ())
+    planned = _planner(target, names, hardware)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; pip install 'outrider[bench]', or leave it out")
+    counts = _fitting(_numbers(streams, "--streams"), requests)
+    measured: list[Measured] = []
+    for name in names:
+        trial = Trial(
+            draft=name,
+            deployment=deployment_of(
+                target, ServeOptions(draft=name, settings=("speculation.adaptive=false", *chosen))
+            ),
+            requests=tuple(requests),
+            lengths=_numbers(lengths, "--lengths"),
+            verify=modes,
+            streams=counts,
+            num_rounds=rounds,
+        )
+        measured += _measured_or_refused(trial)
+    if not measured:
+        raise ConfigError("no draft could be tried; see the reasons above")
+    for number in dict.fromkeys(each.num_streams for each in measured):
+        console.print(_speed_table([each for each in measured if each.num_streams == number], planned))
+    console.print(_acceptance_table(measured))
+    if plot is not None:
+        _plot(measured, plot)
+    _conclude(target, best_choice(measured), chosen, output)
+
+
+def best_choice(measured: list[Measured]) -> Choice | None:
+    """Return the way with the largest mean speed-up over the numbers of streams; None where none pays."""
+    ways = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
+    choices = []
+    for way in ways:
+        factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == way]
+        choices.append(Choice(*way, prod(factors) ** (1 / len(factors))))
+    best = max(choices, key=lambda choice: choice.speedup)
+    return best if best.speedup >= _PAYS else None
+
+
+def _measured_or_refused(trial: Trial) -> list[Measured]:
+    """Measure in a child, whose memory goes with it; report a draft that cannot run and go on with the others."""
+    report(f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} ways and plain")
+    try:
+        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(run_trial, trial).result()
+    except BrokenProcessPool:
+        report(f"{trial.draft}: its process ended; see its log above")
+    except RequestError:
+        raise  # the traffic is at fault, and would be with every draft
+    except ServingError as error:
+        report(f"{trial.draft}: cannot be tried: {error}")
+    return []
+
+
+def _fitting(numbers: tuple[int, ...], requests: list[LoggedRequest]) -> tuple[int, ...]:
+    """Return the numbers of streams that the log can fill, at least the least of them."""
+    fitting = tuple(number for number in numbers if number <= len(requests)) or (min(numbers),)
+    if left_out := [number for number in numbers if number not in fitting]:
+        report(f"streams {', '.join(map(str, left_out))} are left out: {len(requests)} requests do not fill them")
+    return fitting
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} holds no whole numbers; write e.g. 2,4,8") from error
+    if min(numbers) < 1 or max(numbers) > _MOST:
+        raise ConfigError(f"{option} {text!r} is outside 1 to {_MOST}")
+    return numbers
+
+
+def _one_of(text: str, allowed: list[str], option: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if strange := [name for name in names if name not in allowed]:
+        raise ConfigError(f"{option} {strange[0]!r} is unknown; use {', '.join(allowed)}")
+    return names
+
+
+def _speed_table(measured: list[Measured], planned: Callable[[Measured], str]) -> Table:
+    table = Table("draft", "K", "verify", "tokens per pass", "tokens/s", "speed-up", "planned")
+    table.title = f"{measured[0].num_streams} at a time"
+    best = max(measured, key=lambda each: each.sure_speedup)
+    for each in measured:
+        mark = " *" if each is best and each.sure_speedup >= _PAYS else " noise" if each.is_noisy else ""
+        factor = f"{each.speedup:.2f}{mark}"
+        tokens = f"{each.tokens_per_pass:.2f}" if each.survival else "no drafts"
+        row = (each.draft, str(each.num_tokens), each.verify, tokens, f"{each.tokens_per_s:.1f}", factor, planned(each))
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _acceptance_table(measured: list[Measured]) -> Table:
+    """Return the acceptance of the longest drafts at the fewest streams, by class and position."""
+    table = Table("draft and class", "verify", "share of passes that accepted position 1, 2, ...")
+    fewest, longest = min(each.num_streams for each in measured), max(each.num_tokens for each in measured)
+    for each in measured:
+        if (each.num_streams, each.num_tokens) == (fewest, longest):
+            for found in each.classes:
+                shares = " ".join("-" if share is None else f"{share:.0%}" for share in found.acceptance)
+                table.add_row(escape(f"{each.draft}: {found.name}"), each.verify, shares)
+    return table
+
+
+def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[Measured], str]:
+    """Return a function that plans the speed-up of what was measured, on a device of `outrider plan`."""
+    if hardware is None:
+        return lambda _: ""
+    device, shape = Device.of(hardware), ModelShape.of(_folder(target), "bf16")
+    shapes = {name: None if name in _WAYS else ModelShape.of(_folder(name), "bf16") for name in drafts}
+
+    def planned(each: Measured) -> str:
+        if each.draft not in shapes or not each.survival or each.draft in _UNPLANNED:
+            return ""
+        chances = tuple(_conditional(each.survival))
+        deployment = Deployment(shape, shapes[each.draft], device, 1, chances, _CONTEXT_TOKENS, 1)
+        return f"{fixed_speed_up(deployment, each.num_streams):.2f}"
+
+    return planned
+
+
+def _conditional(survival: tuple[float, ...]) -> list[float]:
+    before = (1.0, *survival[:-1])
+    return [share / earlier if earlier else 0.0 for share, earlier in zip(survival, before, strict=True)]
+
+
+def _folder(model: str) -> str:
+    return resolve_model_path(str(BUNDLED[model]["target"]["path"]) if model in BUNDLED else model)
+
+
+def _conclude(target: str, choice: Choice | None, settings: tuple[str, ...], output: Path | None) -> None:
+    if choice is None:
+        report("no draft pays here: plain decoding is as fast on this machine, with this traffic")
+        options = ServeOptions(draft="none", settings=settings)
+    else:
+        report(
+            f"best: {choice.draft}, K = {choice.num_tokens}, {choice.verify}: {choice.speedup:.2f} times plain decoding"
+        )
+        found = (f"speculation.num_tokens={choice.num_tokens}", f"speculation.verify={choice.verify}")
+        options = ServeOptions(draft=choice.draft, settings=(*found, *settings))
+    text = to_yaml(deployment_of(target, options))
+    if output is None:
+        report(f"\n{text}")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output} is not written: {error}") from error
+    report(f"written: {output}; outrider serve {output}")
+
+
+def _plot(measured: list[Measured], file: Path) -> None:
+    from matplotlib.figure import Figure  # the extra `bench`, for this option alone
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for way in dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured):
+        points = [each for each in measured if (each.draft, each.num_tokens, each.verify) == way]
+        label = f"{Path(way[0]).name}, K = {way[1]}, {way[2]}"
+        axes.plot([each.num_streams for each in points], [each.speedup for each in points], marker="o", label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("requests at a time")
+    axes.set_ylabel("tokens/s over plain decoding")
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {file} is not written: {error}") from error
+    report(f"plot: {file}")

@@ -1,0 +1,94 @@
+"""`outrider try`: a log of requests through drafts, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli.__main__ import main
+from cluster.cli.trial.replay_traffic import Measured
+from cluster.cli.trial.traffic import read_traffic
+from cluster.cli.try_drafts import best_choice
+from protos.errors import ConfigError
+from tests.serve.tiny_models import write_pair
+
+
+def measured(draft: str, num_tokens: int, num_streams: int, speedup: float, survival: float = 0.9) -> Measured:
+    return Measured(draft, num_tokens, "coupled", num_streams, 10.0, speedup, (survival,) * num_tokens, ())
+
+
+def test_bodies_and_lines_of_batch_files_are_read(tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    batch = {"custom_id": "a", "body": {"model": "m", "messages": [], "max_completion_tokens": 99, "stream": True}}
+    log.write_text(json.dumps({"prompt": "x", "max_tokens": 3}) + "\n\n" + json.dumps(batch) + "\n")
+    plain, chat = read_traffic(log, max_requests=10, max_tokens=16)
+    assert (plain.line, plain.path, plain.body) == (1, "/v1/completions", {"prompt": "x", "max_tokens": 3})
+    assert (chat.line, chat.path, chat.body) == (3, "/v1/chat/completions", {"messages": [], "max_tokens": 16})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is no JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 is no request"),
+        ('{"model": "m"}', "needs either `messages` or `prompt`"),
+        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens is 'many'"),
+        ("\n\n", "has no request"),
+    ],
+)
+def test_a_log_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str, message: str):
+    log = tmp_path / "log.jsonl"
+    log.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_traffic(log, 10, 10)
+
+
+def test_the_way_that_is_fastest_over_all_loads_is_chosen():
+    found = [measured("a", 2, 1, 1.4), measured("a", 2, 8, 1.3), measured("b", 4, 1, 2.0), measured("b", 4, 8, 0.7)]
+    choice = best_choice(found)
+    assert choice is not None
+    assert (choice.draft, choice.num_tokens) == ("a", 2)
+
+
+def test_no_draft_is_chosen_where_none_pays_and_noise_is_no_gain():
+    assert best_choice([measured("a", 2, 1, 1.01), measured("b", 4, 1, 0.8)]) is None
+    assert best_choice([measured("a", 2, 1, 3.0, survival=0.01)]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "two"], "--lengths 'two' holds no whole numbers"),
+        (["--lengths", "0"], "outside 1 to 256"),
+        (["--verify", "typical"], "--verify 'typical' is unknown"),
+        (["--drafts", "nowhere"], "there is no model 'nowhere'"),
+        (["--hardware", "abacus"], "'abacus' is not in the table"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt": "a"}\n')
+    assert main(["try", "demo", "--traffic", str(log), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_traffic_is_replayed_and_a_deploy_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_pair(tmp_path)
+    log, output = tmp_path / "log.jsonl", tmp_path / "deploy.yaml"
+    requests = [{"prompt": [3, 4, 5 + index], "max_tokens": 6, "temperature": 0} for index in range(2)]
+    log.write_text("\n".join(json.dumps(request) for request in requests))
+    arguments = ["try", str(tmp_path / "target"), "--traffic", str(log), "--drafts", str(tmp_path / "draft")]
+    arguments += ["--lengths", "2", "--streams", "2,8", "--rounds", "1", "--set", "cache.num_blocks=64"]
+    arguments += ["--set", "cache.memory_gib=null", "--output", str(output)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "streams 8 are left out" in said
+    assert "2 at a time" in said
+    assert "model-greedy-free" in said
+    args = yaml.safe_load(output.read_text())["applications"][0]["args"]
+    assert args["draft"]["kind"] in {"model", "none"}
