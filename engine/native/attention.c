@@ -1,7 +1,8 @@
 /* Paged attention on AVX-512, and on AMX for keys and values in bfloat16: the pool is read in place.
 
    A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
-   Everything is computed with lanes side by side in registers: no sum crosses a register.
+   Everything is computed with lanes side by side in registers: no sum crosses a register. (Where a job has few lanes,
+   and no AMX, keys and then dims lie side by side in their place: the same sums in the same order.)
 
        scores [keys x 16 lanes] = K [keys x D] Q^T [D x 16 lanes]        K as it lies in the pool
        sums   [D x 16 lanes]   += V^T [D x keys] P [keys x 16 lanes]     V^T transposed once per job and unit of keys

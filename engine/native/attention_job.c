@@ -93,6 +93,8 @@ AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const i
         }
     }
     begin = max(begin, oldest / UNIT * UNIT);
+    const int64_t num_lanes = w->job->num_lanes;
+    const int has_few = num_lanes <= FEW_LANES && a->is_bf16 && !outrider_has_tiles;
     struct unit *unit = w->units, *next = unit + 1;
     if (begin < end) {
         load_unit(a, w->job, begin, end, path, unit);
@@ -105,12 +107,13 @@ AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const i
         const int has_next = begin + UNIT < end;
         if (has_next) load_unit(a, w->job, begin + UNIT, end, path, next);
         copy_to_room(a, unit, w->room, last - first <= FEW_TILES);
-        if (a->is_bf16) transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
+        if (a->is_bf16 && !has_few) transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
         for (int64_t tile = first; tile < last; tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
             const struct unit *later = has_next && tile == first ? next : NULL;
-            if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
+            if (has_few) attend_few(a, unit, later, num_lanes, queries, w->visibilities + tile, states);
+            else if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
             else attend_one(a, unit, later, w->values, queries, w->visibilities + tile, states);
         }
         struct unit *done = unit;

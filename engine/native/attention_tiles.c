@@ -64,6 +64,42 @@ AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const b
     }
 }
 
+/* `score_vectors` for the first lanes of one tile, keys side by side in place of lanes: the same products, each sum in the
+   same order. */
+AVX INLINE void score_few(const int lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                          float *scores) {
+    const int64_t last_tile = (unit->count - 1) / 16;
+    for (int64_t key = 0; key < num_keys; key += 16) {
+        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
+        const char *keys = unit->key_tiles[tile];
+        __m512 sums[FEW_LANES];
+        for (int lane = 0; lane < FEW_LANES; lane++) sums[lane] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < width; d += 32) {
+            __m512i pairs[16];
+            for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(keys + i * stride + d * 2);
+            transpose(pairs);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++)
+#pragma GCC unroll 4
+                for (int lane = 0; lane < lanes; lane++) {
+                    const __m512bh query = (__m512bh)broadcast(queries + (d + 2 * i) * LANES + lane * 2);
+                    sums[lane] = _mm512_dpbf16_ps(sums[lane], query, (__m512bh)pairs[i]);
+                }
+        }
+        const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
+        const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
+        float fours[16 * FEW_LANES] __attribute__((aligned(64))); /* of each fourth key: 0 4 8 12, 1 5 9 13, ... */
+        _mm512_store_ps(fours, _mm512_shuffle_ps(a, c, 0x44));
+        _mm512_store_ps(fours + 16, _mm512_shuffle_ps(a, c, 0xee));
+        _mm512_store_ps(fours + 32, _mm512_shuffle_ps(b, d, 0x44));
+        _mm512_store_ps(fours + 48, _mm512_shuffle_ps(b, d, 0xee));
+        for (int i = 0; i < 16; i++) {
+            const __m128 four = _mm_load_ps(fours + i % 4 * 16 + i / 4 * 4);
+            _mm512_storeu_ps(scores + (key + i) * LANES, _mm512_zextps128_ps512(four));
+        }
+    }
+}
+
 AVX INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float *queries, int64_t dim, int64_t width,
                       float *scores, int is_pair) {
     for (int64_t key = 0; key < num_keys; key += 8) {
@@ -227,6 +263,53 @@ AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num
     }
 }
 
+/* `add_vectors` for the first lanes of one tile, dims side by side in place of lanes, from the values as they lie: the
+   same products, each sum in the same order. `num_bytes` of each value of `next` are fetched meanwhile. */
+AVX INLINE void add_few(const int lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
+                        const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
+    const __m512i places = _mm512_slli_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4); /* of dims, LANES apart */
+    for (int64_t d = 0; d < dim; d += 32) {
+        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+        float *onto = sums + d * LANES;
+        __m512 kept[FEW_LANES][2];
+        for (int lane = 0; lane < lanes; lane++)
+            for (int half = 0; half < 2; half++)
+                kept[lane][half] = _mm512_i32gather_ps(places, onto + half * 16 * LANES + lane, 4);
+        for (int64_t key = 0; key < num_keys; key += 2) {
+            if (next && d == 0) fetch(next->values + key, num_bytes);
+            const __m512i first = _mm512_maskz_loadu_epi16(dims, unit->values[key] + 2 * d);
+            const __m512i second = _mm512_maskz_loadu_epi16(dims, unit->values[key + 1] + 2 * d);
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
+            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+#pragma GCC unroll 4
+            for (int lane = 0; lane < lanes; lane++) {
+                const __m512bh weight = (__m512bh)broadcast(weights + key * LANES + lane * 2);
+                kept[lane][0] = _mm512_dpbf16_ps(kept[lane][0], weight, low);
+                kept[lane][1] = _mm512_dpbf16_ps(kept[lane][1], weight, high);
+            }
+        }
+        for (int lane = 0; lane < lanes; lane++)
+            for (int half = 0; half < 2; half++)
+                _mm512_i32scatter_ps(onto + half * 16 * LANES + lane, places, kept[lane][half], 4);
+    }
+}
+
+/* Each number of lanes has code of its own, whose sums stay in registers. */
+AVX static void score_some(int64_t lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                           float *scores) {
+#define LANES_OF(n) case n: score_few(n, unit, num_keys, queries, width, scores); break;
+    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+}
+
+AVX static void add_some(int64_t lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
+                         const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
+#define LANES_OF(n) case n: add_few(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
+    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+}
+
 /* The same in float32, for `dims` of the sums from `d` on. */
 AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
                          float *sums, int64_t size, int is_pair) {
@@ -258,17 +341,18 @@ AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weigh
     for (; d < dim; d++) add_dims_f32(unit, d, 1, weights, num_keys, sums, size, is_pair);
 }
 
-/* Add a unit to the states of one or two tiles. */
+/* Add a unit to the states of one or two tiles; without `values`, to the first `few_lanes` lanes of one. */
 AMX INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states,
-                         int is_pair) {
+                         int is_pair, int64_t few_lanes) {
     float scores[2 * UNIT * LANES] __attribute__((aligned(64)));
     bf16 weights[2 * UNIT * LANES] __attribute__((aligned(64)));
     const int64_t key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32), size = state_size(width);
     const int64_t highest = is_pair ? max(visibilities[0].highest, visibilities[1].highest) : visibilities[0].highest;
     const int64_t num_keys = round_up(min(unit->count, highest + 1 - unit->begin), 32);
     if (num_keys <= 0) return;
-    if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, key_width, scores, is_pair);
+    if (!values) score_some(few_lanes, unit, num_keys, queries, key_width, scores);
+    else if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, key_width, scores, is_pair);
     else if (a->is_bf16) score_vectors(unit, num_keys, queries, key_width, scores, is_pair);
     else score_f32(unit, num_keys, queries, a->key_dim, key_width, scores, is_pair);
     for (int tile = 0; tile <= is_pair; tile++) {
@@ -288,17 +372,23 @@ AMX INLINE void attend_tiles(const struct attention *a, const struct unit *unit,
         else soften(visibility, first, num_keys, scored, scale, state, width, later, bytes, NULL, 0);
     }
     float *sums = states + 2 * LANES;
-    if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
+    if (!values) add_some(few_lanes, unit, next, value_bytes(a), weights, num_keys, a->value_dim, sums);
+    else if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
     else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
     else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);
 }
 
 AMX void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
                     const void *queries, const struct visibility *visibilities, float *states) {
-    attend_tiles(a, unit, next, values, queries, visibilities, states, 0);
+    attend_tiles(a, unit, next, values, queries, visibilities, states, 0, 0);
+}
+
+AMX void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
+                    const void *queries, const struct visibility *visibilities, float *states) {
+    attend_tiles(a, unit, next, NULL, queries, visibilities, states, 0, num_lanes);
 }
 
 AMX void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
                     const void *queries, const struct visibility *visibilities, float *states) {
-    attend_tiles(a, unit, next, values, queries, visibilities, states, 1);
+    attend_tiles(a, unit, next, values, queries, visibilities, states, 1, 0);
 }

@@ -17,3 +17,7 @@ INTERNAL void attend_one(const struct attention *a, const struct unit *unit, con
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
 INTERNAL void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
+
+/* `attend_one` without AMX for at most FEW_LANES lanes in bfloat16: most of a tile would compute nothing. */
+INTERNAL void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
+                         const void *queries, const struct visibility *visibilities, float *states);
