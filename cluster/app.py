@@ -36,7 +36,7 @@ from cluster.topology import read_topology
 from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.ingress import Ingress
-from router.routing.index.index_client import IndexClient
+from router.routing.index.index_client import IndexClient, open_prefill_index
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def build(args: dict[str, Any]) -> Application:
     pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement, router))(Pair)
     ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))
     open_index = partial(IndexClient, config=router)
-    prefill = _prefill(config, settings.engine, placement)
+    prefill = _prefill(config, settings.engine, placement, router)
     pin = partial(
         pin_devices,
         num_ranks=config.target.tensor_parallel_size,
@@ -80,11 +80,18 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(pair.bind(settings, pin, open_index, prefill), ingress_config(config), prefill)
 
 
-def _prefill(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> Application | None:
+def _prefill(
+    config: DeployConfig, engine: EngineConfig, placement: PairPlacement, router: RouterConfig
+) -> Application | None:
     if placement.prefill is None:
         return None
-    deployment = serve.deployment(name="Prefill", **_prefill_options(config, placement, placement.prefill))(Prefill)
-    return deployment.bind(prefill_settings(config, engine, placement))
+    options = {
+        **_prefill_options(config, placement, placement.prefill),
+        **_request_router_options(router, "PrefillRouter"),
+    }
+    deployment = serve.deployment(name="Prefill", **options)(Prefill)
+    open_index = partial(open_prefill_index, config=router)
+    return deployment.bind(prefill_settings(config, engine, placement), open_index)
 
 
 def _nodes() -> list[NodeResources]:
@@ -105,7 +112,7 @@ def _pair_options(
         "placement_group_strategy": "STRICT_PACK",
         "max_ongoing_requests": settings.max_requests + _EXTRA_CALLS,
         **_WATCHED,
-        **_request_router_options(router),
+        **_request_router_options(router, "PrefixAwareRouter"),
     }
 
 
@@ -115,11 +122,11 @@ def _count(section: Scaled) -> dict[str, Any]:
     return {"num_replicas": section.num_replicas or 1}
 
 
-def _request_router_options(router: RouterConfig) -> dict[str, Any]:
+def _request_router_options(router: RouterConfig, router_class: str) -> dict[str, Any]:
     if router.policy == SERVES_OWN_POLICY:
         return {}
     arguments = {
-        "request_router_class": "router.routing.serve_router:PrefixAwareRouter",
+        "request_router_class": f"router.routing.serve_router:{router_class}",
         "request_router_kwargs": asdict(router),
     }
     return {"request_router_config": arguments}

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 class PrefillTransport:
     """Implements `engine.remote_prefill.kv_transfer.KVTransport` over the handle of the `Prefill` deployment.
 
-    Serve chooses the replica, the less busy of two. Blocks come through Ray's object store or, where there is a
-    `carrier` on both sides, by that. `open` before the first fetch.
+    `router.routing.serve_router.PrefillRouter` chooses the replica, by its cache and queue. Blocks come through Ray's
+    object store or, where there is a `carrier` on both sides, by that. `open` before the first fetch.
     """
 
     def __init__(self, prefill: DeploymentHandle[Any], carrier: NixlCarrier | None = None) -> None:

@@ -14,9 +14,9 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.admission import Admission
 from actors.pair.drift_alarms import DriftAlarms
-from actors.pair.index_reporter import IndexReporter, ReportSink
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell

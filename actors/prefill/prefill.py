@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from ray import serve
 
+from actors.engine_loop.index_reporter import ReportSink
 from actors.prefill.prefill_metrics import PrefillMetrics
 from actors.process.process_logging import configure_logging
 from actors.settings import PrefillSettings
@@ -21,13 +22,20 @@ class Prefill:
     """One replica of the Serve deployment `Prefill`: the target model, prefill only, with a prefix cache of its own.
 
     Its death costs the pairs time and never a token: they read what is missing themselves.
+
+    Args:
+        settings: of the engine.
+        open_index: returns the index of an application's prefill replicas, by which pairs choose among them.
     """
 
-    async def __init__(self, settings: PrefillSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: PrefillSettings, open_index: Callable[[str], ReportSink]
+    ) -> None:
         from actors.prefill.prefill_engine import PrefillEngine
 
         configure_logging()
-        self._engine = PrefillEngine(settings, serve.get_replica_context().replica_id.unique_id)
+        replica = serve.get_replica_context()
+        self._engine = PrefillEngine(settings, replica.replica_id.unique_id, open_index(replica.app_name))
         self._metrics = PrefillMetrics()
         await self._engine.wait_ready()
 

@@ -12,12 +12,15 @@ from itertools import count
 from torch import Tensor
 
 from actors.engine_loop.engine_loop import EngineLoop
+from actors.engine_loop.index_reporter import IndexReporter, ReportSink
+from actors.engine_loop.kv_event_buffer import KVEventBuffer
+from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from actors.process.actor_thread import ActorThread
 from actors.settings import PrefillSettings
-from actors.shell_messages import Abort, Add, Refused, StepOutput
+from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
@@ -45,20 +48,33 @@ _Event = ExportedBlocks | TokenChunk | Refused
 class PrefillEngine:
     """An `EngineCore` whose tokens are not used. Each chunk's blocks leave while the next chunk is computed.
 
-    Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread.
+    Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread. Its cache and
+    its queue are reported to `index`.
     """
 
-    def __init__(self, settings: PrefillSettings, replica_id: str) -> None:
+    def __init__(self, settings: PrefillSettings, replica_id: str, index: ReportSink) -> None:
         self._settings = settings
         self._replica_id = replica_id
         self._event_loop = asyncio.get_running_loop()
         self._events: dict[str, asyncio.Queue[_Event]] = {}
         self._numbers = count()
+        self._reporter = IndexReporter(replica_id, index)
         self._thread = ActorThread("Prefill", self._serve)
 
     async def wait_ready(self) -> None:
         """Return when the model is loaded. Raises ConfigError for a model that cannot be served."""
         await asyncio.to_thread(self._thread.wait_ready, self._settings.start_timeout_s)
+        self._reporter.on_ready()
+        self._reporting = asyncio.create_task(self._reporter.run(self), name="index-reporter")
+
+    @property
+    def num_requests(self) -> int:
+        """Orders that are being read."""
+        return len(self._events)
+
+    def ask_snapshot(self) -> None:
+        """Have the engine report its whole cache."""
+        self._loop.submit(AskSnapshot())
 
     @property
     def stats(self) -> EngineStats:
@@ -147,7 +163,8 @@ class PrefillEngine:
     def _serve(self, is_ready: Callable[[], None]) -> None:
         os.nice(self._settings.niceness)  # of this thread and those it starts: asyncio's stays as quick as it was
         self._carrier = choose_carrier(self._settings.kv_transport)
-        core = EngineCore.from_config(self._settings.engine)
+        kv_events = KVEventBuffer()
+        core = EngineCore.from_config(self._settings.engine, None, kv_events.record)
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"
         if isinstance(runner, TensorParallelRunner):
@@ -156,7 +173,8 @@ class PrefillEngine:
         max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)
         self._exporter = BlockExporter(runner, max_blocks, self._say)
         core.on_computed = self._exporter.collect
-        self._loop = EngineLoop(core, self._emit)
+        reporter = StatusReporter(self._report, kv_events, lambda: core.blocks.cached_keys)
+        self._loop = EngineLoop(core, self._emit, reporter=reporter)
         is_ready()
         self._loop.run()
 
@@ -168,9 +186,18 @@ class PrefillEngine:
             if chunk.finish_reason is not None:
                 self._say(chunk)
 
+    def _report(self, message: Status | Snapshot) -> None:
+        if isinstance(message, Status):
+            self._call(lambda: self._reporter.on_status(message))
+        else:
+            self._call(lambda: self._reporter.on_snapshot(message))
+
     def _say(self, event: _Event) -> None:
+        self._call(lambda: self._deliver(event))
+
+    def _call(self, act: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the replica is shutting down, and its event loop has stopped
-            self._event_loop.call_soon_threadsafe(self._deliver, event)
+            self._event_loop.call_soon_threadsafe(act)
 
     def _deliver(self, event: _Event) -> None:
         events = self._events.get(event.request_id)

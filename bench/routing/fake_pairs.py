@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from actors.pair.index_reporter import IndexReporter
+from actors.engine_loop.index_reporter import IndexReporter
 from actors.shell_messages import Snapshot
 from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids, root_key
 from protos.cache_delta import CacheDelta

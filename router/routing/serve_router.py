@@ -10,8 +10,10 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from protos.block_keys import block_keys, join_keys, root_key
+from protos.messages import GenerateRequest
 from router.config import RouterConfig
-from router.routing.index.index_client import IndexClient
+from router.routing.index.index_client import IndexClient, open_prefill_index
 from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall
 
@@ -25,7 +27,7 @@ class PrefixAwareRouter(RequestRouter):
     """
 
     def initialize_state(self, **settings: Any) -> None:
-        self._index = IndexClient(self.app_name, RouterConfig(**settings))
+        self._index = self._open_index(RouterConfig(**settings))
         self._index.warm_up()
         self._chooser = RouteChooser(self._index)
 
@@ -36,7 +38,7 @@ class PrefixAwareRouter(RequestRouter):
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # else Serve asks a full fleet in a busy loop
-        call = _call_of(pending_request)
+        call = self._call_of(pending_request)
         if call is None:
             ranks = self._chooser.by_load(list(replicas))
         else:
@@ -45,7 +47,7 @@ class PrefixAwareRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         """Record that a replica has taken the request."""
-        call = _call_of(pending_request)
+        call = self._call_of(pending_request)
         if call is not None:
             self._chooser.routed(call, replica_id.unique_id)
 
@@ -61,9 +63,29 @@ class PrefixAwareRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self._index.forget(replica_id.unique_id)
 
+    def _open_index(self, config: RouterConfig) -> IndexClient:
+        return IndexClient(self.app_name, config)
 
-def _call_of(pending_request: PendingRequest | None) -> RoutedCall | None:
-    if pending_request is None or not pending_request.args:
-        return None
-    call = pending_request.args[0]
-    return call if isinstance(call, RoutedCall) else None
+    def _call_of(self, pending_request: PendingRequest | None) -> RoutedCall | None:
+        if pending_request is None or not pending_request.args:
+            return None
+        call = pending_request.args[0]
+        return call if isinstance(call, RoutedCall) else None
+
+
+class PrefillRouter(PrefixAwareRouter):
+    """Orders prefill replicas for each order of a pair by their own caches and queues, which another index knows.
+
+    The pair's engine has made the order and its KV layout (`engine.remote_prefill.kv_transfer`), the two arguments.
+    """
+
+    def _open_index(self, config: RouterConfig) -> IndexClient:
+        return open_prefill_index(self.app_name, config)
+
+    def _call_of(self, pending_request: PendingRequest | None) -> RoutedCall | None:
+        if pending_request is None or pending_request.metadata.call_method != "prefill":
+            return None
+        order, layout = pending_request.args[:2]
+        root = root_key(layout.model_version, order.cache_salt)
+        keys = join_keys(block_keys(order.token_ids, layout.block_size, root))
+        return RoutedCall(GenerateRequest(order.request_id, order.token_ids), keys)

@@ -154,6 +154,11 @@ class IndexClient:
         return await asyncio.to_thread(self._connect, self._name, self._config)
 
 
+def open_prefill_index(application: str, config: RouterConfig) -> IndexClient:
+    """Return the index of an application's prefill replicas, which knows no pairs."""
+    return IndexClient(f"{application}-prefill", config)
+
+
 def _get_or_create(name: str, config: RouterConfig) -> Any:
     """Return the actor of that name; Ray restarts it whenever it dies, on any node, and it needs no CPU of its own."""
     options = {"name": name, "namespace": _NAMESPACE, "get_if_exists": True, "lifetime": "detached"}

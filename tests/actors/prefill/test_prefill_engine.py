@@ -22,6 +22,8 @@ from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder
+from protos.block_keys import block_keys, root_key, split_keys
+from protos.worker_report import WorkerReport
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 PROMPT = tuple(3 + index % 50 for index in range(96))  # six blocks, two to a chunk
@@ -55,6 +57,32 @@ class FakeCarrier:
         self.num_released += 1
 
 
+class FakeIndex:
+    """Keeps the reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[WorkerReport] = []
+
+    async def report(self, report: WorkerReport) -> bool:
+        self.reports.append(report)
+        return False
+
+    @property
+    def keys(self) -> set[bytes]:
+        """Keys that the reports say are cached."""
+        kept: set[bytes] = set()
+        for report in self.reports:
+            kept |= set(split_keys(report.snapshot or b""))
+            for delta in report.deltas:
+                kept = (kept | set(split_keys(delta.stored))) - set(split_keys(delta.removed))
+        return kept
+
+
+@pytest.fixture
+def index() -> FakeIndex:
+    return FakeIndex()
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
@@ -70,12 +98,13 @@ def carrier(monkeypatch: pytest.MonkeyPatch) -> FakeCarrier:
 
 
 @pytest.fixture
-async def engine(target: Path, carrier: FakeCarrier) -> AsyncIterator[PrefillEngine]:
+async def engine(target: Path, carrier: FakeCarrier, index: FakeIndex) -> AsyncIterator[PrefillEngine]:
     model = ModelConfig(str(target), dtype="float32", num_threads=1)
     cache, limits = CacheConfig(num_blocks=64, memory_bytes=None), SchedulerConfig(max_tokens_per_step=32)
-    started = PrefillEngine(PrefillSettings(EngineConfig(model, cache, limits)), "replica")
+    started = PrefillEngine(PrefillSettings(EngineConfig(model, cache, limits)), "replica", index)
     await started.wait_ready()
     yield started
+    started._reporting.cancel()
     started._loop.close()
 
 
@@ -139,3 +168,12 @@ async def test_another_layout_is_refused_and_both_values_named(engine: PrefillEn
     assert [reply async for reply in engine.read(ORDER, theirs, use_direct=False)] == [
         FetchEnd(7, FetchFailure.MISMATCH, "dtype is torch.float32 here and torch.bfloat16 there")
     ]
+
+
+async def test_the_index_learns_the_blocks_that_a_replica_holds_and_its_queue(engine: PrefillEngine, index: FakeIndex):
+    await replies_of(engine)
+    expected = set(block_keys(PROMPT, 16, root_key(engine._layout.model_version)))
+    await until(lambda: expected <= index.keys)
+    await until(lambda: index.reports[-1].load.queued_prefill_tokens == 0)
+    assert index.reports[-1].load.worker_id == "replica"
+    assert index.reports[-1].load.prefill_tokens_per_s > 0

@@ -10,11 +10,12 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
+from protos.block_keys import block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.routed_call import RoutedCall
-from router.routing.serve_router import PrefixAwareRouter
+from router.routing.serve_router import PrefillRouter, PrefixAwareRouter
 
 PAIR = DeploymentID("Pair", "app")
 
@@ -62,7 +63,8 @@ class FakeIndex:
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     index = FakeIndex()
-    monkeypatch.setattr("router.routing.serve_router.IndexClient", lambda application, config: index)
+    for opener in ("IndexClient", "open_prefill_index"):
+        monkeypatch.setattr(f"router.routing.serve_router.{opener}", lambda application, config: index)
     return index
 
 
@@ -162,3 +164,37 @@ async def test_a_replica_that_leaves_the_fleet_is_forgotten(
     assert index.forgotten == ["c"]
     router.on_replica_actor_died(replicas[0].replica_id)
     assert index.forgotten == ["c", "a"]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeOrder:
+    """The parts of `FetchOrder` and `KVLayout` that the router reads."""
+
+    request_id: str = "p"
+    token_ids: tuple[int, ...] = tuple(range(40))
+    cache_salt: str = "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLayout:
+    model_version: str = "m"
+    block_size: int = 16
+
+
+async def test_an_order_goes_to_the_prefill_replica_that_holds_its_blocks(
+    index: FakeIndex, replicas: list[FakeReplica]
+):
+    router = PrefillRouter(
+        deployment_id=PAIR, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+    )
+    router.initialize_state(block_size=16)
+    router.update_replicas(replicas)
+    await asyncio.sleep(0.01)
+    request = pending(FakeOrder(), FakeLayout(), method="prefill")
+    assert await choose(router, request) == "b"
+    router.on_request_routed(request, replicas[1].replica_id, None)
+    (query,) = index.queries
+    assert query.num_tokens == 40
+    assert query.keys == join_keys(block_keys(range(40), 16, root_key("m", "tenant")))
+    assert await choose(router, pending(method="metrics_text")) in "abc"
+    assert len(index.queries) == 1

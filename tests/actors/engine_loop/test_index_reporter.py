@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-import actors.pair.index_reporter
-from actors.pair.index_reporter import IndexReporter
+import actors.engine_loop.index_reporter
+from actors.engine_loop.index_reporter import IndexReporter
 from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
@@ -76,8 +76,8 @@ class FakeTarget:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.pair.index_reporter, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(actors.pair.index_reporter, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(actors.engine_loop.index_reporter, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(actors.engine_loop.index_reporter, "_HEARTBEAT_S", 0.01)
 
 
 @asynccontextmanager
