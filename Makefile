@@ -5,6 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
+DOCS_INSTALLED := .venv/.docs-installed
 PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 JOBS ?= 2
@@ -20,7 +21,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cove
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".coverage.engine.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit page compat clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit docs page compat clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -40,6 +41,10 @@ $(DEV_INSTALLED): $(PACKAGE) | $(BIN)/pip
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(INSTALL) '.[dev]'
 	@touch $(INSTALLED) $@
+
+$(DOCS_INSTALLED): $(PACKAGE) | $(BIN)/pip
+	@$(INSTALL) '.[docs]'
+	@touch $@
 
 serve: $(INSTALLED) $(SERVED_$(MODEL))  ## serve the demo pair: HTTP on 127.0.0.1:8000, gRPC on 9000; MODEL=smollm2: a chat model
 	@$(BIN)/python -m cluster.cli serve $(DEPLOY_$(MODEL))
@@ -108,6 +113,9 @@ gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with 
 		--python-version 3.12 --implementation cp --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 msgspec llguidance
 	@du -sh .gpu-kit
+
+docs: $(DOCS_INSTALLED)  ## the documentation as a site in .cache/site; a warning is an error
+	@$(BIN)/python -m mkdocs build --strict --quiet --config-file deploy/mkdocs.yml
 
 page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM=/usr/bin/chromium
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \

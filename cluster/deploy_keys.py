@@ -1,7 +1,8 @@
-"""The table of deploy.yaml's keys in docs/operations.md: `python -m cluster.deploy_keys` writes it anew."""
+"""The keys of deploy.yaml, for docs/operations.md and for editors: `python -m cluster.deploy_keys` writes both anew."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -13,6 +14,7 @@ from cluster.config import DeployConfig
 from cluster.schema.section import Section
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
+SCHEMA = PAGE.parent / "deploy.schema.json"
 _BEGIN, _END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
 
@@ -26,6 +28,23 @@ def with_table(page: str) -> str:
     """Return the page's text with the present table between its two marks."""
     head, _, rest = page.partition(_BEGIN)
     return f"{head}{_BEGIN}\n{key_table()}\n{_END}{rest.partition(_END)[2]}"
+
+
+def schema_text() -> str:
+    """Return the JSON schema of a whole deploy.yaml; what is Serve's own is left open."""
+    args = DeployConfig.model_json_schema()
+    definitions = args.pop("$defs")
+    application = {"type": "object", "required": ["import_path", "args"], "properties": {"args": args}}
+    applications = {"type": "array", "minItems": 1, "items": application}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "deploy.yaml of Outrider",
+        "type": "object",
+        "required": ["applications"],
+        "properties": {"applications": applications},
+        "$defs": definitions,
+    }
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
@@ -52,3 +71,4 @@ def _text(default: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -1,9 +1,35 @@
 """docs/operations.md lists the keys that the schema has."""
 
-from cluster.deploy_keys import PAGE, key_table, with_table
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.deploy_keys import PAGE, SCHEMA, key_table, schema_text, with_table
+
+ROOT = Path(__file__).parents[2]
+HEADER = "# yaml-language-server: $schema="
 
 
 def test_the_page_lists_every_key_with_its_default():
     page = PAGE.read_text(encoding="utf-8")
     assert with_table(page) == page, "run python -m cluster.deploy_keys"
     assert "| `cache.block_size` | `16` |" in key_table()
+
+
+def test_the_schema_for_editors_is_that_of_the_sections():
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run python -m cluster.deploy_keys"
+
+
+@pytest.mark.parametrize("name", ["deploy.yaml", "models/published/smollm2.deploy.yaml"])
+def test_an_editor_accepts_our_files_and_marks_a_wrong_key(name: str):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    header = next(line for line in text.splitlines() if line.startswith(HEADER))
+    assert ((ROOT / name).parent / header.removeprefix(HEADER)).resolve() == SCHEMA.resolve()
+    file = yaml.safe_load(text)
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert not list(validator.iter_errors(file))
+    file["applications"][0]["args"]["cache"] = {"block_sise": 16}
+    assert "block_sise" in next(validator.iter_errors(file)).message
