@@ -1,6 +1,8 @@
 # docker build -f deploy/images/cpu.Dockerfile -t outrider:cpu .
 # The kernels are built for AVX-512 and AMX and chosen at start; on other processors torch computes instead.
+# Debian's versions are those of the base image's release (DL3008); pin its digest for a build that can be repeated.
 FROM python:3.11-slim-bookworm AS build
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
     && rm -rf /var/lib/apt/lists/*
@@ -13,6 +15,7 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 FROM python:3.11-slim-bookworm
 # libgomp: the kernels' threads; wget: the probes that KubeRay puts into every Ray container
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 wget \
     && rm -rf /var/lib/apt/lists/* \

@@ -1,6 +1,8 @@
 # docker build -f deploy/images/cuda.Dockerfile -t outrider:cuda .
 # Triton compiles the GPU kernels at start, for which it needs the C compiler in the last stage; torch brings CUDA.
+# Debian's versions are those of the base image's release (DL3008); pin its digest for a build that can be repeated.
 FROM python:3.11-slim-bookworm AS build
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
     && rm -rf /var/lib/apt/lists/*
@@ -13,6 +15,7 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 FROM python:3.11-slim-bookworm
 # gcc, libc6-dev: Triton compiles its launchers; wget: the probes that KubeRay puts into every Ray container
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 wget \
     && rm -rf /var/lib/apt/lists/* \

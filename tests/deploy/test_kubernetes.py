@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cluster.deploy_file import checked_deployment
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import placement_request
 from cluster.schema.frontends import LimitsSection
-from cluster.serve_environment import CONNECTION_DRAIN_S, FAST_PATH
+from cluster.serve_environment import CONNECTION_DRAIN_S
 from cluster.topology import NodeTopology
 
 ROOT = Path(__file__).parents[2]
@@ -97,15 +96,3 @@ def test_keys_come_from_the_secret():
     (volume,) = (volume for volume in PODS[0]["volumes"] if volume["name"] == "api-keys")
     assert volume["secret"]["secretName"] == secret["name"]
     assert str(config().ingress.api_keys_file).endswith("/" + secret["files"][0])
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
-    text = (ROOT / "deploy" / "images" / f"{name}.Dockerfile").read_text(encoding="utf-8")
-    last = text.rpartition("\nFROM ")[2]
-    assert "\nUSER 1000\n" in last
-    assert all(f"{key}={value}" in last for key, value in FAST_PATH.items())
-    script = re.search(r"RAY_SERVE_HAPROXY_BINARY_PATH=\S+/site-packages/(\S+)", last)
-    assert (ROOT / script[1]).is_file()
-    assert "torch==2.13.0" in text
-    assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")

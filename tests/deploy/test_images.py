@@ -1,0 +1,36 @@
+"""The Dockerfiles: linted, without root, and with the fast path of Serve."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.serve_environment import FAST_PATH
+
+ROOT = Path(__file__).parents[2]
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
+    text = (ROOT / "deploy" / "images" / f"{name}.Dockerfile").read_text(encoding="utf-8")
+    last = text.rpartition("\nFROM ")[2]
+    assert "\nUSER 1000\n" in last
+    assert all(f"{key}={value}" in last for key, value in FAST_PATH.items())
+    script = re.search(r"RAY_SERVE_HAPROXY_BINARY_PATH=\S+/site-packages/(\S+)", last)
+    assert (ROOT / script[1]).is_file()
+    assert "torch==2.13.0" in text
+    assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint has no wheel for this machine")
+def test_hadolint_has_nothing_to_say() -> None:
+    files = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
+    done = subprocess.run([HADOLINT, "--no-color", *files], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert len(files) == 2
