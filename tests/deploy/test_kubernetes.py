@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from grpc_health.v1 import health_pb2
 
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
@@ -17,6 +18,7 @@ from cluster.replica_settings import placement_request
 from cluster.schema.frontends import LimitsSection
 from cluster.serve_environment import CONNECTION_DRAIN_S
 from cluster.topology import NodeTopology
+from protos import outrider_pb2
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -44,6 +46,7 @@ def test_every_resource_of_the_kustomization_is_there():
     assert {path.name for path in FOLDER.glob("*.yaml")} == {
         *manifest("kustomization.yaml")["resources"],
         "kustomization.yaml",
+        "routes.yaml",  # for overlays
     }
 
 
@@ -96,3 +99,15 @@ def test_keys_come_from_the_secret():
     (volume,) = (volume for volume in PODS[0]["volumes"] if volume["name"] == "api-keys")
     assert volume["secret"]["secretName"] == secret["name"]
     assert str(config().ingress.api_keys_file).endswith("/" + secret["files"][0])
+
+
+def test_the_routes_lead_to_the_ports_and_services_that_are_served():
+    http, grpc = yaml.safe_load_all((FOLDER / "routes.yaml").read_text(encoding="utf-8"))
+    deployment = yaml.safe_load(SERVICE["serveConfigV2"])
+    service = manifest("rayservice.yaml")["metadata"]["name"] + "-serve-svc"  # KubeRay's name for it
+    for route, options in ((http, "http_options"), (grpc, "grpc_options")):
+        (rule,) = route["spec"]["rules"]
+        assert rule["backendRefs"] == [{"name": service, "port": deployment[options]["port"]}]
+    methods = {match["method"]["service"] for match in grpc["spec"]["rules"][0]["matches"]}
+    ours = outrider_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+    assert methods == {ours, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name}
