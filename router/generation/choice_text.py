@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
 from router.generation.stop_strings import StopStrings
 from router.generation.thoughts import ThoughtReader, Trimmed
 from router.requests.reasoning_format import Thinking
-from router.tokenizer.detokenizer import make_detokenizer
+from router.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
+
+DetokenizerMaker = Callable[[Tokenizer, Sequence[int]], Detokenizer]
 
 
 class ChoiceText:
@@ -29,16 +30,16 @@ class ChoiceText:
         tokenizer: Tokenizer,
         *,
         stop_strings: Sequence[str] = (),
-        skip_special_tokens: bool = True,
         num_echoed_characters: int = 0,
         includes_stop: bool = False,
         thinking: Thinking | None = None,
+        new_detokenizer: DetokenizerMaker = make_detokenizer,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._min_tokens = request.sampling.min_tokens
-        self._new_detokenizer = partial(make_detokenizer, tokenizer, skip_special_tokens=skip_special_tokens)
-        self._detokenizer = self._new_detokenizer(request.prompt_token_ids)
+        self._new_detokenizer = new_detokenizer
+        self._detokenizer = new_detokenizer(tokenizer, request.prompt_token_ids)
         self._thoughts = ThoughtReader(thinking, tokenizer) if thinking else None
         self._shows_thoughts = thinking is not None and thinking.is_shown
         self._thought = Trimmed()
@@ -98,7 +99,7 @@ class ChoiceText:
         if self._thoughts.is_mark(token_id):
             self._num_tokens += 1
             rest = self._detokenizer.flush()
-            self._detokenizer = self._new_detokenizer(())
+            self._detokenizer = self._new_detokenizer(self._tokenizer, ())
             if self._thoughts.is_thinking:
                 return "", False  # white space before the thought
             thoughts.append(self._thought.push(rest))

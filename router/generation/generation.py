@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
+from functools import partial
 
 from protos.messages import GenerateRequest
 from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
-from router.generation.choice_text import ChoiceText
+from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, join_deltas
 from router.generation.fan_in import Stream, fan_in
 from router.generation.tool_calls import ToolCallParser
@@ -16,6 +17,7 @@ from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.generate_params import GenerateParams
 from router.requests.tool_format import ToolFormat
+from router.tokenizer.detokenizer import make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
 
 
@@ -77,10 +79,10 @@ class Generation:
             request,
             self._tokenizer,
             stop_strings=self.fields.stop or (),
-            skip_special_tokens=self.fields.skip_special_tokens is not False,
             num_echoed_characters=len(echo.text) if echo else 0,
             includes_stop=bool(self.fields.include_stop_str_in_output),
             thinking=self._params.thinking,
+            new_detokenizer=self._new_detokenizer(),
         )
         batches = self._backend.generate(request)
         return Choice(
@@ -93,6 +95,12 @@ class Generation:
             self._metrics.token_clock(len(request.prompt_token_ids)),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
         )
+
+    def _new_detokenizer(self) -> DetokenizerMaker:
+        """Return the maker of detokenizers that show what the client wants, and the marks of calls that are read."""
+        is_skipping = self.fields.skip_special_tokens is not False
+        kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_names else ()
+        return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))
 
     def _tool_calls(self) -> ToolCallParser | None:
         if self._tool_format is None or not self._params.tool_names:

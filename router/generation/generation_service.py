@@ -47,7 +47,8 @@ class GenerationService:
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
-        self._format = find_format(template, config.tool_format)
+        format_ = find_format(template, config.tool_format)
+        self._format = None if format_ is None else format_.with_tokens(files.tokenizer)
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
         self._card: ModelCard | None = None
         self._card_read_s = 0.0

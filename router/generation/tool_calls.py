@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from router.generation.delta import Delta, ToolCallDelta
 from router.generation.json_extent import JsonExtent
 from router.requests.tool_format import ToolFormat
 
-_NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
+_LONGEST_HEAD = 512  # characters, of a call whose end has no mark
 
 
 class _State(Enum):
@@ -43,7 +42,7 @@ class ToolCallParser:
     def __init__(self, format_: ToolFormat, names: Collection[str]) -> None:
         self._format = format_
         self._names = names
-        self._head = re.compile(_NAME_FIRST % format_.arguments_key)
+        self._head = format_.head_pattern
         self._state = _State.TEXT
         self._held = ""  # read, and not yet said to be content or call
         self._extent = JsonExtent()
@@ -85,13 +84,16 @@ class ToolCallParser:
                 return self._read_tail()
 
     def _read_text(self) -> _Gain | None:
-        before, found, behind = self._held.partition(self._format.begin)
-        if found:
-            self._state, self._held = _State.HEAD, behind
+        marks = (self._format.begin, *(self._format.sections or ()))
+        places = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
+        if places:
+            place, mark = min(places)
+            before, self._held = self._held[:place], self._held[place + len(mark) :]
+            self._state = _State.HEAD if mark == self._format.begin else _State.TEXT
             return self._content(before.rstrip())
-        num_shown = len(before) - _num_held(before, self._format.begin)
-        self._held = before[num_shown:]
-        return self._content(before[:num_shown]) if num_shown else None
+        num_shown = len(self._held) - max(_num_held(self._held, mark) for mark in marks)
+        text, self._held = self._held[:num_shown], self._held[num_shown:]
+        return self._content(text) if num_shown else None
 
     def _read_bare_text(self) -> _Gain | None:
         """Without a mark of its own a call can only be the first thing, or follow another call."""
@@ -106,7 +108,7 @@ class ToolCallParser:
 
     def _read_head(self) -> _Gain | None:
         head = self._head.match(self._held)
-        if head is not None and (name := self._tool_name(_parse(head[1]))) is not None:
+        if head is not None and (name := self._tool_name(self._name_in(head[1]))) is not None:
             self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
             self._extent = JsonExtent()
             return self._new_call(name, "")
@@ -117,7 +119,7 @@ class ToolCallParser:
         """A complete call that is written in another order, or no call at all."""
         body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
         self._state = _State.TEXT
-        parsed = _parse(body)
+        parsed = _parse(body) if self._format.arguments_key else None
         call = parsed if isinstance(parsed, dict) else {}
         name, arguments = self._tool_name(call.get("name")), call.get(self._format.arguments_key)
         if name is not None and isinstance(arguments, dict):
@@ -133,8 +135,14 @@ class ToolCallParser:
         self._state = _State.ARGUMENTS if end is None else _State.TAIL
         return _Gain(calls=(ToolCallDelta(self._num_calls - 1, arguments=fragment),))
 
+    def _name_in(self, head: str) -> object:
+        return _parse(head) if self._format.arguments_key else head
+
     def _read_tail(self) -> _Gain | None:
-        end = self._format.end or "}"
+        end = self._format.end or ("}" if self._format.arguments_key else "")
+        if not end:
+            self._state = _State.TEXT
+            return _NOTHING
         _, found, behind = self._held.partition(end)
         if not found:
             return None
@@ -167,6 +175,8 @@ class ToolCallParser:
 
     def _end_of_call(self) -> int | None:
         """Return the end of the body of the call that is held; None while it may go on."""
+        if not self._format.end and not self._format.arguments_key:
+            return len(self._held) if len(self._held) > _LONGEST_HEAD else None
         if not self._format.end:
             return JsonExtent().feed(self._held)
         index = self._held.find(self._format.end)

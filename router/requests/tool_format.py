@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from protos.messages import Grammar, GrammarKind
 from router.requests.structured_output import schema_source
 from router.requests.tools import Function, ToolUse
+from router.tokenizer.tokenizer import Tokenizer
 
+_NAME, _NUMBER = "{name}", "{number}"
+_NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
 _ANY_ARGUMENTS = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Calls as JSON objects with `name` and `arguments_key`, between `begin` and `end`.
+    """Calls between `begin` and `end`, each the `head` with the function's name, and its arguments as a JSON object.
 
-    An empty `begin` means that the whole answer is calls if its first character is a brace.
+    With an `arguments_key` head and arguments are one JSON object, of `name` and that key; an empty `begin` means then
+    that the whole answer is calls if its first character is a brace. `sections` enclose all calls. Marks may be special
+    tokens, which stand in `token_ids` then.
     """
 
     name: str
-    arguments_key: str
     begin: str
     end: str
     separator: str
+    head: tuple[str, ...] = ()  # _NAME stands for the function's name, _NUMBER for a number
+    arguments_key: str = ""
+    sections: tuple[str, str] | None = None
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that are no part of an argument or of an answer."""
+        return tuple(mark for mark in (self.begin, self.end, *self.head, *(self.sections or ())) if mark)
+
+    @property
+    def head_pattern(self) -> re.Pattern[str]:
+        """The head of a call, up to the brace of its arguments; its group is the name, in quotes in a JSON object."""
+        if self.arguments_key:
+            return re.compile(_NAME_FIRST % self.arguments_key)
+        groups = {_NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
+        return re.compile(r"\s*" + "".join(groups.get(part, re.escape(part)) for part in self.head) + r"\s*(?=\{)")
+
+    def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:
+        """Return the format for a model: marks that are special tokens of its tokenizer by their ids."""
+        ids = {mark: tokenizer.token_id(mark) for mark in self.marks}
+        special = {mark: id_ for mark, id_ in ids.items() if id_ is not None and tokenizer.is_special(id_)}
+        return replace(self, token_ids=special)
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar | None:
         """Return the grammar of the output: calls alone where one is required, or else a text, with or without calls.
@@ -45,31 +74,51 @@ class ToolFormat:
         return Grammar(GrammarKind.GRAMMAR, "%llguidance {}\n" + "\n".join(rules) + "\n", "tools")
 
     def _calls(self, use: ToolUse) -> str:
-        call = f"{_literal(self.begin + self._newline)} call {_literal(self._newline + self.end)}".strip()
-        return f"{call} ({_literal(self.separator)} {call})*" if use.is_parallel else call
+        return self._in_section(self._mark(self.sections[0]) if self.sections else "", self._mark(self.begin), use)
 
     def _calls_in_text(self, use: ToolUse) -> str:
         """Return the rule of a free text in which every beginning of a call is followed by a valid one."""
         if not self.begin:
             return f"{self._calls(use)} | /\\s*[^{{\\s](.|\\n)*/"
-        call = f"begin {_literal(self._newline)} call {_literal(self._newline + self.end)}"
+        if self.sections:
+            return f"TEXT | {self._in_section('begin', self._mark(self.begin), use)} TEXT"
+        call = self._call("begin")
         return f"TEXT | ({call})+ TEXT" if use.is_parallel else f"TEXT | {call}"
 
+    def _in_section(self, opening: str, begin: str, use: ToolUse) -> str:
+        call = self._call(begin)
+        calls = f"{call} ({_literal(self.separator)} {call})*" if use.is_parallel else call
+        return f"{opening} {calls} {self._mark(self.sections[1]) if self.sections else ''}".strip()
+
+    def _call(self, begin: str) -> str:
+        newline = _literal("\n" if self.begin and self.arguments_key else "")
+        return f"{begin} {newline} call {newline} {self._mark(self.end)}".strip()
+
     def _call_rules(self, use: ToolUse) -> list[str]:
-        heads = [f"{_literal(self._head(function))} arguments_{rank}" for rank, function in enumerate(use.callable_)]
+        heads = [f"{self._head(function)} arguments_{rank}" for rank, function in enumerate(use.callable_)]
         arguments = [
             f"arguments_{rank}: %json {schema_source('tools', _schema(function, use))}"
             for rank, function in enumerate(use.callable_)
         ]
-        text = ["TEXT: /(.|\\n)*/", f"begin[lazy]: TEXT {_literal(self.begin)}"] if self.begin else []
-        return [f"call: ({' | '.join(heads)}) {_literal('}')}", *arguments, *text]
+        close = _literal("}" if self.arguments_key else "")
+        return [f"call: ({' | '.join(heads)}) {close}", *arguments, *self._text_rules()]
+
+    def _text_rules(self) -> list[str]:
+        """Return the rules of a free text, and of one up to the beginning of calls."""
+        if not self.begin:
+            return []
+        mark = self.sections[0] if self.sections else self.begin
+        lazy = "" if mark in self.token_ids else "[lazy]"  # no text holds a special token
+        return ["TEXT: /(.|\\n)*/", f"begin{lazy}: TEXT {self._mark(mark)}"]
 
     def _head(self, function: Function) -> str:
-        return f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": '
+        if self.arguments_key:
+            return _literal(f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": ')
+        parts = {_NAME: _literal(function.name), _NUMBER: "/[0-9]{1,3}/"}
+        return " ".join(parts.get(part) or self._mark(part) for part in self.head)
 
-    @property
-    def _newline(self) -> str:
-        return "\n" if self.begin else ""
+    def _mark(self, mark: str) -> str:
+        return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else _literal(mark)
 
 
 def _schema(function: Function, use: ToolUse) -> object:
@@ -81,11 +130,28 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-HERMES = ToolFormat("hermes", "arguments", "<tool_call>", "</tool_call>", "\n")
-LLAMA = ToolFormat("llama", "parameters", "", "", "; ")
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "\n", arguments_key="arguments")
+LLAMA = ToolFormat("llama", "", "", "; ", arguments_key="parameters")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "", (_NAME, "[ARGS]"))
+DEEPSEEK = ToolFormat(
+    "deepseek",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "",
+    (_NAME, "<｜tool▁sep｜>"),
+    sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+KIMI = ToolFormat(
+    "kimi",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "",
+    ("functions.", _NAME, ":", _NUMBER, "<|tool_call_argument_begin|>"),
+    sections=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
 # Marks of forms that are not read here: such calls would come back as text.
 _UNREAD = ("<function=", "[TOOL_CALLS]", "<|channel|>", "<arg_key>", "tool_calls_begin", "tool_calls_section_begin")
-FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA)}
+FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA, MISTRAL, DEEPSEEK, KIMI)}
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
@@ -94,6 +160,9 @@ def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
         return None
     if wanted != "auto":
         return FORMATS[wanted]
+    for format_ in (MISTRAL, DEEPSEEK, KIMI):  # by the marks around a name, which others do not share
+        if all(mark in template for mark in (format_.begin, format_.head[-1])) and "```json" not in template:
+            return format_
     if any(mark in template for mark in _UNREAD):
         return None
     if HERMES.begin in template:

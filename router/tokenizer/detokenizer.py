@@ -8,7 +8,7 @@ with and without the new one.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from router.tokenizer.tokenizer import Tokenizer
@@ -30,24 +30,33 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    kept_ids: Collection[int] = (),
 ) -> Detokenizer:
-    """Return a detokenizer for the text that follows the prompt."""
+    """Return a detokenizer for the text that follows the prompt; `kept_ids` are special tokens that are not skipped."""
     if tokenizer.has_token_bytes:
-        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
+    is_skipping = skip_special_tokens and not kept_ids  # here all are kept or none
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=is_skipping)
 
 
 class ByteDetokenizer:
     """Exact and constant time per token, for tokenizers whose tokens stand for bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept_ids = frozenset(kept_ids)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        is_kept = not self._skip_special_tokens or token_id in self._kept_ids
+        if not is_kept and self._tokenizer.is_special(token_id):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 

@@ -13,7 +13,7 @@ from engine.sampling.grammar_compiler import GrammarCompiler
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
-from router.requests.tool_format import HERMES, LLAMA, ToolFormat, find_format
+from router.requests.tool_format import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat, find_format
 from router.requests.tools import Tool, tool_use
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
@@ -85,9 +85,45 @@ LLAMA_TEXTS: dict[str, Read] = {
     '{"answer": {"name": "f"}} so': Read('{"answer": {"name": "f"}} so', (), STOP),
     '{"name": "f"': Read('{"name": "f"', (), STOP),
 }
+
+
+def deepseek(name: str, arguments: str = ARGUMENTS) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def kimi(name: str, number: int, arguments: str = ARGUMENTS) -> str:
+    argument = f"<|tool_call_argument_begin|>{arguments}"
+    return f"<|tool_call_begin|>functions.{name}:{number}{argument}<|tool_call_end|>"
+
+
+OPEN, CLOSE = DEEPSEEK.sections
+KIMI_OPEN, KIMI_CLOSE = KIMI.sections
+NAMED_TEXTS: list[tuple[ToolFormat, str, Read]] = [
+    (DEEPSEEK, "just text <｜tool", Read("just text <｜tool", (), STOP)),
+    (DEEPSEEK, f"so\n{OPEN}{deepseek('f')}{CLOSE}", Read("so", (("f", ARGUMENTS),), DONE)),
+    (
+        DEEPSEEK,
+        f"{OPEN}{deepseek('f')}{deepseek('get.weather', '{}')}{CLOSE}",
+        Read("", (("f", ARGUMENTS), ("get.weather", "{}")), DONE),
+    ),
+    (DEEPSEEK, f"{OPEN}{deepseek('f f')}{CLOSE}", Read(deepseek("f f"), (), STOP)),
+    (
+        KIMI,
+        f"{KIMI_OPEN}{kimi('get.weather', 0)}{kimi('f', 1, '{}')}{KIMI_CLOSE}",
+        Read("", (("get.weather", ARGUMENTS), ("f", "{}")), DONE),
+    ),
+    (MISTRAL, f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}", Read("", (("f", ARGUMENTS),), DONE)),
+    (
+        MISTRAL,
+        f"so [TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]get.weather[ARGS]{{}}",
+        Read("so", (("f", ARGUMENTS), ("get.weather", "{}")), DONE),
+    ),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 600, Read("[TOOL_CALLS]" + "x" * 600, (), STOP)),
+]
 TEXTS = [(HERMES, text, wanted) for text, wanted in HERMES_TEXTS.items()] + [
     (LLAMA, text, wanted) for text, wanted in LLAMA_TEXTS.items()
 ]
+TEXTS += NAMED_TEXTS
 
 
 @pytest.mark.parametrize(("format_", "text", "wanted"), TEXTS, ids=lambda value: str(value)[:40])
@@ -167,7 +203,11 @@ def offered(*, strict: bool = False) -> list[Tool]:
     ]
 
 
+GOOD_ARGUMENTS = '{"a": 1}'
 GOOD, EMPTY, WRONG = call("f", '{"a": 1}'), call("g", "{}"), call("f", '{"a": "x"}')
+ONE = f"{OPEN}{deepseek('f', GOOD_ARGUMENTS)}{CLOSE}"
+TWO = f"{OPEN}{deepseek('f', GOOD_ARGUMENTS)}{deepseek('g', '{}')}{CLOSE}"
+WRONG_NAMED = deepseek("f", '{"a": "x"}')
 GOOD_BARE, WRONG_BARE = bare("f", '{"a": 1}'), bare("f", '{"a": "x"}')
 
 
@@ -181,6 +221,25 @@ GOOD_BARE, WRONG_BARE = bare("f", '{"a": 1}'), bare("f", '{"a": "x"}')
         (LLAMA, "required", None, False, [GOOD_BARE, f"{GOOD_BARE}; {bare('g', '{}')}"], ["text", WRONG_BARE]),
         (LLAMA, "auto", None, True, ["text {", GOOD_BARE], [WRONG_BARE, '{"x": 1}']),
         (LLAMA, "auto", False, False, [GOOD_BARE, WRONG_BARE], [f"{GOOD_BARE}; {GOOD_BARE}"]),
+        (
+            DEEPSEEK,
+            "required",
+            None,
+            False,
+            [ONE, TWO],
+            ["text", deepseek("f", '{"a": 1}'), f"{OPEN}{WRONG_NAMED}{CLOSE}"],
+        ),
+        (DEEPSEEK, "auto", None, True, ["text", f"so\n{TWO}"], [f"so {OPEN}{WRONG_NAMED}{CLOSE}"]),
+        (DEEPSEEK, "auto", False, False, [f"so\n{ONE}"], [TWO]),
+        (KIMI, "required", None, False, [f"{KIMI_OPEN}{kimi('g', 0, '{}')}{KIMI_CLOSE}"], [kimi("g", 0, "{}")]),
+        (
+            MISTRAL,
+            "required",
+            None,
+            False,
+            ['[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'],
+            ["[TOOL_CALLS]h[ARGS]{}"],
+        ),
     ],
 )
 def test_the_grammar_allows_what_the_choice_does(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.requests.tool_format import HERMES, LLAMA, find_format
+from router.requests.tool_format import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, find_format
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,11 @@ from router.requests.tool_format import HERMES, LLAMA, find_format
         ("{{ tools }}<tool_call>", HERMES),
         ('{{ tools }}{"name": n, "parameters": {}}', LLAMA),
         ("{{ tools }}<tool_call>\n<function=name>", None),
-        ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', None),
+        ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', None),  # its older form is a list
+        ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
+        ("{{ tools }}<｜tool▁call▁begin｜>name<｜tool▁sep｜>", DEEPSEEK),
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json", None),  # of DeepSeek V3
+        ("{{ tools }}<|tool_call_begin|>id<|tool_call_argument_begin|>", KIMI),
         ("{{ tools }}<tool_call>name<arg_key>", None),
         ("no calls", None),
     ],
