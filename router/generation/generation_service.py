@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.fingerprint import with_tokenizer
@@ -18,6 +19,7 @@ from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
 from router.generation.generation import Generation
 from router.metrics.ingress_metrics import IngressMetrics
+from router.metrics.tracing import TracedBackend, tracer_from_environment
 from router.requests.chat_message import ChatMessageFields
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
@@ -29,6 +31,9 @@ from router.requests.sequence_requests import check_num_choices, generate_reques
 from router.requests.tool_format import ToolFormat, find_format
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 logger = logging.getLogger(__name__)
 
 _CARD_LIFE_S = 60.0
@@ -39,11 +44,22 @@ _METRICS_TIMEOUT_S = 5.0
 class GenerationService:
     """Turns validated bodies into running generations, for both frontends."""
 
-    def __init__(self, backend: Backend, files: TokenizerFiles, config: IngressConfig, metrics: IngressMetrics) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        files: TokenizerFiles,
+        config: IngressConfig,
+        metrics: IngressMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`tracer` None: that of the environment, which usually asks for none."""
         self.config = config
         self.files = files
         self.metrics = metrics
-        self.backend = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
+        self.tracer = tracer_from_environment() if tracer is None else tracer
+        self.backend = self._traced(
+            MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
+        )
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
@@ -52,6 +68,9 @@ class GenerationService:
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
+
+    def _traced(self, backend: Backend) -> Backend:
+        return backend if self.tracer is None else TracedBackend(backend, self.tracer, self.config.model_id)
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` if a model is named and is not the one served here."""

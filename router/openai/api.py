@@ -18,6 +18,7 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
 from router.metrics.http_metrics import CountRequests
+from router.metrics.tracing import TraceRequests
 from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, KilledDrafts, ServedModel, TokenizeAnswer
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
@@ -207,6 +208,8 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
     add_error_handlers(app)
     app.add_middleware(NameIgnoredFields)
     app.add_middleware(CountRequests, metrics=service.metrics)
+    if service.tracer is not None:
+        app.add_middleware(TraceRequests, tracer=service.tracer)
     add_cors(app, service.config.cors_origins)
     for path, post in (
         ("/v1/completions", api.completions),

@@ -1,0 +1,192 @@
+"""OpenTelemetry traces of the ingress: a span per HTTP request, one per sequence below it, and its two phases.
+
+Off unless the standard environment variables name an OTLP endpoint; then nothing of OpenTelemetry is even imported.
+Attributes are those of its semantic conventions for generative AI (`gen_ai.*`), and the acceptance as `outrider.*`. The
+pair's own processes send no spans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protos.errors import ConfigError
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from router.backend.backend import Backend
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+logger = logging.getLogger(__name__)
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def tracer_from_environment() -> Tracer | None:
+    """Return a tracer that sends to the OTLP endpoint (HTTP) of the environment; None without one.
+
+    Raises:
+        ConfigError: an endpoint is named, and the exporter is not installed.
+    """
+    endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
+    if endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"traces are asked for ({endpoint}), and {error.name} is missing; pip install 'outrider[otel]', or unset "
+            f"{' and '.join(_ENDPOINTS)}"
+        ) from error
+    name = os.environ.get("OTEL_SERVICE_NAME", "outrider")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    logger.info("traces go to %s as %s", endpoint, name)
+    return provider.get_tracer("outrider")
+
+
+class TraceRequests:
+    """ASGI middleware: a server span around each call of the API, below the trace of the client's `traceparent`."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        attributes = {"http.request.method": scope["method"], "outrider.request_id": headers.get("x-request-id", "")}
+        with self._tracer.start_as_current_span(
+            f"{scope['method']} {_route(scope['path'])}",
+            context=TraceContextTextMapPropagator().extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+        ) as span:
+
+            async def send_and_note(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                await send(message)
+
+            await self._app(scope, receive, send_and_note)
+
+
+def _route(path: str) -> str:
+    """Return a path without the name of a model, so that span names stay few."""
+    return "/v1/models" if path.startswith("/v1/models") else path
+
+
+class TracedBackend:
+    """A backend that makes a span of each sequence; its tokens are those of the backend below."""
+
+    def __init__(self, backend: Backend, tracer: Tracer, model_id: str) -> None:
+        self._backend = backend
+        self._tracer = tracer
+        self._model_id = model_id
+
+    async def describe(self) -> ModelCard:
+        return await self._backend.describe()
+
+    async def kill_drafts(self) -> int:
+        return await self._backend.kill_drafts()
+
+    async def metrics_texts(self) -> Sequence[str]:
+        return await self._backend.metrics_texts()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
+        operation = "chat" if request.request_id.startswith("chatcmpl") else "text_completion"
+        # Not the current span: a generator may be closed in another task than the one that began it.
+        span = self._tracer.start_span(
+            f"{operation} {self._model_id}", attributes=_request_attributes(request, operation, self._model_id)
+        )
+        record = _SequenceRecord(self._tracer, span)
+        try:
+            async with aclosing(self._backend.generate(request)) as batches:
+                async for batch in batches:
+                    record.add(batch)
+                    yield batch
+        except Exception as error:
+            record.fail(error)
+            raise
+        finally:
+            record.end()
+
+
+class _SequenceRecord:
+    """The numbers of one sequence, and its phases: until the first token, and from there on."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._start_ns = time.time_ns()
+        self._first_ns: int | None = None
+        self._num_tokens = 0
+        self._attributes: dict[str, str | int | float | Sequence[str]] = {}
+
+    def add(self, batch: Sequence[TokenChunk]) -> None:
+        """Take in what has come."""
+        for chunk in batch:
+            if chunk.token_ids and self._first_ns is None:
+                self._first_ns = time.time_ns()
+                self._attributes["gen_ai.usage.cache_read.input_tokens"] = chunk.num_cached_tokens
+            self._num_tokens += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self._attributes["gen_ai.response.finish_reasons"] = [str(chunk.finish_reason)]
+            if chunk.speculation is not None:
+                self._attributes |= _acceptance(
+                    chunk.speculation.num_draft_tokens, chunk.speculation.num_accepted_tokens
+                )
+
+    def fail(self, error: Exception) -> None:
+        """Note an error that ended the sequence."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.record_exception(error)
+        self._span.set_status(StatusCode.ERROR, str(error))
+
+    def end(self) -> None:
+        """End the span, and write those of its phases; without a finish reason it was aborted."""
+        from opentelemetry.trace import set_span_in_context
+
+        end_ns = time.time_ns()
+        context = set_span_in_context(self._span)
+        phases = [("prefill", self._start_ns, self._first_ns or end_ns)]
+        if self._first_ns is not None:
+            self._span.add_event("first token", timestamp=self._first_ns)
+            phases.append(("stream", self._first_ns, end_ns))
+        for name, start_ns, stop_ns in phases:
+            self._tracer.start_span(name, context=context, start_time=start_ns).end(stop_ns)
+        self._attributes.setdefault("gen_ai.response.finish_reasons", ["abort"])
+        self._span.set_attributes({**self._attributes, "gen_ai.usage.output_tokens": self._num_tokens})
+        self._span.end(end_ns)
+
+
+def _request_attributes(request: GenerateRequest, operation: str, model_id: str) -> Mapping[str, str | int | float]:
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": model_id,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.request.max_tokens": request.sampling.max_tokens,
+        "gen_ai.request.temperature": request.sampling.temperature,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+    }
+
+
+def _acceptance(num_drafted: int, num_accepted: int) -> dict[str, int | float]:
+    acceptance = {"outrider.acceptance": num_accepted / num_drafted} if num_drafted else {}
+    return {"outrider.draft_tokens": num_drafted, "outrider.accepted_tokens": num_accepted, **acceptance}
