@@ -118,7 +118,7 @@ def _pair_options(
 
 def _count(section: Scaled) -> dict[str, Any]:
     if section.autoscaling is not None:
-        return {"autoscaling_config": section.autoscaling.model_dump()}
+        return {"autoscaling_config": section.autoscaling.to_serve()}
     return {"num_replicas": section.num_replicas or 1}
 
 

@@ -94,6 +94,14 @@ class IndexReporter:
         self._load = self._make_load(self._clock(), None)
         self._news.set()
 
+    @property
+    def work(self) -> dict[str, float]:
+        """The target's work by the names of `cluster.work_policy`: seconds of queued prompts, and per running token."""
+        load = self._load
+        queued_s = load.queued_prefill_tokens / load.prefill_tokens_per_s if load.prefill_tokens_per_s else 0.0
+        is_decoding = load.running_decode_tokens > 0 and load.decode_tokens_per_s > 0
+        return {"queued_prefill_s": queued_s, "token_s": 1 / load.decode_tokens_per_s if is_decoding else 0.0}
+
     async def run(self, line: TargetLine) -> None:
         """Report until cancelled: on news, 50 ms after the last report at the earliest, and once a second without."""
         while True:

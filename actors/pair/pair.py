@@ -74,6 +74,10 @@ class Pair(PairShell):
         """Raise if this replica should be replaced; called by Serve."""
         self._watchdog.check()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the work that waits here; called by Serve where the number of pairs follows it."""
+        return self._reporter.work
+
     def __del__(self) -> None:
         """Kill the actors; called by Serve once the last request has left, or the time for that is up."""
         if hasattr(self, "_actors"):

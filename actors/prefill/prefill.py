@@ -60,6 +60,10 @@ class Prefill:
         self._metrics.update(self._engine.stats, self._engine.direct)
         return self._metrics.text()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the work that waits here; called by Serve where the number of replicas follows it."""
+        return self._engine.work
+
     async def check_health(self) -> None:
         """Raise if this replica should be replaced; called by Serve."""
         self._engine.check()

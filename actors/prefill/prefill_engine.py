@@ -72,6 +72,11 @@ class PrefillEngine:
         """Orders that are being read."""
         return len(self._events)
 
+    @property
+    def work(self) -> dict[str, float]:
+        """The work that waits, as `IndexReporter.work`."""
+        return self._reporter.work
+
     def ask_snapshot(self) -> None:
         """Have the engine report its whole cache."""
         self._loop.submit(AskSnapshot())

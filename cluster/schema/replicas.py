@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import CacheConfig, KVDtype, SchedulerConfig
 
 GIB = 1 << 30
+_ONGOING_REQUESTS = 16.0
+_WORK_POLICY = "cluster.work_policy:WorkPolicy"
 _COUNTED = {"CPU", "GPU", "memory", "object_store_memory"}  # by Ray itself
 _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
@@ -66,15 +68,40 @@ class SchedulerSection(EngineSection):
 
 
 class AutoscalingSection(Section):
-    """The bounds between which Serve moves the number of replicas, and the running requests per replica it aims at."""
+    """The bounds between which Serve moves the number of replicas, and what it aims at.
+
+    With `ttft_s` or `itl_ms` that is work: queued prompts that one replica computes within `ttft_s`, and running
+    streams whose tokens take `itl_ms` each. Else it is `target_ongoing_requests` per replica (16), whatever they cost.
+    The number follows what was reported over `look_back_period_s`, after the delays.
+    """
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(ge=1)
-    target_ongoing_requests: float = Field(default=16.0, gt=0, strict=False)
+    ttft_s: float | None = Field(default=None, gt=0, strict=False)
+    itl_ms: float | None = Field(default=None, gt=0, strict=False)
+    target_ongoing_requests: float | None = Field(default=None, gt=0, strict=False)
+    look_back_period_s: float = Field(default=30.0, gt=0, strict=False)
+    upscale_delay_s: float = Field(default=30.0, ge=0, strict=False)
+    downscale_delay_s: float = Field(default=600.0, ge=0, strict=False)
 
     def conflicts(self) -> Iterator[str]:
         if self.min_replicas > self.max_replicas:
             yield f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
+        if self.target_ongoing_requests is not None and self.follows_work:
+            yield "target_ongoing_requests counts requests, and ttft_s and itl_ms are limits of work; keep one of them"
+
+    @property
+    def follows_work(self) -> bool:
+        """True if there is a limit of latency to keep."""
+        return self.ttft_s is not None or self.itl_ms is not None
+
+    def to_serve(self) -> dict[str, Any]:
+        """Return Serve's `autoscaling_config`."""
+        bounds = self.model_dump(exclude={"ttft_s", "itl_ms", "target_ongoing_requests"})
+        if not self.follows_work:
+            return {**bounds, "target_ongoing_requests": self.target_ongoing_requests or _ONGOING_REQUESTS}
+        limits = {"ttft_s": self.ttft_s, "itl_s": None if self.itl_ms is None else self.itl_ms / 1000}
+        return {**bounds, "policy": {"policy_function": _WORK_POLICY, "policy_kwargs": limits}}
 
 
 class PrefillAutoscalingSection(AutoscalingSection):

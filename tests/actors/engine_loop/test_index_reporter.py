@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -170,3 +171,13 @@ async def test_an_idle_pairs_load_is_always_fresh_and_a_busy_ones_ages():
         await until(lambda: index.reports[-1].load_age_s == 0.0)
         target.store(KEYS[0])
         await until(lambda: index.reports[-1].load_age_s == 10.0)
+
+
+def test_work_is_queued_prompts_in_seconds_and_the_time_of_a_running_token():
+    reporter = IndexReporter("w", FakeIndex())
+    assert reporter.work == {"queued_prefill_s": 0.0, "token_s": 0.0}
+    stats = EngineStats(1, 0, 70, 30, 8, 0, 0, 0, 0, DraftStats(), StepTimes(), 500.0, 0.0, 40.0)
+    reporter.on_status(Status(90.0, stats, CacheDelta()))
+    assert reporter.work == {"queued_prefill_s": 0.14, "token_s": 0.025}
+    reporter.on_status(Status(91.0, replace(stats, num_running_decode_tokens=0), CacheDelta()))
+    assert reporter.work["token_s"] == 0.0

@@ -66,3 +66,10 @@ def test_rates_are_of_counters_and_histograms_alone() -> None:
 def test_the_rules_pass_promtool() -> None:
     command = ["promtool", "test", "rules", "alerts_test.yaml"]
     subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=60)
+
+
+def test_operators_are_told_what_to_do_about_every_alarm() -> None:
+    page = (FOLDER.parent / "operations.md").read_text(encoding="utf-8").partition("## Alarms")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([A-Z]\w+) \|", page, re.MULTILINE) == [rule["alert"] for rule in RULES]
+    metrics = set(re.findall(r"outrider_\w+", page))
+    assert {f"{name}_count" for name in metrics} <= served_names()

@@ -1,0 +1,51 @@
+"""The number of replicas that work asks for: seconds of queued prompts and decode speed, against limits of latency.
+
+Serve's controller calls it with what replicas have reported (`record_autoscaling_stats`), as means over the look-back
+period, and applies bounds and delays itself. Pairs and prefill replicas are decided on apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+logger = logging.getLogger(__name__)
+
+
+class WorkPolicy:
+    """A replica at its limits counts as 1, one with twice the queue or half the speed as 2, an idle one as 0.
+
+    Args:
+        ttft_s: seconds that queued prompts of one replica may take; None: any time.
+        itl_s: seconds per token that a running stream may take; None: any time.
+    """
+
+    def __init__(self, ttft_s: float | None = None, itl_s: float | None = None) -> None:
+        self._ttft_s = ttft_s or float("inf")
+        self._itl_s = itl_s or float("inf")
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Return the number of replicas wanted, not rounded, and no state."""
+        metrics = context.aggregated_metrics or {}
+        queues_s, tokens_s = metrics.get("queued_prefill_s", {}), metrics.get("token_s", {})
+        loads = [
+            max(queues_s.get(replica, 0.0) / self._ttft_s, tokens_s.get(replica, 0.0) / self._itl_s)
+            for replica in context.running_replicas
+        ]
+        wanted = sum(loads)
+        if context.total_num_requests > 0:
+            wanted = max(wanted, 1.0)  # the last one stays while it has requests
+        if round(wanted + 0.49) != context.target_num_replicas:
+            logger.info(
+                "%s: work for %.2f replicas (target %d): queued prefill %s s against %g, a token %s s against %g",
+                context.deployment_name,
+                wanted,
+                context.target_num_replicas,
+                [round(queues_s.get(replica, 0.0), 3) for replica in context.running_replicas],
+                self._ttft_s,
+                [round(tokens_s.get(replica, 0.0), 4) for replica in context.running_replicas],
+                self._itl_s,
+            )
+        return wanted, {}
