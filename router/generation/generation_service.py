@@ -163,7 +163,7 @@ class GenerationService:
         grammar = body.grammar if use is None else self._tool_format().grammar(use, body.grammar)
         is_shown = body.include_reasoning is not False
         thinking = thinking_after(token_ids, self._reasoning, self.files.tokenizer, is_shown=is_shown)
-        if grammar is not None and thinking is not None:
+        if grammar is not None and thinking is not None and body.allowed_token_ids is None:
             grammar = replace(grammar, thought=thinking.mark)
         return await self._start(
             GenerateParams(
@@ -183,11 +183,7 @@ class GenerationService:
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Return the token ids of a chat's prompt."""
         self.check_model(body.model)
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.documents is not None:
-            variables.setdefault("documents", body.documents)
+        variables = body.template_variables
         if body.tool_use is not None:
             self._tool_format()
             variables["tools"] = body.tool_use.for_template

@@ -55,6 +55,20 @@ class ChatCompletionRequest(GenerationFields):
         return self
 
     @property
+    def template_variables(self) -> dict[str, object]:
+        """Names that the chat template may read; templates switch thoughts off by one of two of them."""
+        variables: dict[str, object] = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+        if "enable_thinking" in variables:
+            variables.setdefault("thinking", variables["enable_thinking"])
+        if self.documents is not None:
+            variables.setdefault("documents", self.documents)
+        return variables
+
+    @property
     def tool_use(self) -> ToolUse | None:
         """The tools that the model may call; None if it may call none."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)

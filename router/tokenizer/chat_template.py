@@ -9,7 +9,8 @@ rendered.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -20,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from protos.errors import ConfigError, RequestError
 
 ChatMessage = Mapping[str, object]
+_RENDER_LIMIT_S = 5.0  # of processor time; 1,000 messages take some milliseconds
+_TICK = "_outrider_tick"
 
 
 class ChatTemplate:
@@ -61,16 +64,41 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
+            _TICK: _deadline(_RENDER_LIMIT_S),
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             text = self._template.render(names)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return _cut_behind(text, messages[-1].get("content")) if continue_final_message else text
+
+
+# A macro that calls itself for ever ends in a RecursionError, `"x" * 10**12` in a MemoryError.
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+
+
+def _deadline(limit_s: float) -> Callable[[], None]:
+    """Return a function that fails once this thread has worked for `limit_s` since now."""
+    end_s = time.thread_time() + limit_s
+
+    def tick() -> None:
+        if time.thread_time() > end_s:
+            raise TemplateError(f"it has worked for {limit_s:g} s of processor time; send less, or mend its loops")
+
+    return tick
 
 
 def _cut_behind(text: str, content: object) -> str:
@@ -86,10 +114,20 @@ def _cut_behind(text: str, content: object) -> str:
     return text[: start + len(final.lstrip() if is_whole else final.strip())]
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a look at the clock in each turn of a loop and each call of a macro."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        turns: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for turn in turns:
+            call = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
+            turn.body.insert(0, nodes.ExprStmt(call).set_lineno(turn.lineno))
+        return tree
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -144,6 +144,17 @@ async def test_a_grammar_begins_at_once_where_thinking_is_off(http: httpx.AsyncC
     assert backend.requests[0].sampling.grammar.thought is None
 
 
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"allowed_token_ids": [1, 2]}])
+async def test_no_thought_stands_before_the_grammar(
+    http: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]
+) -> None:
+    """An effort of none closes the thought in the prompt; allowed tokens are those of the whole output."""
+    model_says(backend, "{}")
+    constraint = {} if "allowed_token_ids" in fields else {"response_format": {"type": "json_object"}}
+    await chat(http, **fields, **constraint)
+    assert backend.requests[0].sampling.grammar.thought is None
+
+
 @pytest.mark.parametrize(
     ("template", "wanted", "name"),
     [(TEMPLATE, "auto", "think"), ("", "auto", None), ("", "think", "think"), (TEMPLATE, "none", None)],

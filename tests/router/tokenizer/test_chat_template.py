@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.errors import ConfigError, RequestError
+from router.tokenizer import chat_template
 from router.tokenizer.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "<b>hi</b>"}]
@@ -63,3 +64,16 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 def test_a_template_that_is_not_jinja_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="line 1"):
         ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_RENDER_LIMIT_S", 0.05)
+    with pytest.raises(RequestError, match="chat template"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
