@@ -73,7 +73,9 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     )
     speedups = GaugeMetricFamily(
         "outrider_spec_decode_speedup",
-        "Tokens per second against no speculation, measured over recent steps, by class of requests.",
+        "Tokens per second against no speculation, over recent steps, by class of requests: tokens per pass, times the "
+        "time the same steps would have taken without the class's drafts (their time less the measured cost of the "
+        "drafts' rows and of waiting for them), over the time they took.",
         labels=["class"],
     )
     for name, speedup in pong.engine.speedups.items():
