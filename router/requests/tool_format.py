@@ -22,7 +22,7 @@ class ToolFormat:
     """Calls between `begin` and `end`, each the `head` with the function's name, and its arguments as a JSON object.
 
     With an `arguments_key` head and arguments are one JSON object, of `name` and that key; an empty `begin` means then
-    that the whole answer is calls if its first character is a brace. `sections` enclose all calls. Marks may be special
+    that the whole answer is calls if its first character is a brace. `sections` enclose all calls. Marks may be added
     tokens, which stand in `token_ids` then.
     """
 
@@ -32,6 +32,7 @@ class ToolFormat:
     separator: str
     head: tuple[str, ...] = ()  # _NAME stands for the function's name, _NUMBER for a number
     arguments_key: str = ""
+    tail: str = ""  # text between the arguments and `end`
     sections: tuple[str, str] | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
@@ -49,10 +50,13 @@ class ToolFormat:
         return re.compile(r"\s*" + "".join(groups.get(part, re.escape(part)) for part in self.head) + r"\s*(?=\{)")
 
     def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:
-        """Return the format for a model: marks that are special tokens of its tokenizer by their ids."""
+        """Return the format for a model: marks that are added tokens of its tokenizer by their ids.
+
+        Grammars name them so: to llguidance no text is an added token, special or not.
+        """
         ids = {mark: tokenizer.token_id(mark) for mark in self.marks}
-        special = {mark: id_ for mark, id_ in ids.items() if id_ is not None and tokenizer.is_special(id_)}
-        return replace(self, token_ids=special)
+        added = {mark: id_ for mark, id_ in ids.items() if id_ is not None and tokenizer.is_added(id_)}
+        return replace(self, token_ids=added)
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar | None:
         """Return the grammar of the output: calls alone where one is required, or else a text, with or without calls.
@@ -100,7 +104,7 @@ class ToolFormat:
             f"arguments_{rank}: %json {schema_source('tools', _schema(function, use))}"
             for rank, function in enumerate(use.callable_)
         ]
-        close = _literal("}" if self.arguments_key else "")
+        close = _literal("}" if self.arguments_key else self.tail)
         return [f"call: ({' | '.join(heads)}) {close}", *arguments, *self._text_rules()]
 
     def _text_rules(self) -> list[str]:
@@ -108,8 +112,9 @@ class ToolFormat:
         if not self.begin:
             return []
         mark = self.sections[0] if self.sections else self.begin
-        lazy = "" if mark in self.token_ids else "[lazy]"  # no text holds a special token
-        return ["TEXT: /(.|\\n)*/", f"begin{lazy}: TEXT {self._mark(mark)}"]
+        spelled = f"spelled[lazy]: TEXT {_literal(mark)}"  # is read as a call too, so it must begin a valid one
+        token = f" | TEXT {self._mark(mark)}" if mark in self.token_ids else ""
+        return ["TEXT: /(.|\\n)*/", spelled, f"begin: spelled{token}"]
 
     def _head(self, function: Function) -> str:
         if self.arguments_key:
@@ -141,6 +146,13 @@ DEEPSEEK = ToolFormat(
     (_NAME, "<｜tool▁sep｜>"),
     sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
+DEEPSEEK_V3 = replace(
+    DEEPSEEK,
+    name="deepseek_v3",
+    separator="\n",
+    head=("function", "<｜tool▁sep｜>", _NAME, "\n```json\n"),
+    tail="\n```",
+)
 KIMI = ToolFormat(
     "kimi",
     "<|tool_call_begin|>",
@@ -151,7 +163,7 @@ KIMI = ToolFormat(
 )
 # Marks of forms that are not read here: such calls would come back as text.
 _UNREAD = ("<function=", "[TOOL_CALLS]", "<|channel|>", "<arg_key>", "tool_calls_begin", "tool_calls_section_begin")
-FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA, MISTRAL, DEEPSEEK, KIMI)}
+FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA, MISTRAL, DEEPSEEK, DEEPSEEK_V3, KIMI)}
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
@@ -160,8 +172,10 @@ def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
         return None
     if wanted != "auto":
         return FORMATS[wanted]
-    for format_ in (MISTRAL, DEEPSEEK, KIMI):  # by the marks around a name, which others do not share
-        if all(mark in template for mark in (format_.begin, format_.head[-1])) and "```json" not in template:
+    for format_ in (MISTRAL, DEEPSEEK, DEEPSEEK_V3, KIMI):  # by the marks around a name, which others do not share
+        is_fenced = "```json" in template
+        marks = (mark for mark in format_.head if mark.startswith(("<", "[")))
+        if all(mark in template for mark in (format_.begin, *marks)) and is_fenced is bool(format_.tail):
             return format_
     if any(mark in template for mark in _UNREAD):
         return None

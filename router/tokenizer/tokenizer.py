@@ -22,7 +22,9 @@ class Tokenizer:
     def __init__(self, core: TokenizerCore) -> None:
         self._core = core
         self._bytes_of_name = find_token_bytes(core)
-        self._special_ids = frozenset(id_ for id_, token in core.get_added_tokens_decoder().items() if token.special)
+        added = core.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
 
     @property
     def has_token_bytes(self) -> bool:
@@ -55,6 +57,10 @@ class Tokenizer:
         """True if the token is a control token, which is not shown to readers."""
         return token_id in self._special_ids
 
+    def is_added(self, token_id: int) -> bool:
+        """True if the token stands outside the tokenizer's own vocabulary, as marks of chats do."""
+        return token_id in self._added_ids
+
     def token_id(self, name: str) -> int | None:
         """Return the id of the token of that name; None where the vocabulary has none."""
         return self._core.token_to_id(name)
@@ -86,6 +92,7 @@ class TokenIdsOnly(Tokenizer):
 
     def __init__(self) -> None:
         self._special_ids = frozenset()
+        self._added_ids = frozenset()
 
     @property
     def has_token_bytes(self) -> bool:

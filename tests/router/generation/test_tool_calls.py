@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from engine.sampling.grammar_compiler import GrammarCompiler
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
-from router.requests.tool_format import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat, find_format
+from router.requests.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat, find_format
 from router.requests.tools import Tool, tool_use
+from router.tokenizer.tokenizer import Tokenizer
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
 NAMES = ("f", "get.weather")
@@ -91,6 +94,10 @@ def deepseek(name: str, arguments: str = ARGUMENTS) -> str:
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
 
 
+def fenced(name: str, arguments: str = ARGUMENTS) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
 def kimi(name: str, number: int, arguments: str = ARGUMENTS) -> str:
     argument = f"<|tool_call_argument_begin|>{arguments}"
     return f"<|tool_call_begin|>functions.{name}:{number}{argument}<|tool_call_end|>"
@@ -107,6 +114,12 @@ NAMED_TEXTS: list[tuple[ToolFormat, str, Read]] = [
         Read("", (("f", ARGUMENTS), ("get.weather", "{}")), DONE),
     ),
     (DEEPSEEK, f"{OPEN}{deepseek('f f')}{CLOSE}", Read(deepseek("f f"), (), STOP)),
+    (
+        DEEPSEEK_V3,
+        f"so{OPEN}{fenced('f')}\n{fenced('get.weather', '{}')}{CLOSE}",
+        Read("so", (("f", ARGUMENTS), ("get.weather", "{}")), DONE),
+    ),
+    (DEEPSEEK_V3, f"{OPEN}{fenced('f f')}{CLOSE}", Read(fenced("f f"), (), STOP)),
     (
         KIMI,
         f"{KIMI_OPEN}{kimi('get.weather', 0)}{kimi('f', 1, '{}')}{KIMI_CLOSE}",
@@ -231,6 +244,14 @@ GOOD_BARE, WRONG_BARE = bare("f", '{"a": 1}'), bare("f", '{"a": "x"}')
         ),
         (DEEPSEEK, "auto", None, True, ["text", f"so\n{TWO}"], [f"so {OPEN}{WRONG_NAMED}{CLOSE}"]),
         (DEEPSEEK, "auto", False, False, [f"so\n{ONE}"], [TWO]),
+        (
+            DEEPSEEK_V3,
+            "required",
+            None,
+            False,
+            [f"{OPEN}{fenced('f', GOOD_ARGUMENTS)}\n{fenced('g', '{}')}{CLOSE}"],
+            ["text", ONE, f"{OPEN}{fenced('f', '{}')}{CLOSE}"],
+        ),
         (KIMI, "required", None, False, [f"{KIMI_OPEN}{kimi('g', 0, '{}')}{KIMI_CLOSE}"], [kimi("g", 0, "{}")]),
         (
             MISTRAL,
@@ -273,3 +294,32 @@ def test_an_answer_may_stand_beside_calls(compiler: GrammarCompiler) -> None:
     assert is_allowed(compiler, grammar, "5")
     assert is_allowed(compiler, grammar, GOOD)
     assert not is_allowed(compiler, grammar, "6")
+
+
+def test_marks_that_are_added_tokens_are_allowed_as_tokens(tmp_path: Path) -> None:
+    """Qwen's `<tool_call>` is such a token, and not a special one: a grammar that only spells it would forbid it."""
+    core = write_tokenizer(tmp_path)
+    core.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", core.get_vocab_size(), (END_ID,))
+    format_ = HERMES.with_tokens(Tokenizer(core))
+
+    def allows(grammar: Grammar | None, token_ids: list[int]) -> bool:
+        matcher = compiler.matcher(
+            GenerateRequest("x", (1,), SamplingParams(grammar=grammar, stop_token_ids=(END_ID,)))
+        )
+        assert matcher is not None
+        return matcher.num_allowed((*token_ids, END_ID)) == len(token_ids) + 1
+
+    def spelled(text: str) -> list[int]:
+        return [token_id for each in text for token_id in core.encode(each).ids]
+
+    required, strict = (tool_use(offered(strict=True), choice, None) for choice in ("required", "auto"))
+    assert required is not None
+    assert strict is not None
+    good, wrong = (core.encode(text).ids for text in (GOOD, WRONG))
+    assert core.token_to_id("<tool_call>") in good
+    assert [allows(format_.grammar(required, None), ids) for ids in (good, wrong)] == [True, False]
+    free = format_.grammar(strict, None)
+    assert [allows(free, ids) for ids in (core.encode("so").ids, good, [*core.encode("so").ids, *good])] == [True] * 3
+    assert [allows(free, ids) for ids in (wrong, spelled(WRONG))] == [False] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.requests.tool_format import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, find_format
+from router.requests.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, find_format
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from router.requests.tool_format import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, 
         ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', None),  # its older form is a list
         ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
         ("{{ tools }}<｜tool▁call▁begin｜>name<｜tool▁sep｜>", DEEPSEEK),
-        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json", None),  # of DeepSeek V3
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json", DEEPSEEK_V3),
         ("{{ tools }}<|tool_call_begin|>id<|tool_call_argument_begin|>", KIMI),
         ("{{ tools }}<tool_call>name<arg_key>", None),
         ("no calls", None),
