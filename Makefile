@@ -17,8 +17,8 @@ PEERS_demo := padded
 PEERS_smollm2 := smollm2
 SERVED_smollm2 := $(SMOLLM2)
 # Of the engine by slipcover, which counts in changed bytecode (1.2 times the time; coverage: 1.9) that Ray cannot pickle.
-ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .coverage.engine.json
-ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".coverage.engine.json"))["summary"]["percent_covered_display"])'
+ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cache/engine-coverage.json
+ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".cache/engine-coverage.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
 .PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit docs page compat clean
@@ -56,7 +56,7 @@ $(SMOLLM2): | $(INSTALLED)
 
 test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster
 	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about twelve minutes)"
-	@rm -f .coverage*
+	@rm -f .coverage* && mkdir -p .cache
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
 		lint test-served test-engine test-models test-others type
 	@echo "coverage: engine $$($(ENGINE_COVERED))%, the rest $$($(COVERAGE) report --format=total)% of lines"
@@ -119,7 +119,8 @@ docs: $(DOCS_INSTALLED)  ## the documentation as a site in .cache/site; a warnin
 
 page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM=/usr/bin/chromium
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
-		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) .
+		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) . && \
+		cp race.png playground.png $(CURDIR)/docs/page/
 
 compat:  ## other projects' clients and load generators against a running chat server; TOOLS="litellm aiperf", URL=..., NAME=...
 	@OUTRIDER_URL=$(or $(URL),http://127.0.0.1:8000) OUTRIDER_MODEL=$(or $(NAME),smollm2-135m-instruct) \

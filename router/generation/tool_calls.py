@@ -46,6 +46,7 @@ class ToolCallParser:
         self._state = _State.TEXT
         self._held = ""  # read, and not yet said to be content or call
         self._extent = JsonExtent()
+        self._num_scanned = 0  # characters of a bare object that the extent has read
         self._num_calls = 0
         self._has_content = False
 
@@ -102,6 +103,7 @@ class ToolCallParser:
             return None
         if start[0] == "{" and not self._has_content:
             self._state, self._held = _State.HEAD, start
+            self._extent, self._num_scanned = JsonExtent(), 0
             return _NOTHING
         text, self._held = self._held, ""
         return self._content(text)
@@ -173,12 +175,18 @@ class ToolCallParser:
         is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._names)
         return str(name) if is_tool else None
 
+    def _end_of_object(self) -> int | None:
+        """Return the end of the object that is held, of which each character is looked at once."""
+        num_scanned, self._num_scanned = self._num_scanned, len(self._held)
+        end = self._extent.feed(self._held[num_scanned:])
+        return None if end is None else num_scanned + end
+
     def _end_of_call(self) -> int | None:
         """Return the end of the body of the call that is held; None while it may go on."""
         if not self._format.end and not self._format.arguments_key:
             return len(self._held) if len(self._held) > _LONGEST_HEAD else None
         if not self._format.end:
-            return JsonExtent().feed(self._held)
+            return self._end_of_object()
         index = self._held.find(self._format.end)
         return None if index < 0 else index
 

@@ -26,6 +26,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
 _OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mistake, never another server's field
 _MAX_IGNORED = 64
+_MAX_MISTAKES = 1000
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -43,6 +44,10 @@ async def read_body(request: Request, schema: type[Schema], max_body_bytes: int,
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
+        if error.error_count() > _MAX_MISTAKES:  # to list them all would take seconds, and memory
+            raise RequestError(
+                f"The body has {error.error_count()} unknown fields and mistakes; at most {_MAX_MISTAKES} are read."
+            ) from None
         unknown = [details for details in error.errors(include_url=False) if details["type"] == "extra_forbidden"]
         if is_strict or not unknown or _is_ours(unknown):
             raise as_request_error(error, schema) from None

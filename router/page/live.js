@@ -65,7 +65,25 @@ function showLive(samples, seconds) {
     before = stood;
     return [Number(position) + 1, percent(stood, passes), percent(stood, given), meter(stood / passes, `position ${Number(position) + 1}`)];
   }));
+  fillTable(byId("live-acceptance"), ["class", "method", "first draft accepted", "all drafts accepted", ""], acceptanceByClass(samples));
   fillTable(byId("live-classes"), ["class", "pair", "speed-up"], samplesOf(samples, "outrider_spec_decode_speedup").map(({ labels, value }) => [labels.class, labels.replica ?? "", `${value.toFixed(2)}×`]));
+}
+
+// Rows of accepted and drafted tokens, of the first position and of all, for each class and method.
+function acceptanceByClass(samples) {
+  const rows = new Map();
+  for (const kind of ["draft", "accepted"]) {
+    for (const { labels, value } of samplesOf(samples, `outrider_spec_decode_class_${kind}_tokens_per_pos`)) {
+      const name = `${labels.class}\n${labels.method}`;
+      const row = rows.get(name) || { draft: [0, 0], accepted: [0, 0] };
+      row[kind][1] += value;
+      if (Number(labels.position) === 0) row[kind][0] += value;
+      rows.set(name, row);
+    }
+  }
+  return [...rows].map(([name, { draft, accepted }]) => [
+    ...name.split("\n"), percent(accepted[0], draft[0]), percent(accepted[1], draft[1]), meter(accepted[1] / draft[1], `acceptance of ${name.replace("\n", ", ")}`),
+  ]);
 }
 
 function showCluster(samples) {

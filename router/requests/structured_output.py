@@ -127,7 +127,10 @@ def schema_source(param: str, schema: object) -> str:
         raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
     if isinstance(schema, dict):
         schema = {"x-guidance": _WHITESPACE, **schema}
-    return json.dumps(schema, ensure_ascii=False)
+    source = json.dumps(schema, ensure_ascii=False)
+    if any("\ud800" <= character <= "\udfff" for character in source):
+        raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param)
+    return source
 
 
 def _json(param: str, schema: object | None) -> Grammar | None:

@@ -82,6 +82,12 @@ assert.equal(await page.locator("img, #play-text script").count(), 0);
 assert.equal(await page.evaluate(() => window.hacked), undefined);
 await page.click("#copy-curl");
 assert.match(await page.textContent("#play-copy"), /^curl http/);
+await inspect(page, "hostile");
+
+await page.fill("#play-prompt", "A class of a stack, as a form:\n");
+await page.click("#play-form-demo");
+await page.waitForFunction(() => document.getElementById("play-figure").textContent.includes("tokens per pass") && document.querySelector("#play-sources .token") && document.getElementById("play-text").textContent.includes("lines"), null, { timeout: 60_000 });
+await page.waitForSelector("#play-stop:disabled");
 await inspect(page, "playground");
 
 for (const view of ["live", "cluster"]) {

@@ -204,3 +204,9 @@ async def test_allowed_tools_are_the_only_ones_that_may_be_called(
         assert "x-ignored-fields" not in answer.headers
         choice["allowed_tools"]["tools"] = [tool("c")]
         assert "'c'" in (await app.post("/v1/chat/completions", json=body)).json()["error"]["message"]
+
+
+async def test_a_body_of_unknown_names_alone_is_refused_without_listing_them(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json={**COMPLETION, **{f"x{rank}": 0 for rank in range(1001)}})
+    assert answer.status_code == 400
+    assert "1001 unknown fields" in answer.json()["error"]["message"]

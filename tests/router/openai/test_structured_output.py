@@ -347,3 +347,9 @@ async def test_tools_that_contradict_are_refused(
 async def test_a_template_without_tools_says_so(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="has no tools"):
         await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS)
+
+
+async def test_a_lone_surrogate_in_the_text_of_a_schema_is_named(http: Any) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": "a", "guided_json": '{"const": "\\ud800"}'})
+    assert answer.status_code == 400
+    assert "surrogate" in answer.json()["error"]["message"]
