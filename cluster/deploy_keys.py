@@ -1,4 +1,7 @@
-"""The keys of deploy.yaml, for docs/operations.md and for editors: `python -m cluster.deploy_keys` writes both anew."""
+"""The keys of deploy.yaml, for docs/operations.md and for editors; the page's table of metrics.
+
+`python -m cluster.deploy_keys` writes all of it anew.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from typing import Any, get_args
 from pydantic_core import PydanticUndefined
 
 from cluster.config import DeployConfig
+from cluster.metric_table import metric_table
 from cluster.schema.section import Section
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 SCHEMA = PAGE.parent / "deploy.schema.json"
-_BEGIN, _END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
+_BEGIN, _END = "<!-- {}: begin -->\n", "<!-- {}: end -->\n"
 
 
 def key_table() -> str:
@@ -24,10 +28,13 @@ def key_table() -> str:
     return "".join(["| key | default |\n", "|---|---|\n", *rows])
 
 
-def with_table(page: str) -> str:
-    """Return the page's text with the present table between its two marks."""
-    head, _, rest = page.partition(_BEGIN)
-    return f"{head}{_BEGIN}\n{key_table()}\n{_END}{rest.partition(_END)[2]}"
+def with_tables(page: str) -> str:
+    """Return the page's text with the present tables of keys and metrics, each between its two marks."""
+    for name, table in (("keys", key_table()), ("metrics", metric_table())):
+        begin, end = _BEGIN.format(name), _END.format(name)
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def schema_text() -> str:
@@ -70,5 +77,5 @@ def _text(default: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.config import DeployConfig
 from cluster.model_path import resolve_model_path
+from engine.model.checkpoint.hub import cached_folder, find_model
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.weight_files import read_config, tensor_headers
@@ -53,15 +54,33 @@ def _check_weights(folder: Path) -> None:
         refuse_unscaled(headers, str(folder))
 
 
+def hub_models(config: DeployConfig) -> list[str]:
+    """Return the models of a deployment that are named by their Hub id; heads are not among them."""
+    draft = config.draft.path if config.draft.kind is SpeculationMethod.MODEL else None
+    return [path for path in (config.target.path, draft) if path and not Path(resolve_model_path(path)).exists()]
+
+
 def weight_bytes(path: str) -> int:
     """Count the bytes of a model's weights as they are loaded, quantized ones in 2 bytes a number.
 
-    0 of a Hub id that has not been fetched.
+    Of a Hub id that has not been fetched they are those that the Hub names; 0 where it does not answer.
     """
     folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        cached = cached_folder(path)
+        if cached is None:
+            return _bytes_on_hub(path)
+        folder = cached
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    scheme = scheme_of(read_config(folder), str(folder)) if folder.is_dir() else None
+    scheme = scheme_of(read_config(folder), str(folder))
     if scheme is not None:
         quantized = stored_weights(scheme, tensor_headers(folder), str(folder))
         num_bytes += sum(2 * math.prod(stored.shape) for stored in quantized)
     return num_bytes
+
+
+def _bytes_on_hub(model_id: str) -> int:
+    try:
+        return find_model(model_id).num_bytes
+    except ConfigError:  # it is told where the model is fetched
+        return 0

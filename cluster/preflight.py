@@ -15,6 +15,7 @@ from cluster.deploy_file import DeployFile
 from cluster.model_files import weight_bytes
 from cluster.ports import is_free
 from cluster.topology import NodeTopology, read_topology
+from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
@@ -59,7 +60,7 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
     pairs, prefills = config.pair.max_replicas, config.prefill.max_replicas
     per_pair, per_prefill = _host_bytes(config) if topology.devices else (_pair_bytes(config), _prefill_bytes(config))
     needed = _RAY_BYTES + pairs * per_pair + prefills * per_prefill
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if needed > available:
         remedy = "pair.num_replicas" if topology.devices else "cache.memory_gib or pair.num_replicas"
         raise ConfigError(

@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from cluster.cli.console import report
 from cluster.cli.invitation import invitation, race_in_terminal
+from cluster.cli.loading_view import LoadingView
 from cluster.deploy_file import DeployFile
 from cluster.local_cluster import AppStatus, LocalCluster
 from cluster.placement import most_gpus
 from cluster.replica_settings import placement_request
 
-_REPORT_PERIOD_S = 5.0
 _LOGS = "/tmp/ray/session_latest/logs"
 
 
@@ -56,8 +57,13 @@ class InterruptedStartError(Exception):
     """Ctrl-C while the deployment was starting."""
 
 
-def serve_on_ray(file: DeployFile) -> None:
-    """Serve until Ctrl-C. Raises ConfigError if the deployment fails, KeyboardInterrupt for a second Ctrl-C."""
+def serve_on_ray(file: DeployFile, view: LoadingView) -> None:
+    """Serve until Ctrl-C; `view` shows the start, and is stopped then.
+
+    Raises:
+        ConfigError: the deployment fails.
+        KeyboardInterrupt: a second Ctrl-C.
+    """
     interrupt = Interrupt()
     cluster = LocalCluster()
     began_s = time.monotonic()
@@ -68,7 +74,8 @@ def serve_on_ray(file: DeployFile) -> None:
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
         with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
             cluster.deploy(file)
-        cluster.wait_running(_Progress(interrupt, began_s))
+        cluster.wait_running(partial(_follow, interrupt, view))
+        view.stop()
         report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{invitation(file, _LOGS)}")
         with interrupt.breaking():
             race_in_terminal(file)
@@ -87,24 +94,13 @@ def _stop(cluster: LocalCluster) -> None:
         cluster.kill()
 
 
-class _Progress:
-    """A report of the wait every few seconds, which ends with the first signal."""
-
-    def __init__(self, interrupt: Interrupt, began_s: float) -> None:
-        self._interrupt = interrupt
-        self._began_s = began_s
-        self._reported_s = began_s
-
-    def __call__(self, status: AppStatus) -> None:
-        if self._interrupt.is_set.is_set():
-            raise InterruptedStartError
-        now_s = time.monotonic()
-        if now_s - self._reported_s < _REPORT_PERIOD_S:
-            return
-        self._reported_s = now_s
-        waiting = " and ".join(status.waiting) or "the application"
-        reason = f": {lines[0]}" if (lines := status.message.splitlines()) else ""
-        report(f"      {now_s - self._began_s:3.0f} s, waiting for {waiting}{reason}")
+def _follow(interrupt: Interrupt, view: LoadingView, status: AppStatus) -> None:
+    """Tell the view what Serve waits for; the first signal ends the wait."""
+    if interrupt.is_set.is_set():
+        raise InterruptedStartError
+    waiting = " and ".join(status.waiting) or "the application"
+    reason = f": {lines[0]}" if (lines := status.message.splitlines()) else ""
+    view.waiting_for(f"{waiting}{reason}")
 
 
 def _draft_name(file: DeployFile) -> str:

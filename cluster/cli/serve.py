@@ -11,10 +11,11 @@ import typer
 from typer import Argument, Option
 
 from cluster.cli.check import check_deployment
-from cluster.cli.console import report
+from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.fetch import fetch_models
 from cluster.cli.invitation import invitation, race_in_terminal
+from cluster.cli.loading_view import LoadingView, loading_view
 from cluster.cli.ray_serving import serve_on_ray
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
 from cluster.preflight import check_gpus, check_ports
@@ -95,19 +96,20 @@ def _refuse_options(context: typer.Context) -> None:
 def _run(model: str, file: DeployFile, no_ray: bool) -> None:
     check_gpus(file.config)
     check_ports(file)
-    fetch_models(model, file.config)
-    file = check_deployment(file)
     try:
-        (_serve_in_process if no_ray else serve_on_ray)(file)
+        with loading_view(console) as view:
+            fetch_models(model, file.config)
+            (_serve_in_process if no_ray else serve_on_ray)(check_deployment(file), view)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _serve_in_process(file: DeployFile) -> None:
+def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
     # Not at the top: uvicorn and the frontends' servers are for this way alone.
     from cluster.one_process import serve_in_process
 
     def on_ready() -> None:
+        view.stop()
         report(f"ready\n\n{invitation(file)}")
         threading.Thread(target=race_in_terminal, args=(file,), name="race", daemon=True).start()
 

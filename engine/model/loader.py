@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -21,6 +20,8 @@ from engine.config import ModelConfig
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dequantize import read_dequantized
 from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.checkpoint.hub import fetch_model
+from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import Scheme, scheme_of
 from engine.model.checkpoint.weight_files import file_sample
 from protos.errors import ConfigError
@@ -29,22 +30,24 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
-    """Load weights (safetensors only) onto `device`, the configured one if None.
+    """Load weights (safetensors only) onto `device`, the configured one if None; those of the Hub are fetched first.
 
     Raises:
         ConfigError: something is missing or unfit.
     """
+    folder = _fetched_folder(config.path)
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
     scheme = scheme_of(model_config.to_dict(), config.path)
     try:
         if scheme is None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.path, config=model_config, trust_remote_code=False, **_options(dtype)
-            )
+            with reported_reading(folder, _display_name(config.path)):
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    config.path, config=model_config, trust_remote_code=False, **_options(dtype)
+                )
         else:
-            loaded = _load_quantized(config.path, model_config, scheme, dtype)
+            loaded = _load_quantized(config.path, folder, model_config, scheme, dtype)
     except (OSError, ValueError, RuntimeError, KeyError, IndexError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {error}"
@@ -73,10 +76,19 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _load_quantized(path: str, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
-    """Load the plain model of a quantized checkpoint: its weights as the numbers that they stand for."""
+def _fetched_folder(path: str) -> Path:
+    """Return the folder of a model's files, those of a Hub id in its cache."""
     local = Path(path).expanduser()
-    folder = local if local.is_dir() else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    return local if local.is_dir() or _looks_local(path) else fetch_model(path)
+
+
+def _display_name(path: str) -> str:
+    """Return a Hub id as it is, and the last two parts of a folder's path."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def _load_quantized(path: str, folder: Path, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
+    """Load the plain model of a quantized checkpoint: its weights as the numbers that they stand for."""
     weights = read_dequantized(folder, scheme, dtype)
     del config.quantization_config
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""docs/operations.md lists the keys that the schema has."""
+"""docs/operations.md lists the keys that the schema has, and the metrics that replicas serve."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,19 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.deploy_keys import PAGE, SCHEMA, key_table, schema_text, with_table
+from cluster.deploy_keys import PAGE, SCHEMA, key_table, schema_text, with_tables
+from cluster.metric_table import metric_table
 
 ROOT = Path(__file__).parents[2]
 HEADER = "# yaml-language-server: $schema="
 
 
-def test_the_page_lists_every_key_with_its_default():
+def test_the_page_lists_every_key_with_its_default_and_every_metric():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page) == page, "run python -m cluster.deploy_keys"
+    assert with_tables(page) == page, "run python -m cluster.deploy_keys"
     assert "| `cache.block_size` | `16` |" in key_table()
+    assert "| `outrider_router_decisions` | counter | `basis`, `ingress` | Choices by" in metric_table()
+    assert "| `outrider_spec_decode_class_draft_tokens_per_pos` | counter | `class`, `method`, `position`" in page
 
 
 def test_the_schema_for_editors_is_that_of_the_sections():

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from engine.model.checkpoint.reading_progress import ReadingReport
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
 from engine.model.checkpoint.stored_weights import StoredWeight, stored_weights
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
@@ -32,7 +32,13 @@ def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[s
     headers = tensor_headers(folder)
     quantized = stored_weights(scheme, headers, str(folder))
     parts = {name for stored in quantized for name in stored.tensors.values()}
-    read = partial(_read, headers)
+    report = ReadingReport(folder, folder.name, len(headers))
+
+    def read(name: str) -> Tensor:
+        tensor = _read(headers[name], name)
+        report.read(name)
+        return tensor
+
     weights = {name: _cast(read(name), dtype) for name in headers if name not in parts}
     for stored in quantized:
         tensors = {last: read(name) for last, name in stored.tensors.items()}
@@ -115,8 +121,8 @@ def _unpack(words: Tensor, num_bits: int) -> Tensor:
     return numbers.flatten(-2)
 
 
-def _read(headers: Mapping[str, TensorHeader], name: str) -> Tensor:
-    with safe_open(headers[name].file, framework="pt") as tensors:
+def _read(header: TensorHeader, name: str) -> Tensor:
+    with safe_open(header.file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
         return tensor
 

@@ -7,19 +7,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from actors.pair.pair_metrics import PairMetrics
-from actors.shell_messages import DraftChannelStats, Pong
-from engine.stats.class_acceptance import ClassStats
-from engine.stats.drift import DriftStats
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
+from cluster.metric_table import sample_metrics
 from router.metrics.exposition import merge_metrics
-from router.metrics.ingress_metrics import IngressMetrics
 
 FOLDER = Path(__file__).parents[3] / "docs" / "watch"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
@@ -28,18 +21,8 @@ RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())[
 
 def served_names() -> set[str]:
     """Names of all samples of `/metrics`."""
-    engine: Any = EngineStats(
-        *(0, 0, 0, 0, 8, 0, 0, 0, 0),
-        DraftStats(1, 1, 1, (1,)),
-        StepTimes(),
-        speedups={"model-greedy": 1.0},
-        classes=(ClassStats("model", "greedy-free", (1,), (1,)),),
-        drift=(DriftStats("model-greedy-free", 0.5, 0.5, 0, False),),
-    )
-    pair, ingress = PairMetrics("a"), IngressMetrics()
-    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
-    ingress.count_end("stop", 1.0, 1, 1)
-    text = merge_metrics({"b": ingress.text()}, [pair.text()], "m")
+    texts = sample_metrics()
+    text = merge_metrics({"b": texts.ingress}, [texts.pair, texts.prefill], "m")
     return {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
 
 

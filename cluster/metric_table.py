@@ -1,0 +1,74 @@
+"""The metrics of `/metrics` for docs/operations.md, read off the code that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.kv_transfer.direct_blocks import DirectStats
+from actors.pair.pair_metrics import PairMetrics
+from actors.prefill.prefill_metrics import PrefillMetrics
+from actors.shell_messages import DraftChannelStats, Pong
+from engine.stats.class_acceptance import ClassStats
+from engine.stats.drift import DriftStats
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from router.metrics.ingress_metrics import IngressMetrics
+from router.routing.routed_call import Route
+
+_HEAD = "| metric | type | labels | |\n|---|---|---|---|\n"
+_OF_BUCKETS = "le"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTexts:
+    """A text of each kind of replica in which every family has a sample."""
+
+    ingress: str
+    pair: str
+    prefill: str
+
+
+def sample_metrics() -> MetricTexts:
+    """Return what replicas would answer that had done a little of everything."""
+    engine = EngineStats(
+        num_running=0,
+        num_waiting=0,
+        num_queued_prefill_tokens=0,
+        num_running_decode_tokens=0,
+        num_blocks=8,
+        num_used_blocks=0,
+        num_prefix_queried_tokens=0,
+        num_prefix_hit_tokens=0,
+        num_preemptions=0,
+        drafts=DraftStats(1, 1, 1, (1,)),
+        times=StepTimes(),
+        speedups={"model-greedy": 1.0},
+        classes=(ClassStats("model", "greedy-free", (1,), (1,)),),
+        drift=(DriftStats("model-greedy-free", 0.5, 0.5, 0, False),),
+    )
+    ingress, pair, prefill = IngressMetrics(), PairMetrics(), PrefillMetrics()
+    ingress.count_request("http", "/v1/models", "200")
+    ingress.count_end("stop", 1.0, 1, 1)
+    ingress.router.record_choice(Route(0.0))
+    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    prefill.update(engine, DirectStats())
+    return MetricTexts(ingress.text(), pair.text(), prefill.text())
+
+
+def metric_table() -> str:
+    """Return the Markdown table of every metric, with its type, labels and meaning."""
+    texts = sample_metrics()
+    parts = (("ingress", texts.ingress), ("replica", texts.pair), ("replica", texts.prefill))
+    return _HEAD + "".join(row for label, text in parts for row in _rows(text, label))
+
+
+def _rows(text: str, source_label: str) -> Iterator[str]:
+    for family in text_string_to_metric_families(text):
+        if family.name.endswith("_created"):
+            continue
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {_OF_BUCKETS})
+        names = ", ".join(f"`{label}`" for label in (*labels, source_label))
+        yield f"| `{family.name}` | {family.type} | {names} | {family.documentation.replace('|', '/')} |\n"

@@ -1,0 +1,243 @@
+"""Models of the Hugging Face Hub: their sizes before anything is fetched, and downloads that go on where they stopped.
+
+Weights are fetched into the Hub's own cache, whose layout is documented: `blobs/DIGEST`, with links in `snapshots`. Its
+own client throws away a file that is cut short, of 5 GB mostly; here it stays, and only the rest is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
+
+from engine.model.checkpoint.node_memory import available_bytes
+from engine.model.checkpoint.progress import ProgressReport
+from protos.errors import ConfigError
+
+_WEIGHTS = "*.safetensors"
+_FILES = (_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja")  # and configuration, tokenizer
+_COPIES = ("*/*", "consolidated*")  # the same weights in other formats
+_NUM_DOWNLOADS = 4  # at a time
+_API_TIMEOUT_S = 10.0
+_POLL_S = 0.2
+_GIB = 1 << 30
+_SHA256_DIGITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository; `blob` is its place in the cache, which its digest names."""
+
+    name: str
+    num_bytes: int
+    blob: Path
+
+    @property
+    def partial(self) -> Path:
+        """The file while it is fetched."""
+        return self.blob.with_name(f"{self.blob.name}.part")
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """Bytes that need not be fetched any more."""
+        if self.blob.exists():
+            return self.num_bytes
+        return self.partial.stat().st_size if self.partial.exists() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """The present version of a model on the Hub."""
+
+    model_id: str
+    commit: str
+    weights: tuple[HubFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(file.num_bytes for file in self.weights)
+
+    @property
+    def num_cached_bytes(self) -> int:
+        return sum(file.num_cached_bytes for file in self.weights)
+
+
+def cached_folder(model_id: str) -> Path | None:
+    """Return the folder of a model that is in the cache as a whole; None where something is missing."""
+    try:
+        folder = _snapshot(model_id, local_files_only=True)
+    except (OSError, ValueError):  # the Hub client's errors are children of these two
+        return None
+    return folder if any(folder.glob(_WEIGHTS)) else None
+
+
+@lru_cache(maxsize=8)
+def find_model(model_id: str) -> HubModel:
+    """Return a model's present version and its sizes.
+
+    Raises:
+        ConfigError: the Hub cannot be asked, has no such model, or has no weights in safetensors.
+    """
+    with _reported_errors(model_id):
+        info = HfApi().model_info(model_id, files_metadata=True, timeout=_API_TIMEOUT_S)
+    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model_id, repo_type="model") / "blobs"
+    weights = tuple(
+        HubFile(each.rfilename, each.size or 0, blobs / (each.lfs.sha256 if each.lfs else each.blob_id or ""))
+        for each in info.siblings or ()
+        if fnmatch(each.rfilename, _WEIGHTS) and not any(fnmatch(each.rfilename, pattern) for pattern in _COPIES)
+    )
+    if not weights:
+        raise ConfigError(
+            f"{model_id!r} on the Hub has no weights in safetensors; give another model, or a GGUF file that is here"
+        )
+    return HubModel(model_id, info.sha or "main", weights)
+
+
+def fetch_model(model_id: str) -> Path:
+    """Return the folder of a model on the Hub; fetch what is missing, with progress.
+
+    Several processes may ask for the same model: the first one fetches, the others wait.
+
+    Raises:
+        ConfigError: it cannot be fetched, does not fit the disk, or has more weights than this node has memory.
+    """
+    if (folder := cached_folder(model_id)) is not None:
+        return folder
+    model = find_model(model_id)
+    _check_room(model)
+    disable_progress_bars()
+    with _reported_errors(model_id):
+        _fetch_weights(model)
+        return _snapshot(model_id)
+
+
+def _snapshot(model_id: str, local_files_only: bool = False) -> Path:
+    """Return the folder of the links to a model's files, after the small ones have been fetched."""
+    folder = snapshot_download(
+        model_id,
+        allow_patterns=list(_FILES),
+        ignore_patterns=list(_COPIES),
+        local_files_only=local_files_only,
+    )
+    return Path(folder)
+
+
+def _check_room(model: HubModel) -> None:
+    """Raise ConfigError before the first byte if the weights fit neither the disk nor the memory of this node.
+
+    Memory is a floor: quantized weights may take less while they are served, and never while they are read.
+    """
+    if model.num_bytes > (available := available_bytes()):
+        raise ConfigError(
+            f"the weights of {model.model_id!r} are {model.num_bytes / _GIB:.1f} GiB, and this node has "
+            f"{available / _GIB:.1f} GiB of memory available; nothing was fetched. Take a smaller or quantized model, "
+            "or a larger node"
+        )
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    missing, free = model.num_bytes - model.num_cached_bytes, shutil.disk_usage(cache).free
+    if missing > free:
+        raise ConfigError(
+            f"{missing / _GIB:.1f} GiB of {model.model_id!r} are to be fetched into {str(cache)!r}, which has "
+            f"{free / _GIB:.1f} GiB free; make room, or set HF_HOME to a larger disk"
+        )
+
+
+def _fetch_weights(model: HubModel) -> None:
+    first_bytes = model.num_cached_bytes
+    report = ProgressReport("fetching", model.model_id, model.num_bytes, first_bytes)
+    watch = _Watch()
+    with ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="hub") as pool:
+        running: set[Future[None]] = {pool.submit(_fetch, model, file, watch) for file in model.weights}
+        try:
+            while running:
+                done, running = wait(running, _POLL_S, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                report.at(model.num_cached_bytes)
+        finally:  # an error, or Ctrl-C: the other downloads end with their next chunk
+            watch.is_ended = True
+            pool.shutdown(cancel_futures=True)
+
+
+class _Watch:
+    """The progress bar of the Hub's client, called with every chunk: here it only ends a download."""
+
+    is_ended = False
+
+    def __call__(self, **options: object) -> _Watch:
+        return self
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def update(self, num_bytes: int) -> None:
+        if self.is_ended:
+            raise OSError("another download has failed, or was stopped")
+
+
+def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(file.blob.with_name(f"{file.blob.name}.lock")):
+        if file.blob.exists():
+            return
+        resumed = file.num_cached_bytes
+        with file.partial.open("ab") as stream:
+            if resumed < file.num_bytes:
+                url = hf_hub_url(model.model_id, file.name, revision=model.commit)
+                http_get(
+                    url,
+                    stream,
+                    resume_size=resumed,
+                    headers=build_hf_headers(),
+                    expected_size=file.num_bytes,
+                    tqdm_class=watch,  # type: ignore[arg-type]  # called like a class, and no more
+                )
+        if resumed and not _is_whole(file):
+            file.partial.unlink()
+            raise OSError(f"{file.name} is not what the Hub says it is; its parts are removed, start again")
+        file.partial.replace(file.blob)
+
+
+def _is_whole(file: HubFile) -> bool:
+    """True if a file that was fetched in several parts has the digest that names it."""
+    if len(file.blob.name) != _SHA256_DIGITS:
+        return file.partial.stat().st_size == file.num_bytes
+    with file.partial.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == file.blob.name
+
+
+@contextmanager
+def _reported_errors(model_id: str) -> Iterator[None]:
+    try:
+        yield
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(_refusal(model_id, error.__cause__ or error)) from None
+    except (OSError, ValueError, httpx2.HTTPError) as error:
+        raise ConfigError(_refusal(model_id, error)) from None
+
+
+def _refusal(model_id: str, error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = " ".join(lines[:2]) or type(error).__name__
+    return (
+        f"{model_id!r} is no folder here, and the Hub does not give it: {reason}; check the name, the network (or "
+        "HF_ENDPOINT) and, for a model behind a licence, HF_TOKEN. What was fetched stays, and is not fetched again"
+    )

@@ -1,0 +1,103 @@
+"""Bytes of models that a process fetches or reads: for `outrider serve`, which shows them, or else for the log.
+
+The folder of `OUTRIDER_PROGRESS_FOLDER` belongs to the command that waits. Each process of its machine keeps one file
+there for each thing that it does. Without the variable, as on a cluster, the log has a line every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "OUTRIDER_PROGRESS_FOLDER"
+_LOG_PERIOD_S = 5.0
+_FILE_PERIOD_S = 0.2
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """So many bytes of a model are done."""
+
+    activity: str  # "fetching", "reading"
+    model: str
+    num_bytes: int
+    total_bytes: int
+    elapsed_s: float
+    first_bytes: int = 0  # there before it began
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_bytes >= self.total_bytes
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the mean speed so far; None before anything is known."""
+        done = self.num_bytes - self.first_bytes
+        return self.elapsed_s * (self.total_bytes - self.num_bytes) / done if done > 0 else None
+
+    def __str__(self) -> str:
+        left = "" if self.left_s is None or self.is_done else f", {self.left_s:.0f} s left"
+        return f"{self.activity} {self.model}: {_size(self.num_bytes)} of {_size(self.total_bytes)}{left}"
+
+
+class ProgressReport:
+    """The progress of one activity, told by the process that does it."""
+
+    def __init__(
+        self,
+        activity: str,
+        model: str,
+        total_bytes: int,
+        first_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._activity = activity
+        self._model = model
+        self._total_bytes = total_bytes
+        self._first_bytes = first_bytes
+        self._clock = clock
+        self._began_s = self._told_s = clock()
+        folder = os.environ.get(FOLDER_VARIABLE)
+        self._file = None if folder is None else Path(folder) / f"{os.getpid()}-{next(_numbers)}.json"
+        self.at(first_bytes)
+
+    def at(self, num_bytes: int) -> None:
+        """Note that so many bytes are done; the first and the last of them are told, and others now and then."""
+        now_s = self._clock()
+        progress = Progress(
+            self._activity, self._model, num_bytes, self._total_bytes, now_s - self._began_s, self._first_bytes
+        )
+        period_s = _LOG_PERIOD_S if self._file is None else _FILE_PERIOD_S
+        if now_s - self._told_s >= period_s or progress.is_done or now_s == self._began_s:
+            self._told_s = now_s
+            self._tell(progress)
+
+    def _tell(self, progress: Progress) -> None:
+        if self._file is None:
+            logger.info("%s", progress)
+            return
+        unfinished = self._file.with_suffix(".new")
+        try:
+            unfinished.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            unfinished.replace(self._file)
+        except OSError:  # the command that waited has gone, and its folder with it
+            self._file = None
+
+
+def read_progress(folder: Path) -> dict[str, Progress]:
+    """Return what the processes have told into `folder`, each under a name of its own."""
+    return {file.name: Progress(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.json")}
+
+
+def _size(num_bytes: int) -> str:
+    """Return a size in decimal units, as disks and networks are sold."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
