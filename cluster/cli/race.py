@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.cli.server import API_KEY
 
-_PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+_PROMPT = "def main():\n    parser = argparse.ArgumentParser("
 _NUM_TOKENS = 96
 _TIMEOUT_S = 30.0  # of the whole race: a slow machine gets no race, and an address
 

@@ -47,6 +47,27 @@ await page.keyboard.press("ArrowRight");
 assert.match(await page.textContent("#race-detail"), /token 1, .*: \w+/);
 await inspect(page, "race");
 
+await page.focus("#tab-race");
+await page.keyboard.press("ArrowRight");
+await page.fill("#play-prompt", "A class of a stack, as a form:\n");
+await page.click("#play-form-demo");
+await page.waitForFunction(() => document.getElementById("play-figure").textContent.includes("tokens per pass") && document.querySelector("#play-sources .token") && document.getElementById("play-text").textContent.includes("lines"), null, { timeout: 60_000 });
+await page.waitForSelector("#play-stop:disabled");
+await inspect(page, "playground");
+
+await page.fill("#play-schema", JSON.stringify({ enum: [HOSTILE] }));
+await page.fill("#play-tokens", "200");
+await page.press("#play-tokens", "Enter");
+await page.waitForFunction(() => document.getElementById("play-text").textContent.endsWith('script>"'), null, { timeout: 60_000 });
+await page.waitForSelector("#play-stop:disabled");
+assert.equal(JSON.parse(await page.locator("#play-text").textContent()), HOSTILE);
+assert.equal(await page.locator("img, #play-text script").count(), 0);
+assert.equal(await page.evaluate(() => window.hacked), undefined);
+await page.click("#copy-curl");
+assert.match(await page.textContent("#play-copy"), /^curl http/);
+await inspect(page, "hostile");
+
+await page.click("#tab-race");
 // The draft is killed under a stream, where it has a process of its own, and the text goes on.
 await page.fill("#race-tokens", "400");
 const whole = race(page);
@@ -70,25 +91,6 @@ await locked.press("#key", "Enter");
 await locked.waitForFunction(() => document.getElementById("trouble").hidden);
 assert.notEqual(await locked.textContent("#model"), "the target");
 await expired.close();
-
-await page.focus("#tab-race");
-await page.keyboard.press("ArrowRight");
-await page.fill("#play-schema", JSON.stringify({ enum: [HOSTILE] }));
-await page.fill("#play-tokens", "200");
-await page.press("#play-tokens", "Enter");
-await page.waitForSelector("#play-sources .token", { timeout: 60_000 });
-assert.equal(JSON.parse(await page.locator("#play-text").textContent()), HOSTILE);
-assert.equal(await page.locator("img, #play-text script").count(), 0);
-assert.equal(await page.evaluate(() => window.hacked), undefined);
-await page.click("#copy-curl");
-assert.match(await page.textContent("#play-copy"), /^curl http/);
-await inspect(page, "hostile");
-
-await page.fill("#play-prompt", "A class of a stack, as a form:\n");
-await page.click("#play-form-demo");
-await page.waitForFunction(() => document.getElementById("play-figure").textContent.includes("tokens per pass") && document.querySelector("#play-sources .token") && document.getElementById("play-text").textContent.includes("lines"), null, { timeout: 60_000 });
-await page.waitForSelector("#play-stop:disabled");
-await inspect(page, "playground");
 
 for (const view of ["live", "cluster"]) {
   await page.click(`#tab-${view}`);

@@ -12,8 +12,8 @@ reading the weights leaves free: a pass is expected to have as many rows of prom
 themselves are work that no draft saves or adds to, so their time counts for no draft.
 
 No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
-for probes: one draft of one token now and then. While there are some, now and then a pass goes without, to keep the
-baseline measured.
+for probes: one draft of one token now and then, in two passes running, since the first time of the two is that of a
+draft which reads what it missed. While there are some, now and then a pass goes without, to keep the baseline measured.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _CLOSE_GAIN = 1.1
 _PROBE_SHARE = 0.01  # of the time, for probes of sequences without drafts
 _MAX_SAVED = 10.0  # plain passes' time at most, for a probe
 _MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
+_FEW_MISSED = 2  # passes without a draft that leave the next one little to catch up with
 _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
 _MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
 _NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
@@ -80,6 +81,7 @@ class DraftBudget:
         self._is_speculating = False
         self._expected_gain = 1.0  # tokens per second of the last plan, against none
         self._probe_credit_s = 0.0
+        self._probed: str | None = None  # request whose probe has had the first of its passes
         self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
         self._step = 0
 
@@ -102,7 +104,7 @@ class DraftBudget:
             return
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
-        has_newcomer = not all(map(self._acceptance.knows, drafted_ids))
+        reads_missed = not all(map(self._is_up_to_date, drafted_ids))
         self._acceptance.observe(
             [each.sequence.request_id for each in passes],
             [class_of(each.sequence) for each in passes],
@@ -112,7 +114,7 @@ class DraftBudget:
         self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
         is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
         if time is not None and is_comparable:
-            self._observe_time(passes, time, num_prompt_rows, has_newcomer)
+            self._observe_time(passes, time, num_prompt_rows, reads_missed)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
@@ -166,22 +168,34 @@ class DraftBudget:
         return acceptance
 
     def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
-        """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for."""
-        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s)
-        idle = np.flatnonzero((lengths == 0) & (num_possible > 0))
-        if len(idle) == 0:
-            return
-        num_rows = len(sequences) + int(lengths.sum())
-        row_s = self._row_cost.at(num_rows + 1) - self._row_cost.at(num_rows)
-        step_s = 0.0 if lengths.any() else self._draft_cost.per_step_s
-        cost_s = row_s + step_s + self._draft_cost.per_token_s
-        cost_s = max(cost_s, _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s)
-        if self._probe_credit_s >= cost_s:
-            lengths[min(idle.tolist(), key=lambda index: self._last_drafted[sequences[index].request_id])] = 1
-            self._probe_credit_s -= cost_s
+        """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for.
 
-    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_newcomer: bool) -> None:
-        """Learn from the time of a pass, but for a newcomer's draft: its model may have had a prompt to read."""
+        The same sequence has the next pass's too, which costs what a draft costs while drafts are made.
+        """
+        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s)
+        idle = np.flatnonzero((lengths == 0) & (num_possible > 0)).tolist()
+        probed, self._probed = self._probed, None
+        if not idle:
+            return
+        second = next((index for index in idle if sequences[index].request_id == probed), None)
+        if second is not None:
+            lengths[second] = 1
+            return
+        least_s = _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s
+        expected_s = 2.0 * self._draft_cost.seconds(0 if lengths.any() else 1, 1)
+        if self._probe_credit_s >= min(max(expected_s, least_s), _MAX_SAVED * plain_s):
+            first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
+            lengths[first] = 1
+            self._probed = sequences[first].request_id
+            self._probe_credit_s -= least_s  # and what its passes turn out to cost
+
+    def _is_up_to_date(self, request_id: str) -> bool:
+        """True if the draft of a request has at most the tokens of a few passes to read first, and no prompt."""
+        num_missed = self._step - 1 - self._last_drafted.get(request_id, self._step)
+        return self._acceptance.knows(request_id) and num_missed <= _FEW_MISSED
+
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, reads_missed: bool) -> None:
+        """Learn from the time of a pass; that of drafts says nothing where a draft first read what it had missed."""
         num_asked = sum(each.num_asked for each in passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
@@ -190,9 +204,9 @@ class DraftBudget:
             self._num_steps_since_plain = 0
         else:
             longest = max(each.num_asked for each in passes)
-            if not self._is_speculating:  # a probe; a draft model may have had much to catch up with
-                self._probe_credit_s -= max(0.0, time.draft_s - self._draft_cost.seconds(longest, num_asked))
-            if not has_newcomer:
+            if not self._is_speculating:  # a probe
+                self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
+            if not reads_missed:
                 self._draft_cost.observe(longest, num_asked, time.draft_s)
         members: dict[str, list[DraftedPass]] = {}
         for each in passes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -82,6 +84,18 @@ def test_a_probe_is_charged_for_what_the_draft_had_to_catch_up_with() -> None:
     num_before = len(pair.lengths)
     pair.run(1, 1000, budget)
     assert 1 <= sum(length > 0 for length in pair.lengths[num_before:]) <= 6
+
+
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_streams: int) -> None:
+    costs = Costs(weights_s=0.005, row_s=0.0002, draft_step_s=0.0008, missed_token_s=0.0002)
+    pair, budget = SimulatedPair(lambda index, step: 0.8, costs, request_tokens=128, prompt_tokens=12), new_budget()
+    pair.costs = replace(costs, draft_step_s=0.040)
+    pair.run(num_streams, 300, budget)
+    assert sum(pair.lengths[-100:]) < 10
+    pair.costs = costs
+    pair.run(num_streams, 1500, budget)
+    assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
 
 
 def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
