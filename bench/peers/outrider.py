@@ -21,12 +21,6 @@ class OutriderSystem:
         self, pair: Pair, precision: Precision, limits: Limits, logs: Path, *, is_deterministic: bool = False
     ) -> None:
         self.name = f"{self.peer} {precision}{', deterministic' if is_deterministic else ''}"
-        self.settings = (
-            f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
-            f"draft {'self' if pair.draft is None else 'model'}, target.num_threads "
-            f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
-            f"{limits.num_draft_tokens}; a cache_salt of its own per run, so nothing is taken from the prefix cache"
-        )
         self._pair = ServedPair(
             pair.target,
             pair.draft,
@@ -35,6 +29,12 @@ class OutriderSystem:
             limits.num_draft_tokens,
             is_deterministic,
             quantization=_quantization(precision),
+        )
+        self.settings = (
+            f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
+            f"draft {self._pair.draft_kind}, target.num_threads "
+            f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
+            f"{limits.num_draft_tokens}; a cache_salt of its own per run, so nothing is taken from the prefix cache"
         )
         self._deadline_s, self._folder = limits.deadline_s, logs / self.name.replace(", ", "-").replace(" ", "-")
         self._application: ServedApplication | None = None

@@ -21,7 +21,8 @@ MODEL_ID = "bench"
 class ServedPair:
     """The settings of a benchmark; K is the same for every pass, as it is for its contenders.
 
-    Threads that are None are left to the placement. Without a draft the target's own weights in int4 draft.
+    Threads that are None are left to the placement. Without a draft the target's own weights in int4 draft, or, where
+    they are int4 already, the suffixes of text seen.
     """
 
     target: Path
@@ -33,6 +34,13 @@ class ServedPair:
     num_draft_threads: int | None = None
     mode: str = "sync"
     quantization: str = "none"
+
+    @property
+    def draft_kind(self) -> str:
+        """The value of `draft.kind`."""
+        if self.draft is not None:
+            return "model"
+        return "suffix" if self.quantization == "int4" else "self"
 
     def deploy(self) -> dict[str, Any]:
         """Return the root deploy.yaml, changed."""
@@ -48,7 +56,7 @@ class ServedPair:
             "deterministic": self.is_deterministic,
             "quantization": self.quantization,
         }
-        args["draft"] = {"kind": "self"} if self.draft is None else self._draft_model(self.draft)
+        args["draft"] = {"kind": self.draft_kind} if self.draft is None else self._draft_model(self.draft)
         args["speculation"] = {
             **args.get("speculation", {}),
             "num_tokens": self.num_draft_tokens,
