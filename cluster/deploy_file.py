@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from protos.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BUILDERS = ("cluster.app:build", "outrider:build")
+_PATHS = {
+    "target": ("path",),
+    "draft": ("path",),
+    "ingress": ("api_keys_file", "chat_template", "tls_certificate_file", "tls_client_ca_file"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,19 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
         grpc_port=grpc.port if grpc.grpc_servicer_functions else None,
         config=config,
     )
+
+
+def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which the files and folders of this folder are named from the root."""
+    changed = deepcopy(deployment)
+    for args in (application.get("args", {}) for application in changed["applications"]):
+        for name, keys in _PATHS.items():
+            section = args.get(name) or {}
+            for key in (key for key in keys if section.get(key)):
+                path = Path(section[key]).expanduser()
+                if path.exists():  # else it is a Hub id, or stands beside our packages
+                    section[key] = str(path.absolute())
+    return changed
 
 
 class _OnceLoader(yaml.SafeLoader):

@@ -9,14 +9,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ray
 from ray import serve
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
-from cluster.deploy_file import DeployFile
+from cluster.deploy_file import DeployFile, with_absolute_paths
 from cluster.devices import order_devices
 from cluster.schema.frontends import IngressSection
 from cluster.serve_environment import set_variables, tls_variables
@@ -49,6 +51,7 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self._dashboard = ""
+        self._folder: TemporaryDirectory[str] | None = None
 
     def start(
         self,
@@ -59,26 +62,29 @@ class LocalCluster:
         """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone.
 
         TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
-        `gpus_per_pair` of them.
+        `gpus_per_pair` of them. Its processes start in an empty folder: Ray puts the current one before all others on
+        their path, where a user's `engine` or `models` would take the place of ours.
         """
         set_variables()
         os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
-        context = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            namespace="serve",
-            include_dashboard=True,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        self._folder = TemporaryDirectory(prefix="outrider-ray-", ignore_cleanup_errors=True)
+        with chdir(self._folder.name):
+            context = ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                namespace="serve",
+                include_dashboard=True,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
         self._dashboard = context.dashboard_url or ""
 
     def deploy(self, file: DeployFile) -> None:
-        """Hand the configuration to Serve, exactly as `serve deploy` does."""
+        """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder."""
         request = urllib.request.Request(
             f"http://{self._dashboard}/api/serve/applications/",
-            data=json.dumps(file.deployment).encode(),
+            data=json.dumps(with_absolute_paths(file.deployment)).encode(),
             headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
             method="PUT",
         )
@@ -123,11 +129,13 @@ class LocalCluster:
         if ray.is_initialized():
             self.undeploy()
             serve.shutdown()
-            ray.shutdown()
+            self.kill()
 
     def kill(self) -> None:
         """Stop everything now."""
         ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _status(self) -> AppStatus:
         applications = serve.status().applications

@@ -57,11 +57,14 @@ def reported() -> Iterator[None]:
 def one_of(*choices: str) -> BeforeValidator:
     """Make a field take these values, and name them where it is given another.
 
-    Text becomes the member of an enum where `choices` are members.
+    Text becomes the member of an enum where `choices` are members. YAML's `off` without quotes, which it reads as
+    false, is the text.
     """
     by_text = {str(choice): choice for choice in choices}
 
     def check(value: Any) -> str:
+        if value is False and "off" in by_text:
+            return by_text["off"]
         if not isinstance(value, str) or value not in by_text:
             raise ValueError(f"{value!r} is not available; this version offers {', '.join(by_text)}")
         return by_text[value]

@@ -345,3 +345,8 @@ def test_target_and_draft_on_one_gpu_divide_its_share():
     assert draft.gpu_memory_utilization == pytest.approx(0.1)
     assert target.counts_own_use
     assert draft.counts_own_use
+
+
+def test_off_without_quotes_is_the_word():
+    config = parse_config(MINIMAL | {"target": {**MINIMAL["target"], "cuda_graphs": False, "overlapped_passes": False}})
+    assert (config.target.cuda_graphs, config.target.overlapped_passes) == ("off", "off")

@@ -9,7 +9,7 @@ import yaml
 import outrider
 from cluster.app import build
 from cluster.cli.__main__ import main
-from cluster.deploy_file import read_deploy_file
+from cluster.deploy_file import read_deploy_file, with_absolute_paths
 from cluster.serve_environment import FAST_PATH, warn_of_missing_variables
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
@@ -112,3 +112,16 @@ def test_an_admin_without_a_key_is_for_loopback(tmp_path: Path):
     path.write_text(text.replace("host: 127.0.0.1", "host: 0.0.0.0"))
     with pytest.raises(ConfigError, match=r"open_admin is for loopback, and http_options\.host is '0\.0\.0\.0'"):
         read_deploy_file(path)
+
+
+def test_files_of_this_folder_are_named_from_the_root_and_hub_ids_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "keys").touch()
+    args = {"target": {"path": "mine"}, "draft": {"path": "org/small"}, "ingress": {"api_keys_file": "keys"}}
+    deployment = {"applications": [{"args": args}]}
+    changed = with_absolute_paths(deployment)["applications"][0]["args"]
+    assert changed["target"]["path"] == str(tmp_path / "mine")
+    assert changed["draft"]["path"] == "org/small"
+    assert changed["ingress"]["api_keys_file"] == str(tmp_path / "keys")
+    assert args["target"]["path"] == "mine"

@@ -1,6 +1,7 @@
 """docs/operations.md lists the keys that the schema has, and the metrics that replicas serve."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -36,3 +37,10 @@ def test_an_editor_accepts_our_files_and_marks_a_wrong_key(name: str):
     assert not list(validator.iter_errors(file))
     file["applications"][0]["args"]["cache"] = {"block_sise": 16}
     assert "block_sise" in next(validator.iter_errors(file)).message
+
+
+def test_every_flag_of_another_server_leads_to_a_key_that_exists():
+    settings = set(re.findall(r"--set ([\w.]+)=", PAGE.read_text(encoding="utf-8")))
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", key_table(), re.MULTILINE))
+    assert len(settings) > 15
+    assert settings <= keys

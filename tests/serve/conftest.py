@@ -1,6 +1,7 @@
 """One cluster for all tests of served applications, and the application with the tiny pair."""
 
 from collections.abc import Iterator
+from contextlib import chdir
 
 import pytest
 
@@ -12,10 +13,15 @@ STEPS = {"judge": "likelihood", "think": None, "step_end": ".", "max_step_tokens
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[SharedCluster]:
-    local = LocalCluster()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
+    """The cluster, started where a user has packages of our names."""
+    local, home = LocalCluster(), tmp_path_factory.mktemp("home")
+    for name in ("engine", "models", "cluster"):
+        (home / name).mkdir()
+        (home / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
     try:
-        local.start(num_cpus=3)
+        with chdir(home):
+            local.start(num_cpus=3)
         yield SharedCluster(local, (free_port(), free_port()))
     finally:
         local.stop()

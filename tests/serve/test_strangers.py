@@ -1,4 +1,4 @@
-"""Ray's ports without the cluster's token: every one of them refuses a stranger who reaches it from outside."""
+"""Others on our cluster: without its token every port refuses them, with it their packages stay theirs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import ray
@@ -14,6 +15,22 @@ import ray
 from tests.serve.served_pair import SharedCluster
 
 CALLER = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); print('inside')"
+
+JOB = """
+import sys, ray
+
+ray.init(address=sys.argv[1], runtime_env={"working_dir": sys.argv[2]}, log_to_driver=False)
+
+
+@ray.remote(num_cpus=0)
+def owner():
+    import engine
+
+    return engine.OWNER
+
+
+print("engine of", ray.get(owner.remote(), timeout=100))
+"""
 
 
 def call_without(address: str, **changes: str) -> str:
@@ -38,3 +55,11 @@ def test_the_dashboard_takes_no_call_without_the_token(cluster: SharedCluster) -
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(url, timeout=10)
     assert refused.value.code == 401
+
+
+def test_a_users_engine_stays_his_own_beside_ours(cluster: SharedCluster, tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("OWNER = 'the user'")
+    command = [sys.executable, "-c", JOB, ray.get_runtime_context().gcs_address, str(tmp_path)]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert job.stdout.splitlines()[-1:] == ["engine of the user"], job.stderr
