@@ -20,8 +20,9 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -101,8 +102,8 @@ class Speculation:
 class EngineCore:
     """One model, its sequences and its truth: what `step` returns is committed and never taken back.
 
-    Not thread-safe but for `prepare`: `add`, `abort`, `step` and `stats` belong to one thread. After a step has
-    raised, the engine's state is in doubt: it computes nothing more, and its owner builds a new one.
+    Not thread-safe: all belongs to one thread. After a step has raised, the engine's state is in doubt: it computes
+    nothing more, and its owner builds a new one.
 
     Attributes:
         on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
@@ -202,10 +203,17 @@ class EngineCore:
         """True where the last step found nothing to compute: all that is left waits for blocks from elsewhere."""
         return self._is_starved and self.has_work
 
-    def prepare(self, request: GenerateRequest) -> None:
-        """Do what of `add` may take long: compile the grammar. Optional, and the one call for any thread."""
-        if request.sampling.grammar is not None:
-            self._grammars.prepare(request.sampling.grammar)
+    def prepare(self, request: GenerateRequest) -> Future[Any] | None:
+        """Begin what of `add` may take long, the compilation of a grammar, in another thread. Optional.
+
+        Returns:
+            What is done when `add` takes no time; None where it takes none now.
+
+        Raises:
+            OverloadedError: too many grammars wait to be compiled.
+        """
+        grammar = request.sampling.grammar
+        return None if grammar is None else self._grammars.prepare(grammar)
 
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request. Its time-out runs from `arrival_s` on the engine's clock, from now if None.

@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, StepOutput
@@ -27,7 +28,7 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def prepare(self, request: GenerateRequest) -> None: ...
+    def prepare(self, request: GenerateRequest) -> Future[Any] | None: ...
 
     def add(self, request: GenerateRequest) -> None: ...
 
@@ -78,6 +79,7 @@ class EngineLoop:
         self._reporter = reporter
         self._clock = clock
         self._commands: deque[Command] = deque()
+        self._preparing: dict[str, tuple[GenerateRequest, Future[Any]]] = {}  # by id; they join when that is done
         self._wake = threading.Event()
         self._is_closing = False
         self._step_began_s: float | None = None
@@ -89,12 +91,10 @@ class EngineLoop:
         return 0.0 if began_s is None else self._clock() - began_s
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the loop; it is carried out before the next step.
+        """Hand a command to the loop and return at once; it is carried out before the next step.
 
-        The slow part of an `Add` is done here, in the caller's thread, so that no step waits for it.
+        The slow part of an `Add` is done in a thread of its own, so that no step waits for it, and no other command.
         """
-        if isinstance(command, Add):
-            self._engine.prepare(command.request)
         self._commands.append(command)
         self.wake()
 
@@ -144,18 +144,43 @@ class EngineLoop:
         while self._commands:
             match self._commands.popleft():
                 case Add(request):
-                    self._add(request)
+                    self._prepare(request)
                 case Abort(request_id):
+                    self._preparing.pop(request_id, None)
                     self._engine.abort(request_id)
                 case AbortAll():
+                    self._preparing.clear()
                     self._engine.close()
                 case AskSnapshot():
                     if self._reporter is not None:
                         self._reporter.send_snapshot()
+        self._add_prepared()
+
+    def _prepare(self, request: GenerateRequest) -> None:
+        """Add a request, or have it wait for what is made for it."""
+        try:
+            prepared = self._engine.prepare(request)
+        except ServingError as error:
+            self._refuse(request, error)
+            return
+        if prepared is None:
+            self._add(request)
+        else:
+            self._preparing[request.request_id] = request, prepared
+            prepared.add_done_callback(lambda _: self.wake())
+
+    def _add_prepared(self) -> None:
+        for request, prepared in list(self._preparing.values()):
+            if prepared.done():
+                del self._preparing[request.request_id]
+                self._add(request)
 
     def _add(self, request: GenerateRequest) -> None:
         try:
             self._engine.add(request)
         except ServingError as error:
-            logger.info("request %s: refused: %s", request.request_id, error)
-            self._emit(Refused.of(request.request_id, error))
+            self._refuse(request, error)
+
+    def _refuse(self, request: GenerateRequest, error: ServingError) -> None:
+        logger.info("request %s: refused: %s", request.request_id, error)
+        self._emit(Refused.of(request.request_id, error))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
-from protos.errors import RequestError
+from protos.errors import OverloadedError, RequestError
 from protos.messages import GenerateRequest, Grammar, GrammarKind, Thought
+
+logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
 MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
 _NUM_CACHED = 64
+_MAX_PENDING = 16  # grammars that wait for the compiler's thread, each for a second at most
 _STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
 
@@ -26,8 +30,9 @@ _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of 
 class GrammarCompiler:
     """Compiles each grammar once and hands out matchers for it; thread-safe.
 
-    The tokenizer is read when the first grammar comes. Failures are kept like successes, so a bad schema costs no more
-    than a good one when it is sent again.
+    Grammars are compiled one after the other in a thread of their own, without Python's lock for most of the time, and
+    the limits of their size and the library's bound the time of each. The tokenizer is read when the first one comes.
+    Failures are kept like successes, so a bad schema costs no more than a good one when it is sent again.
     """
 
     def __init__(self, tokenizer_file: Path | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -36,13 +41,23 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[GrammarKind, str], LLMatcher | str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[GrammarKind, str], Future[LLMatcher | str]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._lock = threading.Lock()  # never held while a grammar is compiled
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile ahead of `matcher`, from any thread; a grammar that is wrong is reported there."""
-        if _excess(grammar) is None:
-            self._compile(grammar)
+    def prepare(self, grammar: Grammar) -> Future[LLMatcher | str] | None:
+        """Begin to compile ahead of `matcher`, and return at once; a grammar that is wrong is reported there.
+
+        Returns:
+            What is done when `matcher` has nothing to wait for; None where it has nothing to wait for now.
+
+        Raises:
+            OverloadedError: too many grammars wait to be compiled.
+        """
+        if _excess(grammar) is not None:
+            return None
+        compiled = self._compile(grammar)
+        return None if compiled.done() else compiled
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
         """Return a matcher that has read the request's committed output, None for a request without a grammar.
@@ -54,10 +69,12 @@ class GrammarCompiler:
         if grammar is None:
             return None
         self._check(grammar, request)
-        compiled = self._compile(grammar)
+        compiled = self._compile(grammar).result()
         if isinstance(compiled, str):
             raise RequestError(f"{grammar.param} cannot be used: {compiled}", param=grammar.param)
-        matcher = self._new(compiled, grammar.thought)
+        with self._lock:
+            copy = compiled.deep_copy()
+        matcher = self._new(copy, grammar.thought)
         if not matcher.read(request.output_token_ids):
             raise RequestError(f"{grammar.param} forbids the output generated so far", param=grammar.param)
         return matcher
@@ -85,27 +102,33 @@ class GrammarCompiler:
                 param="ignore_eos",
             )
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | str:
-        """Return a fresh copy of the compiled grammar, or the error that it has."""
+    def _compile(self, grammar: Grammar) -> Future[LLMatcher | str]:
+        """Return the compiled grammar, to be copied, or the error that it has, once that is known."""
         key = (grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = self._new_matcher_on_deep_stack(grammar)
+                self._check_pending()
+                self._compiled[key] = self._submit(grammar)
             self._compiled.move_to_end(key)
             while len(self._compiled) > _NUM_CACHED:
                 self._compiled.popitem(last=False)
-            compiled = self._compiled[key]
-            return compiled if isinstance(compiled, str) else compiled.deep_copy()
+            return self._compiled[key]
 
-    def _new_matcher_on_deep_stack(self, grammar: Grammar) -> LLMatcher | str:
-        """Compile in a thread with a deep stack, which costs nothing untouched: an overflow would end the process."""
-        with ThreadPoolExecutor(1) as pool:
-            usual_bytes = threading.stack_size(_STACK_BYTES)  # of all threads started until it is set back
-            try:
-                made = pool.submit(self._new_matcher, grammar)
-            finally:
-                threading.stack_size(usual_bytes)
-            return made.result()
+    def _check_pending(self) -> None:
+        num_pending = sum(not compiled.done() for compiled in self._compiled.values())
+        if num_pending >= _MAX_PENDING:
+            raise OverloadedError(
+                f"{num_pending} grammars wait to be compiled, and at most {_MAX_PENDING} may; send it again later",
+                retry_after_s=_MAX_PENDING / 4,
+            )
+
+    def _submit(self, grammar: Grammar) -> Future[LLMatcher | str]:
+        """Have the thread compile; it has a deep stack, untouched for free: an overflow would end the process."""
+        usual_bytes = threading.stack_size(_STACK_BYTES)  # of all threads started until it is set back
+        try:
+            return self._pool.submit(self._new_matcher, grammar)  # the first call starts the thread
+        finally:
+            threading.stack_size(usual_bytes)
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher | str:
         try:
@@ -115,6 +138,9 @@ class GrammarCompiler:
             )
         except ValueError as error:  # the library's, for grammars and tokenizers that it cannot read
             return str(error)
+        except BaseException as error:  # a panic of the library must cost this request alone
+            logger.exception("a grammar of %d characters could not be compiled", len(grammar.source))
+            return f"its compiler failed: {error}"
         if matcher.is_error():
             return matcher.get_error().strip()
         matcher.compute_bitmask()  # a grammar that matches nothing, or recurses for ever, fails only here

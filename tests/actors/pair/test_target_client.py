@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ TIMEOUT_S = 20.0  # of these tests, on a busy machine
 
 
 class CountingEngine:
-    """Generates 0, 1, 2, ... for every request; prompt token 13 is refused."""
+    """Generates 0, 1, 2, ... for every request; prompt token 13 is refused, and 12 waits for `prepared`."""
 
     def __init__(self) -> None:
         self.requests: dict[str, GenerateRequest] = {}
@@ -40,6 +41,8 @@ class CountingEngine:
         self.step_s = 0.0
         self.may_step = threading.Event()
         self.may_step.set()
+        self.prepared: Future[None] = Future()
+        self.num_preparing = 0
 
     is_starved = False
 
@@ -47,8 +50,11 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def prepare(self, request: GenerateRequest) -> None:
-        pass
+    def prepare(self, request: GenerateRequest) -> Future[None] | None:
+        if 12 not in request.prompt_token_ids:
+            return None
+        self.num_preparing += 1
+        return self.prepared
 
     def add(self, request: GenerateRequest) -> None:
         if 13 in request.prompt_token_ids:
@@ -264,6 +270,28 @@ async def test_a_ping_during_a_step_is_answered_with_the_steps_age(target, clien
     pong = await client.ping(TIMEOUT_S)
     assert 0.05 < pong.step_age_s <= target.loop.step_age_s
     target.engine.may_step.set()
+
+
+async def test_a_request_that_is_prepared_holds_up_no_other_and_no_ping(target, client):
+    await client.wait_connected(TIMEOUT_S)
+    slow = asyncio.create_task(collect(client, request("slow", (12,))))
+    await until(lambda: target.engine.num_preparing == 1)
+    assert await collect(client, request("quick")) == [0, 1, 2, 3, 4]
+    await client.ping(TIMEOUT_S)
+    assert not slow.done()
+    target.engine.prepared.set_result(None)
+    assert await slow == [0, 1, 2, 3, 4]
+
+
+async def test_a_request_dropped_while_it_is_prepared_never_runs(target, client):
+    await client.wait_connected(TIMEOUT_S)
+    client.add(request("slow", (12,)))
+    await until(lambda: target.engine.num_preparing == 1)
+    client.drop("slow")
+    assert await collect(client, request("behind")) == [0, 1, 2, 3, 4]
+    target.engine.prepared.set_result(None)
+    assert await collect(client, request("after")) == [0, 1, 2, 3, 4]
+    assert "slow" not in target.engine.counts
 
 
 async def test_death_fails_streams_at_once_and_fences_until_the_target_is_back(folder, client):

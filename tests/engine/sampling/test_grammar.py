@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
-from protos.errors import RequestError
+from protos.errors import OverloadedError, RequestError
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -307,6 +308,28 @@ def test_rules_may_be_nested_as_deep_as_there_may_be_rules(kind: GrammarKind, so
     """The library recurses over them: on a thread's usual stack the second of these ends the process."""
     whole = run(build(folder), [request("x", Grammar(kind, source, "the_param"), max_tokens=8)])
     assert whole["x"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def entangled_rules(num_rules: int) -> str:
+    """GBNF that takes the compiler half a second: each rule refers to another."""
+    rules = [f'r{rule} ::= "a{rule}" r{rule * 7 % num_rules} | "b"' for rule in range(num_rules - 1)]
+    return "\n".join([f"root ::= {' | '.join(f'r{rule}' for rule in range(num_rules - 1))}", *rules])
+
+
+def test_a_grammar_that_is_compiled_holds_up_no_other(folder: Path) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    known = Grammar(GrammarKind.REGEX, "[ab]+", "guided_regex")
+    (compiler.prepare(known) or Future()).result(60)
+    slow = compiler.prepare(Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar"))
+    assert slow is not None
+    assert compiler.prepare(known) is None
+    assert compiler.matcher(request("a", known)) is not None
+    assert not slow.done()
+    waiting = [compiler.prepare(Grammar(GrammarKind.REGEX, "a" * size, "guided_regex")) for size in range(1, 16)]
+    with pytest.raises(OverloadedError, match="16 grammars wait"):
+        compiler.prepare(Grammar(GrammarKind.REGEX, "b", "guided_regex"))
+    assert all(future is not None and future.result(60) for future in waiting)
+    assert compiler.matcher(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex"))) is not None
 
 
 def test_parameters_that_contradict_a_grammar_are_refused(folder: Path) -> None:
