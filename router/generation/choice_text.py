@@ -42,7 +42,7 @@ class ChoiceText:
         self._detokenizer = new_detokenizer(tokenizer, request.prompt_token_ids)
         self._thoughts = ThoughtReader(thinking, tokenizer) if thinking else None
         self._shows_thoughts = thinking is not None and thinking.is_shown
-        self._thought = Trimmed()
+        self._thought = Trimmed(thinking.format.label if thinking else "")
         self._awaits_text = thinking is not None  # white space around a thought is not shown
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop

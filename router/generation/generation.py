@@ -13,10 +13,10 @@ from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, join_deltas
 from router.generation.fan_in import Stream, fan_in
 from router.generation.tool_calls import ToolCallParser
+from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.generate_params import GenerateParams
-from router.requests.tool_format import ToolFormat
 from router.tokenizer.detokenizer import make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
 
@@ -99,10 +99,10 @@ class Generation:
     def _new_detokenizer(self) -> DetokenizerMaker:
         """Return the maker of detokenizers that show what the client wants, and the marks of calls that are read."""
         is_skipping = self.fields.skip_special_tokens is not False
-        kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_names else ()
+        kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_schemas else ()
         return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))
 
     def _tool_calls(self) -> ToolCallParser | None:
-        if self._tool_format is None or not self._params.tool_names:
+        if self._tool_format is None or not self._params.tool_schemas:
             return None
-        return ToolCallParser(self._tool_format, self._params.tool_names)
+        return ToolCallParser(self._tool_format, self._params.tool_schemas)

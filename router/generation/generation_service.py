@@ -18,6 +18,8 @@ from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
 from router.generation.generation import Generation
+from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats.tool_format import ToolFormat
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedBackend, tracer_from_environment
 from router.requests.chat_message import ChatMessageFields
@@ -28,7 +30,6 @@ from router.requests.generation_fields import GenerationFields
 from router.requests.reasoning_format import find_reasoning, thinking_after
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
-from router.requests.tool_format import ToolFormat, find_format
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class GenerationService:
                 num_logprobs=body.num_logprobs,
                 grammar=grammar,
                 thinking=thinking,
-                tool_names=frozenset(function.name for function in use.callable_) if use else frozenset(),
+                tool_schemas={function.name: function.schema_ for function in use.callable_} if use else {},
                 prediction_token_ids=await self._prediction(body),
             )
         )

@@ -34,13 +34,21 @@ class ThoughtReader:
 class Trimmed:
     """A text that grows, without the white space around it: what may turn out to be its end is held back."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        """`label` is left out where the text begins with it."""
+        self._label = label
         self._has_begun = False
         self._held = ""
 
     def push(self, piece: str) -> str:
         """Return what is certain to be inside the text."""
-        text = self._held + (piece if self._has_begun else piece.lstrip())
+        text = self._held + piece
+        if self._label.startswith(text):
+            self._held = text
+            return ""
+        text = text.removeprefix(self._label)
+        self._label = ""
+        text = text if self._has_begun else text.lstrip()
         shown = text.rstrip()
         self._held = text[len(shown) :]
         self._has_begun |= bool(shown)

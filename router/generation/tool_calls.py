@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from protos.messages import FinishReason
 from router.generation.delta import Delta, ToolCallDelta
 from router.generation.json_extent import JsonExtent
-from router.requests.tool_format import ToolFormat
-
-_LONGEST_HEAD = 512  # characters, of a call whose end has no mark
+from router.generation.tool_formats.call_body import CallBody, CallPiece, num_held
+from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
 
 
 class _State(Enum):
@@ -21,6 +19,7 @@ class _State(Enum):
     HEAD = auto()  # behind the beginning of a call, before its arguments
     ARGUMENTS = auto()
     TAIL = auto()  # behind the arguments, before the end of the call
+    BODY = auto()  # inside a call whose arguments are not written in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,13 @@ class ToolCallParser:
     (its JSON is broken or its function unknown) stays content.
     """
 
-    def __init__(self, format_: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, format_: ToolFormat, tools: Mapping[str, object]) -> None:
+        """`tools` are the schemas of the arguments by the functions' names."""
         self._format = format_
-        self._names = names
+        self._tools = tools
+        self._body: CallBody | None = None
+        self._mark = ""  # the beginning of the call that is read, with the white space before it
+        self._has_begun = False  # a call has been shown of the body that is read
         self._head = format_.head_pattern
         self._state = _State.TEXT
         self._held = ""  # read, and not yet said to be content or call
@@ -56,7 +59,8 @@ class ToolCallParser:
         if delta.finish_reason is not None:
             gains.append(self._flush())
         reason = delta.finish_reason
-        if reason is FinishReason.STOP and self._num_calls and self._state is not _State.ARGUMENTS:
+        is_whole = self._state is not _State.ARGUMENTS and not (self._state is _State.BODY and self._has_begun)
+        if reason is FinishReason.STOP and self._num_calls and is_whole:
             reason = FinishReason.TOOL_CALLS
         return replace(
             delta,
@@ -83,26 +87,55 @@ class ToolCallParser:
                 return self._read_arguments()
             case _State.TAIL:
                 return self._read_tail()
+            case _State.BODY:
+                return self._read_body()
 
     def _read_text(self) -> _Gain | None:
-        marks = (self._format.begin, *(self._format.sections or ()))
+        marks = [mark for mark in (self._format.begin, *self._format.strays, self._format.bare_begin) if mark]
         places = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
         if places:
             place, mark = min(places)
             before, self._held = self._held[:place], self._held[place + len(mark) :]
-            self._state = _State.HEAD if mark == self._format.begin else _State.TEXT
-            return self._content(before.rstrip())
-        num_shown = len(self._held) - max(_num_held(self._held, mark) for mark in marks)
+            shown = before.rstrip()
+            if mark in (self._format.begin, self._format.bare_begin):
+                self._begin_call(mark)
+                self._mark = before[len(shown) :] + mark
+            return self._content(shown)
+        num_shown = len(self._held) - max(num_held(self._held, mark) for mark in marks)
         text, self._held = self._held[:num_shown], self._held[num_shown:]
         return self._content(text) if num_shown else None
+
+    def _begin_call(self, mark: str) -> None:
+        self._mark, self._has_begun = mark, False
+        self._body = self._format.body(self._tools, has_begin=mark == self._format.begin)
+        self._state = _State.HEAD if self._body is None else _State.BODY
+
+    def _read_body(self) -> _Gain | None:
+        assert self._body is not None
+        step = self._body.read(self._held)
+        if step is None:
+            return None
+        if step.is_done:
+            self._state = _State.TEXT
+        read, self._held = self._held[: step.num_characters], self._held[step.num_characters :]
+        if not step.is_call:
+            return self._content(self._mark + read)
+        self._has_begun |= bool(step.pieces)
+        return _Gain(calls=tuple(each for piece in step.pieces for each in self._piece(piece)))
+
+    def _piece(self, piece: CallPiece) -> tuple[ToolCallDelta, ...]:
+        if piece.name is None:
+            return (ToolCallDelta(self._num_calls - 1, arguments=piece.arguments),)
+        return self._new_call(piece.name, piece.arguments).calls
 
     def _read_bare_text(self) -> _Gain | None:
         """Without a mark of its own a call can only be the first thing, or follow another call."""
         start = self._held.lstrip(" \r\n\t;" if self._num_calls else None)
         if not start:
             return None
-        if start[0] == "{" and not self._has_content:
-            self._state, self._held = _State.HEAD, start
+        if start[0] == self._format.opening and not self._has_content:
+            self._held = start
+            self._begin_call(self._format.begin)
             self._extent, self._num_scanned = JsonExtent(), 0
             return _NOTHING
         text, self._held = self._held, ""
@@ -126,7 +159,7 @@ class ToolCallParser:
         name, arguments = self._tool_name(call.get("name")), call.get(self._format.arguments_key)
         if name is not None and isinstance(arguments, dict):
             return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
-        return self._content(self._format.begin + body + self._format.end)
+        return self._content(self._mark + body + self._format.end)
 
     def _read_arguments(self) -> _Gain | None:
         if not self._held:
@@ -156,7 +189,8 @@ class ToolCallParser:
         held, self._held = self._held, ""
         if self._state is _State.TEXT:
             return self._content(held if self._num_calls == 0 else held.rstrip())
-        return self._content(self._format.begin + held) if self._state is _State.HEAD else _NOTHING
+        is_call = self._has_begun or self._state not in (_State.HEAD, _State.BODY)
+        return _NOTHING if is_call else self._content(self._mark + held)
 
     def _content(self, text: str) -> _Gain:
         """Return text as content, without white space around calls."""
@@ -167,12 +201,11 @@ class ToolCallParser:
 
     def _new_call(self, name: str, arguments: str) -> _Gain:
         self._num_calls += 1
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, call_id, name, arguments),))
+        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, self._format.new_call_id(), name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
         """Return the name of a call: any in a marked call, only that of a tool in a bare object (a possible answer)."""
-        is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._names)
+        is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._tools)
         return str(name) if is_tool else None
 
     def _end_of_object(self) -> int | None:
@@ -184,7 +217,7 @@ class ToolCallParser:
     def _end_of_call(self) -> int | None:
         """Return the end of the body of the call that is held; None while it may go on."""
         if not self._format.end and not self._format.arguments_key:
-            return len(self._held) if len(self._held) > _LONGEST_HEAD else None
+            return len(self._held) if len(self._held) > LONGEST_HEAD else None
         if not self._format.end:
             return self._end_of_object()
         index = self._held.find(self._format.end)
@@ -199,10 +232,3 @@ def _parse(text: str) -> object:
     except (ValueError, RecursionError):
         return None
     return value
-
-
-def _num_held(text: str, mark: str) -> int:
-    """Return the length of the end of `text` that may belong to `mark`: white space, and a beginning of the mark."""
-    length = next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:n]))
-    rest = text[: len(text) - length]
-    return length + len(rest) - len(rest.rstrip())

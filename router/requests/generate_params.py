@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protos.messages import Grammar
 from router.requests.generation_fields import GenerationFields
@@ -30,7 +31,7 @@ class GenerateParams:
     has_echo: bool = False
     grammar: Grammar | None = None
     thinking: Thinking | None = None
-    tool_names: frozenset[str] = frozenset()  # tools whose calls are looked for in the answer
+    tool_schemas: Mapping[str, object] = field(default_factory=dict)  # of tools whose calls the answer may hold
     prediction_token_ids: tuple[int, ...] = ()
 
     @property

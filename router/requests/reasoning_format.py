@@ -14,7 +14,9 @@ MARKS = {
     "seed": ("<seed:think>", "</seed:think>"),
     "thinking": ("<thinking>", "</thinking>"),
     "thought": ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    "gemma": ("<|channel>", "<channel|>"),
 }
+_LABELS = {"gemma": "thought\n"}  # which stands first in a thought and is none of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class ReasoningFormat:
     name: str
     begin_id: int
     end_id: int
+    label: str = ""
 
 
 def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") -> ReasoningFormat | None:
@@ -35,7 +38,7 @@ def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") ->
         begin_id, end_id = map(tokenizer.token_id, marks)
         is_meant = wanted == name or (wanted == "auto" and any(mark in template for mark in marks))
         if is_meant and begin_id is not None and end_id is not None:
-            return ReasoningFormat(name, begin_id, end_id)
+            return ReasoningFormat(name, begin_id, end_id, _LABELS.get(name, ""))
     return None
 
 

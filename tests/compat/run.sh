@@ -21,7 +21,7 @@ environment() {  # NAME PACKAGE...: a virtual environment with these packages
 }
 
 langchain() {
-    environment langchain langchain-openai==1.7.3 langchain-tests==1.1.9 pytest==9.2.0 pytest-asyncio &&
+    environment langchain langchain-openai==1.7.3 langchain-tests==1.1.9 pytest==9.2.0 pytest-asyncio==1.5.0 &&
         langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null -o asyncio_mode=auto "$here/langchain_checks.py"
 }
 llamaindex() {

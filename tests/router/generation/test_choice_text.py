@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from router.generation.choice_text import ChoiceText
 from router.generation.delta import Delta, join_deltas
+from router.generation.thoughts import Trimmed
 from router.tokenizer.tokenizer import Tokenizer
 from tests.router.conftest import byte_tokenizer_core
 
@@ -67,3 +68,11 @@ def test_the_stop_token_is_kept_among_the_tokens_only() -> None:
 
 def test_a_character_left_open_at_the_end_is_replaced() -> None:
     assert run(cut([0xE2 + 1], [1])).text == "\ufffd"
+
+
+def test_a_thoughts_label_is_no_part_of_it_in_any_pieces() -> None:
+    """Gemma opens its thoughts with the name of their channel."""
+    for said, thought in (("thought\nso, thoughts", "so, thoughts"), ("though", ""), ("thought so", "thought so")):
+        for pieces in ([said], list(said)):
+            text = Trimmed("thought\n")
+            assert "".join(text.push(piece) for piece in pieces) == thought

@@ -15,12 +15,13 @@ from engine.sampling.grammar_compiler import GrammarCompiler
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
-from router.requests.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat, find_format
+from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.tokenizer import Tokenizer
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
-NAMES = ("f", "get.weather")
+NAMES: dict[str, object] = {"f": {}, "get.weather": {}}
 
 
 @dataclass(frozen=True, slots=True)

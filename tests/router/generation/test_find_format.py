@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from router.requests.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, find_format
+from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats.tagged_format import GLM, QWEN_XML
+from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL
+from router.generation.tool_formats.whole_format import MISTRAL_LIST
 
 
 @pytest.mark.parametrize(
@@ -12,13 +15,14 @@ from router.requests.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLA
     [
         ("{{ tools }}<tool_call>", HERMES),
         ('{{ tools }}{"name": n, "parameters": {}}', LLAMA),
-        ("{{ tools }}<tool_call>\n<function=name>", None),
-        ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', None),  # its older form is a list
+        ("{{ tools }}<tool_call>\n<function=name><parameter=key>", QWEN_XML),
+        ('{{ tools }}[AVAILABLE_TOOLS]"parameters"[TOOL_CALLS]', MISTRAL_LIST),
         ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
         ("{{ tools }}<｜tool▁call▁begin｜>name<｜tool▁sep｜>", DEEPSEEK),
         ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json", DEEPSEEK_V3),
         ("{{ tools }}<|tool_call_begin|>id<|tool_call_argument_begin|>", KIMI),
-        ("{{ tools }}<tool_call>name<arg_key>", None),
+        ("{{ tools }}<tool_call>name<arg_key>key</arg_key><arg_value>", GLM),
+        ("{{ tools }}<|channel|>commentary to=functions.name", None),
         ("no calls", None),
     ],
 )

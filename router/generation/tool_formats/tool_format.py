@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from protos.messages import Grammar, GrammarKind
+from router.generation.tool_formats.call_body import CallBody
 from router.requests.structured_output import schema_source
 from router.requests.tools import Function, ToolUse
 from router.tokenizer.tokenizer import Tokenizer
 
-_NAME, _NUMBER = "{name}", "{number}"
+NAME, _NUMBER = "{name}", "{number}"
 _NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
+LONGEST_HEAD = 512  # characters, of a call whose end has no mark
 _ANY_ARGUMENTS = {"type": "object"}
 
 
@@ -30,11 +33,12 @@ class ToolFormat:
     begin: str
     end: str
     separator: str
-    head: tuple[str, ...] = ()  # _NAME stands for the function's name, _NUMBER for a number
+    head: tuple[str, ...] = ()  # NAME stands for the function's name, _NUMBER for a number
     arguments_key: str = ""
     tail: str = ""  # text between the arguments and `end`
     sections: tuple[str, str] | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    id_length: int = 0  # characters of a call's id, where the template refuses others
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -42,11 +46,37 @@ class ToolFormat:
         return tuple(mark for mark in (self.begin, self.end, *self.head, *(self.sections or ())) if mark)
 
     @property
+    def strays(self) -> tuple[str, ...]:
+        """Marks around calls, which are left out of the text wherever they stand."""
+        return self.sections or ()
+
+    @property
+    def bare_begin(self) -> str:
+        """The beginning of a call without `begin`; empty where models do not write such."""
+        return ""
+
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> CallBody | None:
+        """Return a reader of a call whose arguments are written otherwise than in JSON; None for one in JSON.
+
+        `tools` are the schemas of the arguments by the functions' names; without `has_begin` it began by `bare_begin`.
+        """
+        return None
+
+    def new_call_id(self) -> str:
+        """Return an id for a call."""
+        return uuid.uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid.uuid4().hex[:24]}"
+
+    @property
+    def opening(self) -> str:
+        """The first character of an answer that is calls, where calls have no mark."""
+        return "{"
+
+    @property
     def head_pattern(self) -> re.Pattern[str]:
         """The head of a call, up to the brace of its arguments; its group is the name, in quotes in a JSON object."""
         if self.arguments_key:
             return re.compile(_NAME_FIRST % self.arguments_key)
-        groups = {_NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
+        groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
         return re.compile(r"\s*" + "".join(groups.get(part, re.escape(part)) for part in self.head) + r"\s*(?=\{)")
 
     def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:
@@ -91,20 +121,20 @@ class ToolFormat:
 
     def _in_section(self, opening: str, begin: str, use: ToolUse) -> str:
         call = self._call(begin)
-        calls = f"{call} ({_literal(self.separator)} {call})*" if use.is_parallel else call
+        calls = f"{call} ({literal(self.separator)} {call})*" if use.is_parallel else call
         return f"{opening} {calls} {self._mark(self.sections[1]) if self.sections else ''}".strip()
 
     def _call(self, begin: str) -> str:
-        newline = _literal("\n" if self.begin and self.arguments_key else "")
+        newline = literal("\n" if self.begin and self.arguments_key else "")
         return f"{begin} {newline} call {newline} {self._mark(self.end)}".strip()
 
     def _call_rules(self, use: ToolUse) -> list[str]:
         heads = [f"{self._head(function)} arguments_{rank}" for rank, function in enumerate(use.callable_)]
         arguments = [
-            f"arguments_{rank}: %json {schema_source('tools', _schema(function, use))}"
+            f"arguments_{rank}: %json {schema_source('tools', arguments_schema(function, use))}"
             for rank, function in enumerate(use.callable_)
         ]
-        close = _literal("}" if self.arguments_key else self.tail)
+        close = literal("}" if self.arguments_key else self.tail)
         return [f"call: ({' | '.join(heads)}) {close}", *arguments, *self._text_rules()]
 
     def _text_rules(self) -> list[str]:
@@ -112,45 +142,46 @@ class ToolFormat:
         if not self.begin:
             return []
         mark = self.sections[0] if self.sections else self.begin
-        spelled = f"spelled[lazy]: TEXT {_literal(mark)}"  # is read as a call too, so it must begin a valid one
+        spelled = f"spelled[lazy]: TEXT {literal(mark)}"  # is read as a call too, so it must begin a valid one
         token = f" | TEXT {self._mark(mark)}" if mark in self.token_ids else ""
         return ["TEXT: /(.|\\n)*/", spelled, f"begin: spelled{token}"]
 
     def _head(self, function: Function) -> str:
         if self.arguments_key:
-            return _literal(f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": ')
-        parts = {_NAME: _literal(function.name), _NUMBER: "/[0-9]{1,3}/"}
+            return literal(f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": ')
+        parts = {NAME: literal(function.name), _NUMBER: "/[0-9]{1,3}/"}
         return " ".join(parts.get(part) or self._mark(part) for part in self.head)
 
     def _mark(self, mark: str) -> str:
-        return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else _literal(mark)
+        return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else literal(mark)
 
 
-def _schema(function: Function, use: ToolUse) -> object:
+def arguments_schema(function: Function, use: ToolUse) -> Mapping[str, object]:
     """Return the schema of the arguments: their own if a call is required or the function is strict."""
     return function.schema_ if use.is_required or function.strict else _ANY_ARGUMENTS
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Return the text as a grammar spells it; nothing for no text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "\n", arguments_key="arguments")
 LLAMA = ToolFormat("llama", "", "", "; ", arguments_key="parameters")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "", (_NAME, "[ARGS]"))
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "", (NAME, "[ARGS]"))
 DEEPSEEK = ToolFormat(
     "deepseek",
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     "",
-    (_NAME, "<｜tool▁sep｜>"),
+    (NAME, "<｜tool▁sep｜>"),
     sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK,
     name="deepseek_v3",
     separator="\n",
-    head=("function", "<｜tool▁sep｜>", _NAME, "\n```json\n"),
+    head=("function", "<｜tool▁sep｜>", NAME, "\n```json\n"),
     tail="\n```",
 )
 KIMI = ToolFormat(
@@ -158,27 +189,6 @@ KIMI = ToolFormat(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     "",
-    ("functions.", _NAME, ":", _NUMBER, "<|tool_call_argument_begin|>"),
+    ("functions.", NAME, ":", _NUMBER, "<|tool_call_argument_begin|>"),
     sections=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
-# Marks of forms that are not read here: such calls would come back as text.
-_UNREAD = ("<function=", "[TOOL_CALLS]", "<|channel|>", "<arg_key>", "tool_calls_begin", "tool_calls_section_begin")
-FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA, MISTRAL, DEEPSEEK, DEEPSEEK_V3, KIMI)}
-
-
-def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
-    """Return the format in a chat template, or the one that is `wanted`; None if the template has none read here."""
-    if "tools" not in template:
-        return None
-    if wanted != "auto":
-        return FORMATS[wanted]
-    for format_ in (MISTRAL, DEEPSEEK, DEEPSEEK_V3, KIMI):  # by the marks around a name, which others do not share
-        is_fenced = "```json" in template
-        marks = (mark for mark in format_.head if mark.startswith(("<", "[")))
-        if all(mark in template for mark in (format_.begin, *marks)) and is_fenced is bool(format_.tail):
-            return format_
-    if any(mark in template for mark in _UNREAD):
-        return None
-    if HERMES.begin in template:
-        return HERMES
-    return LLAMA if '"parameters"' in template or "python_tag" in template else None

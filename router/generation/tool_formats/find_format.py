@@ -1,0 +1,50 @@
+"""The form of tool calls that a chat template shows."""
+
+from __future__ import annotations
+
+from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
+from router.generation.tool_formats.tagged_format import GLM, MINIMAX, QWEN_XML, SEED
+from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
+from router.generation.tool_formats.whole_format import MISTRAL_LIST
+
+# Forms and texts that all stand in a template of theirs, the more special ones first. Without a form: marks of forms
+# that are not read here, whose calls would come back as text.
+_SIGNS: tuple[tuple[ToolFormat | None, tuple[str, ...]], ...] = (
+    (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    (MISTRAL_LIST, ("[TOOL_CALLS]",)),
+    (DEEPSEEK_V3, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json")),
+    (DEEPSEEK, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
+    (KIMI, ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    (SEED, ("<seed:tool_call>", "<function=", "<parameter=")),
+    (QWEN_XML, ("<tool_call>", "<function=", "<parameter=")),
+    (None, ("<function=",)),
+    (GLM, ("<tool_call>", "<arg_key>", "<arg_value>")),
+    (MINIMAX, ("<minimax:tool_call>", '<invoke name="', '<parameter name="')),
+    (GEMMA, ("<|tool_call>", "<tool_call|>")),
+    (FUNCTION_GEMMA, ("<start_function_call>",)),
+    (LFM2, ("<|tool_call_start|>",)),
+    (LFM2, ("<|tool_list_start|>",)),
+    (OLMO, ("<function_calls>",)),
+    (None, ("<|channel|>",)),
+    (None, ("<arg_key>",)),
+    (None, ("<invoke",)),
+    (None, ("｜DSML｜",)),
+    (None, ("tool_calls_begin",)),
+    (None, ("tool▁calls▁begin",)),
+    (None, ("tool_calls_section_begin",)),
+    (None, ("<|START_ACTION|>",)),
+    (HERMES, ("<tool_call>",)),
+    (PYTHONIC, ("func_name1(",)),
+    (LLAMA, ('"parameters"',)),
+    (LLAMA, ("python_tag",)),
+)
+FORMATS = {format_.name: format_ for format_, _ in _SIGNS if format_ is not None}
+
+
+def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
+    """Return the format in a chat template, or the one that is `wanted`; None if the template has none read here."""
+    if "tools" not in template:
+        return None
+    if wanted != "auto":
+        return FORMATS[wanted]
+    return next((format_ for format_, signs in _SIGNS if all(sign in template for sign in signs)), None)

@@ -1,0 +1,266 @@
+"""Calls with a mark around each argument, as XML has them: Qwen3-Coder's, GLM's, MiniMax's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from router.generation.tool_formats.argument_value import argument_value, is_text, properties, with_definitions
+from router.generation.tool_formats.call_body import BodyStep, CallPiece, num_held
+from router.generation.tool_formats.tool_format import LONGEST_HEAD, NAME, ToolFormat, arguments_schema, literal
+from router.requests.structured_output import schema_source
+from router.requests.tools import Function, ToolUse
+
+KEY = "{key}"
+_NO_CALL = BodyStep(0, is_done=True, is_call=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedFormat(ToolFormat):
+    """Calls whose arguments stand one by one between `key`, in which KEY is the parameter's name, and `value_end`.
+
+    A text is written as it is, anything else as JSON. `body_end` ends the arguments where `end` has an outer meaning.
+    `is_padded`: a line break stands on either side of each value. `can_begin_bare`: models leave out `begin`.
+    """
+
+    key: tuple[str, ...] = ()
+    value_end: str = ""
+    body_end: str = ""
+    is_padded: bool = False
+    can_begin_bare: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*super(TaggedFormat, self).marks, *self.key, self.value_end, self.last)
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        outer = (self.end,) if self.body_end else ()
+        return (*super(TaggedFormat, self).strays, *outer)
+
+    @property
+    def bare_begin(self) -> str:
+        return self.head[0].strip() if self.can_begin_bare else ""
+
+    @property
+    def last(self) -> str:
+        """The mark behind the arguments of a call."""
+        return self.body_end or self.end
+
+    def _pattern_of(self, head: tuple[str, ...]) -> re.Pattern[str]:
+        return re.compile(rf"\s*{_pattern(head)}\s*(?={re.escape(self.key[0])}|{re.escape(self.last)})")
+
+    @property
+    def key_pattern(self) -> re.Pattern[str]:
+        """The beginning of an argument, up to its value; its group is the parameter's name."""
+        return re.compile(_pattern(self.key))
+
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> TaggedBody:
+        return TaggedBody(self, tools, self._pattern_of(self.head if has_begin else self.head[1:]))
+
+    def _call_rules(self, use: ToolUse) -> list[str]:
+        rules: list[str] = []
+        calls = []
+        for rank, function in enumerate(use.callable_):
+            schema = arguments_schema(function, use)
+            calls.append(f"{self._head(function)} {self._arguments(rank, schema, rules)}".strip())
+        newline = literal("\n" if self.body_end else "")
+        close = f"{literal(self.body_end)} {newline}".strip()
+        text = ["TEXT: /(.|\\n)*/"] if not self.begin else []
+        rules += [f"value[lazy]: TEXT {literal(self._padding + self.value_end)}", 'KEY: /[^<>"\\n]{1,128}/']
+        if self.value_end in self.token_ids:
+            rules[-2] = f"value: TEXT {self._mark(self.value_end)}"
+        return [f"call: ({' | '.join(calls)}) {close}", *rules, *text, *self._text_rules()]
+
+    @property
+    def _padding(self) -> str:
+        return "\n" if self.is_padded else ""
+
+    def _arguments(self, rank: int, schema: Mapping[str, object], rules: list[str]) -> str:
+        """Return the rule of all arguments of a function, and add those of its values to `rules`."""
+        known = properties(schema)
+        if not known:
+            return f"({self._key('KEY')} value {self._between})*" if _is_open(schema) else ""
+        required = schema.get("required")
+        wanted = required if isinstance(required, list) else []
+        parts = []
+        for place, (name, inner) in enumerate(known.items()):
+            value = f"value_{rank}_{place}"
+            part = f"{self._key(literal(name))} {self._value(value, with_definitions(inner, schema), rules)}"
+            part = f"{part} {self._between}".strip()
+            parts.append(part if name in wanted else f"({part})?")
+        return " ".join(parts)
+
+    @property
+    def _between(self) -> str:
+        return literal("\n")
+
+    def _value(self, rule: str, schema: object, rules: list[str]) -> str:
+        """Return the rule of one value with its end."""
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if is_text(schema) and not isinstance(choices, list):
+            return "value"
+        if is_text(schema):
+            texts = " | ".join(literal(str(choice)) for choice in choices or ())
+            rules.append(f"{rule}: {texts}")
+        else:
+            rules.append(f"{rule}: %json {schema_source('tools', schema)}")
+        return f"{rule} {literal(self._padding)} {self._mark(self.value_end)}"
+
+    def _key(self, name: str) -> str:
+        parts = " ".join(name if part == KEY else self._mark(part) for part in self.key)
+        return f"{parts} {literal(self._padding)}".strip()
+
+    def _head(self, function: Function) -> str:
+        return super(TaggedFormat, self)._head(function) + f" {literal(self._after_head)}"
+
+    @property
+    def _after_head(self) -> str:
+        return "" if self.head[-1].endswith("\n") else "\n"
+
+
+class _Place(Enum):
+    HEAD = auto()
+    BETWEEN = auto()  # arguments
+    VALUE = auto()
+
+
+class TaggedBody:
+    """Reads one call; a text of its arguments is passed on as it grows."""
+
+    def __init__(self, format_: TaggedFormat, tools: Mapping[str, object], head: re.Pattern[str]) -> None:
+        self._format = format_
+        self._tools = tools
+        self._head = head
+        self._place = _Place.HEAD
+        self._schemas: Mapping[str, object] = {}
+        self._schema: object = None  # of the value that is read
+        self._num_arguments = 0
+        self._is_fresh = False  # no character of the value has been read
+
+    def read(self, text: str) -> BodyStep | None:
+        match self._place:
+            case _Place.HEAD:
+                return self._read_head(text)
+            case _Place.BETWEEN:
+                return self._read_between(text)
+            case _Place.VALUE:
+                return self._read_text(text) if is_text(self._schema) else self._read_value(text)
+
+    def _read_head(self, text: str) -> BodyStep | None:
+        head = self._head.match(text)
+        if head is None:
+            is_broken = self._format.last in text or self._format.end in text or len(text) > LONGEST_HEAD
+            return _NO_CALL if is_broken else None
+        self._place = _Place.BETWEEN
+        self._schemas = properties(self._tools.get(head[1]))
+        return BodyStep(head.end(), (CallPiece("", head[1]),))
+
+    def _read_between(self, text: str) -> BodyStep | None:
+        key, end = self._format.key_pattern.search(text), text.find(self._format.last)
+        if key is not None and (end < 0 or key.start() < end):
+            opening = "{" if self._num_arguments == 0 else ", "
+            self._num_arguments += 1
+            name = key[1].strip()
+            self._schema = self._schemas.get(name)
+            self._place, self._is_fresh = _Place.VALUE, True
+            quote = '"' if is_text(self._schema) else ""
+            return BodyStep(key.end(), (CallPiece(f"{opening}{_json(name)}: {quote}"),))
+        if end < 0:
+            return None
+        closing = "}" if self._num_arguments else "{}"
+        return BodyStep(end + len(self._format.last), (CallPiece(closing),), is_done=True)
+
+    def _read_value(self, text: str) -> BodyStep | None:
+        end = self._end_of_value(text)
+        if end is None:
+            return None
+        self._place = _Place.BETWEEN
+        value = argument_value(text[:end], self._schema)
+        if isinstance(value, str):
+            value = self._unpadded(value)
+        return BodyStep(end + len(self._format.value_end), (CallPiece(_json(value)),))
+
+    def _read_text(self, text: str) -> BodyStep | None:
+        end = self._end_of_value(text)
+        if end is not None:
+            self._place = _Place.BETWEEN
+            piece = f'{_json(self._unpadded(text[:end]))[1:-1]}"'
+            return BodyStep(end + len(self._format.value_end), (CallPiece(piece),))
+        start = text.find(self._format.value_end)  # which may yet turn out to belong to the text
+        num_shown = len(text) - num_held(text, self._format.value_end) if start < 0 else len(text[:start].rstrip())
+        if num_shown <= 0:
+            return None
+        shown = text[:num_shown]
+        if self._is_fresh and self._format.is_padded:
+            shown = shown.removeprefix("\n")
+        self._is_fresh = False
+        return BodyStep(num_shown, (CallPiece(_json(shown)[1:-1]),))
+
+    def _end_of_value(self, text: str) -> int | None:
+        """Return the place of the mark that ends a value: one that another argument or the end of the call follows."""
+        followers = (self._format.key[0], self._format.last)
+        start = text.find(self._format.value_end)
+        while start >= 0:
+            behind = text[start + len(self._format.value_end) :].lstrip()
+            if behind.startswith(followers):
+                return start
+            if any(mark.startswith(behind) for mark in followers):
+                return None
+            start = text.find(self._format.value_end, start + 1)
+        return None
+
+    def _unpadded(self, text: str) -> str:
+        if not self._format.is_padded:
+            return text
+        return (text.removeprefix("\n") if self._is_fresh else text).removesuffix("\n")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _pattern(parts: tuple[str, ...]) -> str:
+    groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", KEY: r'([^<>"\n]{1,128}?)'}
+    return "".join(groups.get(part) or r"\s*" + re.escape(part.strip()) for part in parts)
+
+
+def _is_open(schema: Mapping[str, object]) -> bool:
+    return schema.get("additionalProperties") is not False
+
+
+QWEN_XML = TaggedFormat(
+    "qwen_xml",
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    ("\n<function=", NAME, ">\n"),
+    key=("<parameter=", KEY, ">"),
+    value_end="</parameter>",
+    body_end="</function>",
+    is_padded=True,
+    can_begin_bare=True,
+)
+SEED = replace(QWEN_XML, name="seed", begin="<seed:tool_call>", end="</seed:tool_call>", is_padded=False)
+GLM = TaggedFormat(
+    "glm",
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    (NAME,),
+    key=("<arg_key>", KEY, "</arg_key>", "\n", "<arg_value>"),
+    value_end="</arg_value>",
+)
+MINIMAX = TaggedFormat(
+    "minimax",
+    '<invoke name="',
+    "</invoke>",
+    "\n",
+    (NAME, '">'),
+    sections=("<minimax:tool_call>", "</minimax:tool_call>"),
+    key=('<parameter name="', KEY, '">'),
+    value_end="</parameter>",
+)

@@ -1,0 +1,141 @@
+"""Calls that can be read only once they are complete: Python's calls, Gemma's, and lists of JSON objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from router.generation.tool_formats.call_body import BodyStep, CallPiece
+from router.generation.tool_formats.tool_format import ToolFormat, literal
+from router.requests.tools import ToolUse
+
+Calls = list[tuple[str, Mapping[str, object]]]
+_BRACKETS = {"]": "[", ")": "(", "}": "{"}
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFormat(ToolFormat):
+    """Calls between `begin` and `end`, or, without an `end`, up to the bracket that closes the first.
+
+    `read` returns the calls in a body; it raises ValueError for a text that has none. Without a `begin` the whole
+    answer is calls where it opens with a bracket.
+    """
+
+    read: Callable[[str], Calls] = lambda text: []
+    quotes: str = '"'
+
+    @property
+    def opening(self) -> str:
+        return "["
+
+    def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> WholeBody:
+        return WholeBody(self, tools)
+
+
+class WholeBody:
+    """Reads the calls of one body."""
+
+    def __init__(self, format_: WholeFormat, tools: Mapping[str, object]) -> None:
+        self._format = format_
+        self._tools = tools
+        self._extent = BracketExtent(format_.quotes)
+        self._num_scanned = 0
+
+    def read(self, text: str) -> BodyStep | None:
+        end = self._end(text)
+        if end is None:
+            return None
+        try:
+            calls = self._format.read(text[:end])
+            pieces = [CallPiece(_json(arguments), name) for name, arguments in calls]
+        except (ValueError, RecursionError, MemoryError):
+            calls, pieces = [], []
+        is_call = bool(calls) and (bool(self._format.begin) or all(name in self._tools for name, _ in calls))
+        return BodyStep(end + len(self._format.end), tuple(pieces), is_done=True, is_call=is_call)
+
+    def _end(self, text: str) -> int | None:
+        if self._format.end:
+            end = text.find(self._format.end, max(self._num_scanned - len(self._format.end), 0))
+            self._num_scanned = len(text)
+            return None if end < 0 else end
+        num_scanned, self._num_scanned = self._num_scanned, len(text)
+        end_of_new = self._extent.feed(text[num_scanned:])
+        return None if end_of_new is None else num_scanned + end_of_new
+
+
+class BracketExtent:
+    """Follows the first bracket of a text to the one that closes it, past texts in quotes."""
+
+    def __init__(self, quotes: str) -> None:
+        self._quotes = quotes
+        self._open: list[str] = []
+        self._quote = ""
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return the number of characters of `text` up to the end; None if it goes on behind `text`."""
+        for index, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                self._is_escaped = character == "\\"
+                self._quote = "" if character == self._quote else self._quote
+            elif self._follow(character):
+                return index + 1
+        return None
+
+    def _follow(self, character: str) -> bool:
+        """Take a character outside quotes; True if nothing is open behind it that was before."""
+        if character in self._quotes:
+            self._quote = character
+        elif character in "[({":
+            self._open.append(character)
+        elif character in _BRACKETS:
+            if not self._open or self._open.pop() != _BRACKETS[character]:
+                return True  # no brackets that match: the reader will find no call
+            return not self._open
+        elif not self._open and not character.isspace():
+            return True
+        return False
+
+
+# ---- lists of JSON objects ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ListFormat(WholeFormat):
+    """`[{"name": "f", "arguments": {...}}]` behind `begin`."""
+
+    def _calls(self, use: ToolUse) -> str:
+        return f"{self._mark(self.begin)} {self._list(use)}"
+
+    def _calls_in_text(self, use: ToolUse) -> str:
+        return f"TEXT | begin {self._list(use)}"
+
+    def _list(self, use: ToolUse) -> str:
+        more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
+        return f'"[" call {more} "]"'
+
+
+def read_list(text: str) -> Calls:
+    """Return the calls in a list of JSON objects."""
+    calls: Calls = []
+    for entry in json.loads(text):
+        match entry:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                calls.append((name, arguments))
+            case _:
+                raise ValueError("an entry is no call")
+    return calls
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
+    return text
+
+
+MISTRAL_LIST = ListFormat(
+    "mistral_list", "[TOOL_CALLS]", "", ", ", arguments_key="arguments", read=read_list, id_length=9
+)
