@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema.section import Section, one_of
-from router.requests.reasoning_format import MARKS
 from router.generation.tool_formats.find_format import FORMATS
+from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
 
 SERVES_OWN_POLICY = "power_of_two"
