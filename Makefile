@@ -21,7 +21,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cach
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".cache/engine-coverage.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit docs page compat clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -121,6 +121,9 @@ page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
 		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) . && \
 		cp race.png playground.png $(CURDIR)/docs/page/
+
+manifests:  ## deploy/kubernetes against published schemas, which come from PyPI and npm
+	@tests/deploy/schemas/run.sh
 
 compat:  ## other projects' clients and load generators against a running chat server; TOOLS="litellm aiperf", URL=..., NAME=...
 	@OUTRIDER_URL=$(or $(URL),http://127.0.0.1:8000) OUTRIDER_MODEL=$(or $(NAME),smollm2-135m-instruct) \

@@ -28,6 +28,25 @@ def manifest(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
+# Fields of KubeRay 1.5's custom resources, of its reference of ray.io/v1; pods are held to Kubernetes' schemas by
+# schemas/run.sh.
+KUBERAY = {
+    "RayService": {
+        *("excludeHeadPodFromServeSvc", "managedBy", "rayClusterConfig", "rayClusterDeletionDelaySeconds"),
+        *("serveConfigV2", "serveService", "upgradeStrategy"),
+    },
+    "RayCluster": {
+        *("autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec"),
+        *("headServiceAnnotations", "managedBy", "rayVersion", "suspend", "workerGroupSpecs"),
+    },
+    "HeadGroup": {
+        *("enableIngress", "headService", "labels", "rayStartParams", "resources", "serviceType", "template"),
+    },
+    "WorkerGroup": {
+        *("groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams"),
+        *("replicas", "resources", "scaleStrategy", "suspend", "template"),
+    },
+}
 SERVICE = manifest("rayservice.yaml")["spec"]
 GROUPS = {group["groupName"]: group for group in SERVICE["rayClusterConfig"]["workerGroupSpecs"]}
 PODS = [SERVICE["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]]
@@ -48,6 +67,18 @@ def test_every_resource_of_the_kustomization_is_there():
         "kustomization.yaml",
         "routes.yaml",  # for overlays
     }
+
+
+def test_kuberay_knows_every_field_above_the_pods():
+    cluster = SERVICE["rayClusterConfig"]
+    assert set(SERVICE) <= KUBERAY["RayService"]
+    assert set(cluster) <= KUBERAY["RayCluster"]
+    assert set(cluster["headGroupSpec"]) <= KUBERAY["HeadGroup"]
+    for group in GROUPS.values():
+        assert set(group) <= KUBERAY["WorkerGroup"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    parameters = [cluster["headGroupSpec"]["rayStartParams"], *(group["rayStartParams"] for group in GROUPS.values())]
+    assert all(isinstance(value, str) for each in parameters for value in each.values())
 
 
 def resources(group: str) -> dict[str, float]:
