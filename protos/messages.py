@@ -212,6 +212,7 @@ class GenerateRequest:
     returns_sources: bool = False  # chunks name the source of each token
     returns_guesses: bool = False  # chunks without tokens hold the drafts of the pass that is computed
     model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty: any
+    is_traced: bool = False  # the chunk of its first tokens says what the time before them went into
 
     @property
     def is_reported(self) -> bool:
@@ -320,6 +321,20 @@ def _sums(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """The seconds until the first tokens of a request that is traced, one phase after the other.
+
+    The pair's engine measures all but `routed_s`, which is the ingress's own. What is left of the wait is the way
+    between the processes.
+    """
+
+    queued_s: float  # from its arrival at the engine to its first blocks
+    transfer_s: float  # of these blocks, those that a prefill replica sent; 0 where none did
+    prefill_s: float  # the passes over the rest of the prompt
+    routed_s: float | None = None  # the choice of a pair; None where there is one
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens one engine step committed for one sequence; the last chunk carries the finish reason.
 
@@ -340,6 +355,7 @@ class TokenChunk:
     explanation: SpeculationExplanation | None = None  # the sums so far, when asked for
     guess_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
     offset: int = 0  # tokens of the output before `token_ids`, those of earlier attempts included
+    times: FirstTokenTimes | None = None  # with the first tokens of a request that is traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/outrider
 COPY constraints.txt ./
-RUN /opt/outrider/bin/pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+RUN /opt/outrider/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0
 COPY . .
 RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
 

@@ -217,4 +217,7 @@ class RemotePrefill:
         self._fetches.drop(fetch)
         fetch.sequence.is_fetching = False
         self._meter.ended(fetch.fetch_id)
-        self._fetch_s += self._clock() - fetch.began_s
+        elapsed_s = self._clock() - fetch.began_s
+        self._fetch_s += elapsed_s
+        if fetch.sequence.clock is not None:
+            fetch.sequence.clock.transfer_s += elapsed_s

@@ -301,7 +301,10 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self.queue_times.observe(max(0.0, self._clock() - sequence.arrival_s))
+            now_s = self._clock()
+            self.queue_times.observe(max(0.0, now_s - sequence.arrival_s))
+            if sequence.clock is not None:
+                sequence.clock.admit(now_s)
         return True
 
     def _schedule_rows(
@@ -344,6 +347,8 @@ class Scheduler:
             sequence.record_pass(num_proposed, num_accepted)
         sequence.append(cut.token_ids)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        if sequence.clock is not None:
+            sequence.clock.commit(self._clock())
         logprobs = outcome.logprobs[: len(cut.token_ids)]
         if cut.finish_reason is None:
             return chunk_of(sequence, cut, logprobs)

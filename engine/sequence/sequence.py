@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
+from engine.sequence.first_token_clock import FirstTokenClock
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from engine.sequence.token_report import TokenReport
 from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
@@ -44,6 +45,7 @@ class Sequence(RequestTokens):
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []
+        self.clock = FirstTokenClock(arrival_s) if request.is_traced else None  # None: nobody asks for its phases
         self.report = TokenReport() if request.is_reported else None  # None: nobody asks where its tokens come from
         self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 

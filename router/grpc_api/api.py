@@ -23,6 +23,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
+from router.metrics.tracing import call_span
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
@@ -172,9 +173,11 @@ class GrpcApi:
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
-        """Count the call by its outcome; an error ends it with the error's status."""
+        """Count the call by its outcome, and trace it; an error ends it with the error's status."""
+        tracer = self._service.tracer if operation.startswith("Generate") else None
         try:
-            yield
+            with call_span(tracer, SERVICE_NAME, operation, dict(context.invocation_metadata() or ())):
+                yield
         except Exception as error:  # the edge of the process
             await self._fail(operation, context, error)
         self._service.metrics.count_request("grpc", operation, grpc.StatusCode.OK.name)

@@ -1,8 +1,9 @@
-"""OpenTelemetry traces of the ingress: a span per HTTP request, one per sequence below it, and its two phases.
+"""OpenTelemetry traces: a span per call, one per sequence below it, and one for each phase until its first token.
 
-Off unless the standard environment variables name an OTLP endpoint; then nothing of OpenTelemetry is even imported.
+Off unless the standard environment variables name an OTLP endpoint; nothing of OpenTelemetry is even imported then.
 Attributes are those of its semantic conventions for generative AI (`gen_ai.*`), and the acceptance as `outrider.*`. The
-pair's own processes send no spans.
+ingress writes all spans: a pair measures its phases for requests that are traced, and sends them with the first tokens,
+so that its processes need neither an exporter nor the ingress's clock.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import ConfigError
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import FirstTokenTimes, GenerateRequest, ModelCard, TokenChunk
 from router.backend.backend import Backend
 
 if TYPE_CHECKING:
@@ -85,6 +88,37 @@ class TraceRequests:
             await self._app(scope, receive, send_and_note)
 
 
+@contextmanager
+def call_span(tracer: Tracer | None, service: str, method: str, metadata: Mapping[str, str]) -> Iterator[None]:
+    """Make a server span around a gRPC call, below the trace of the client's `traceparent`; without a tracer none.
+
+    The span stays the current one of its task. It is not detached: a stream's generator may end in another task, and
+    the task of a call ends with it.
+    """
+    if tracer is None:
+        yield
+        return
+    from opentelemetry.context import attach
+    from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    span = tracer.start_span(
+        f"{service}/{method}",
+        context=TraceContextTextMapPropagator().extract(metadata),
+        kind=SpanKind.SERVER,
+        attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+    )
+    attach(set_span_in_context(span))
+    try:
+        yield
+    except Exception as error:
+        span.record_exception(error)
+        span.set_status(StatusCode.ERROR, str(error))
+        raise
+    finally:
+        span.end()
+
+
 def _route(path: str) -> str:
     """Return a path without the name of a model, so that span names stay few."""
     return "/v1/models" if path.startswith("/v1/models") else path
@@ -115,7 +149,7 @@ class TracedBackend:
         )
         record = _SequenceRecord(self._tracer, span)
         try:
-            async with aclosing(self._backend.generate(request)) as batches:
+            async with aclosing(self._backend.generate(replace(request, is_traced=True))) as batches:
                 async for batch in batches:
                     record.add(batch)
                     yield batch
@@ -134,6 +168,7 @@ class _SequenceRecord:
         self._span = span
         self._start_ns = time.time_ns()
         self._first_ns: int | None = None
+        self._times: FirstTokenTimes | None = None
         self._num_tokens = 0
         self._attributes: dict[str, str | int | float | Sequence[str]] = {}
 
@@ -143,6 +178,7 @@ class _SequenceRecord:
             if chunk.token_ids and self._first_ns is None:
                 self._first_ns = time.time_ns()
                 self._attributes["gen_ai.usage.cache_read.input_tokens"] = chunk.num_cached_tokens
+            self._times = self._times or chunk.times
             self._num_tokens += len(chunk.token_ids)
             if chunk.finish_reason is not None:
                 self._attributes["gen_ai.response.finish_reasons"] = [str(chunk.finish_reason)]
@@ -164,8 +200,9 @@ class _SequenceRecord:
 
         end_ns = time.time_ns()
         context = set_span_in_context(self._span)
-        phases = [("prefill", self._start_ns, self._first_ns or end_ns)]
+        phases = [("first token", self._start_ns, self._first_ns or end_ns)]
         if self._first_ns is not None:
+            phases += _phases(self._start_ns, self._first_ns, self._times)
             self._span.add_event("first token", timestamp=self._first_ns)
             phases.append(("stream", self._first_ns, end_ns))
         for name, start_ns, stop_ns in phases:
@@ -173,6 +210,29 @@ class _SequenceRecord:
         self._attributes.setdefault("gen_ai.response.finish_reasons", ["abort"])
         self._span.set_attributes({**self._attributes, "gen_ai.usage.output_tokens": self._num_tokens})
         self._span.end(end_ns)
+
+
+def _phases(start_ns: int, first_ns: int, times: FirstTokenTimes | None) -> list[tuple[str, int, int]]:
+    """Return the phases that took time, one behind the other, as (name, start, end) in nanoseconds.
+
+    The choice of a pair is first. The others end with the first token: what is left between is the way there and back.
+    """
+    if times is None:
+        return []
+    found = [] if times.routed_s is None else [("router", start_ns, min(first_ns, start_ns + _ns(times.routed_s)))]
+    inside = (("queue", times.queued_s), ("transfer", times.transfer_s), ("prefill", times.prefill_s))
+    begin_ns = max(start_ns, first_ns - _ns(sum(seconds for _, seconds in inside)))
+    bounds_ns = [begin_ns]
+    for _, seconds in inside:
+        bounds_ns.append(min(first_ns, bounds_ns[-1] + _ns(seconds)))
+    for (name, seconds), (begin, end) in zip(inside, pairwise(bounds_ns), strict=True):
+        if seconds > 0:
+            found.append((name, begin, end))
+    return found
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 def _request_attributes(request: GenerateRequest, operation: str, model_id: str) -> Mapping[str, str | int | float]:

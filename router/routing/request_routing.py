@@ -33,8 +33,12 @@ class RequestRouting:
         return RoutedCall(request, self._prompt_keys.keys_of(request), is_explained)
 
     def explained(self, call: RoutedCall, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
-        """Add the reason of the call's route to each explanation in `batch`, if the call asked for it."""
-        if not call.is_explained or call.route is None:
+        """Add the call's route to each explanation and each trace in `batch`, where the call asked for it."""
+        if call.route is None:
+            return batch
+        if call.request.is_traced:
+            batch = [_with_route(chunk, call.route.decision_s) for chunk in batch]
+        if not call.is_explained:
             return batch
         reply = call.route.reply
         reason = f"by load, as the index gave no answer ({call.route.failure})" if reply is None else reply.formula
@@ -60,3 +64,7 @@ class RequestRouting:
             call.withdraw()
         if call.route is not None:
             self._metrics.record_choice(call.route)
+
+
+def _with_route(chunk: TokenChunk, routed_s: float) -> TokenChunk:
+    return chunk if chunk.times is None else replace(chunk, times=replace(chunk.times, routed_s=routed_s))

@@ -260,6 +260,22 @@ def test_all_whole_blocks_before_the_last_token_are_fetched(model: ModelConfig) 
     assert pair.core.rates.prefill_tokens_per_s == 0.0, "nothing that deserves the name was prefilled here"
 
 
+def test_a_traced_request_hears_once_what_the_time_before_its_first_token_went_into(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    pair.core.add(long_request("a", 61, is_traced=True), arrival_s=pair.clock())
+    pair.core.add(long_request("b", 61), arrival_s=pair.clock())
+    pair.clock.now_s += 0.25
+    pair.run()
+    first, *later = [chunk for chunk in pair.chunks if chunk.request_id == "a" and chunk.token_ids]
+    assert first.times is not None
+    assert first.times.queued_s == pytest.approx(0.25)
+    assert first.times.transfer_s > 0
+    assert first.times.prefill_s >= 0
+    assert first.times.routed_s is None
+    others = [*later, *(chunk for chunk in pair.chunks if chunk.request_id == "b")]
+    assert {chunk.times for chunk in others} == {None}
+
+
 def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", 60))

@@ -1,0 +1,33 @@
+"""The phases of a sequence before its first tokens, for requests that are traced."""
+
+from __future__ import annotations
+
+from protos.messages import FirstTokenTimes
+
+
+class FirstTokenClock:
+    """Takes the engine's time at each change of phase; `transfer_s` is added by the transfers themselves."""
+
+    def __init__(self, arrival_s: float) -> None:
+        self._arrival_s = arrival_s
+        self._admitted_s = arrival_s
+        self._is_committed = False
+        self._times: FirstTokenTimes | None = None
+        self.transfer_s = 0.0
+
+    def admit(self, now_s: float) -> None:
+        """Note that the sequence has its first blocks."""
+        self._admitted_s = now_s
+
+    def commit(self, now_s: float) -> None:
+        """Note that tokens are committed; the first time ends the last phase."""
+        if self._is_committed:
+            return
+        self._is_committed = True
+        prefill_s = max(0.0, now_s - self._admitted_s - self.transfer_s)
+        self._times = FirstTokenTimes(max(0.0, self._admitted_s - self._arrival_s), self.transfer_s, prefill_s)
+
+    def take(self) -> FirstTokenTimes | None:
+        """Return the phases, once, when they are known."""
+        times, self._times = self._times, None
+        return times
