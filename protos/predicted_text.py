@@ -5,10 +5,12 @@ The engine drafts from it and the ingress counts by it, so both use one definiti
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 _MIN_MATCH = 2  # last tokens of the text that must occur in the prediction, to continue there after a divergence
 _MAX_MATCH = 16  # last tokens that are compared to choose among such positions
+_MAX_CANDIDATES = 128  # positions that are compared on either side of the divergence: a token may repeat all along
 
 
 class PredictedText:
@@ -16,7 +18,8 @@ class PredictedText:
 
     While the text is what was predicted, `position` is the prediction's next token. After a token that is not, it is
     None until the text's last tokens, two or more, occur in the prediction again: at the position that most of them
-    match, and of equal ones at the first behind the divergence, since edits keep the order of what they leave.
+    match, and of equal ones at the first behind the divergence, since edits keep the order of what they leave. Of very
+    many such positions the first behind the divergence and the first of all are compared.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -55,10 +58,16 @@ class PredictedText:
             self._diverged_at = self.position
         self._num_diverged = min(self._num_diverged + 1, _MAX_MATCH)
         positions = self._positions.get((self._tail[-2], self._tail[-1]), ()) if len(self._tail) > 1 else ()
-        self.position = min(positions, key=self._mismatch, default=None)
+        self.position = min(self._candidates(positions), key=self._mismatch, default=None)
         if self.position is not None:
             self._count(min(self._num_diverged, self._match_len(self.position)))
             self._num_diverged = 0
+
+    def _candidates(self, positions: Sequence[int]) -> Sequence[int]:
+        if len(positions) <= 2 * _MAX_CANDIDATES:
+            return positions
+        behind = bisect_left(positions, self._diverged_at)
+        return [*positions[: min(behind, _MAX_CANDIDATES)], *positions[behind : behind + _MAX_CANDIDATES]]
 
     def _mismatch(self, position: int) -> tuple[int, bool, int]:
         return -self._match_len(position), position < self._diverged_at, position

@@ -37,9 +37,3 @@ class LogitsRow(NamedTuple):
     @property
     def num_generated(self) -> int:
         return self.position - self.num_prompt_tokens
-
-    def ends_with(self, suffix: Seq[int]) -> bool:
-        """True if the prefix ends with `suffix`; an empty one always fits."""
-        size = len(suffix)
-        tail = [*self.token_ids[max(0, len(self.token_ids) - size) :], *self.draft_ids]
-        return size <= len(tail) and tail[len(tail) - size :] == list(suffix)

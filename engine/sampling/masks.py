@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn.functional import embedding
 
 from engine.indexing import send, upload
 from engine.sampling.logits_row import LogitsRow
+from engine.sampling.token_tables import bad_words_of, bias_of
 from protos.messages import SamplingParams
 
 
@@ -23,11 +24,9 @@ def has_bias(sampling: SamplingParams) -> bool:
 
 def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Add `logit_bias`; a repeated id counts each time, an id outside the vocabulary not at all."""
-    biases = [(index, token_id, bias) for index, row in enumerate(rows) for token_id, bias in row.sampling.logit_bias]
-    biases = [entry for entry in biases if entry[1] < scores.shape[1]]
-    values = upload([bias for _, _, bias in biases], scores.dtype, scores.device)
-    places = _index([(index, token_id) for index, token_id, _ in biases], scores)
-    return scores.index_put(places, values, accumulate=True)
+    biases = [bias_of(row.sampling, scores) for row in rows]
+    places = _places([bias.token_ids for bias in biases], scores)
+    return scores.index_put(places, torch.cat([bias.values for bias in biases]), accumulate=True)
 
 
 def may_have_mask(sampling: SamplingParams) -> bool:
@@ -70,20 +69,25 @@ def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
     Where they are all that a grammar allows, the grammar wins: they stay possible.
     """
-    banned = [(index, token_id) for index, row in enumerate(rows) for token_id in _banned_tokens(row)]
-    banned = [entry for entry in banned if entry[1] < scores.shape[1]]
-    masked = scores.index_put(_index(banned, scores), scores.new_full((), -math.inf))
+    places = _places([_banned_ids(row, scores) for row in rows], scores)
+    masked = scores.index_put(places, scores.new_full((), -math.inf))
     if not any(has_mask(row) for row in rows):
         return masked
     return torch.where(masked.isneginf().all(dim=1, keepdim=True), scores, masked)
 
 
-def _banned_tokens(row: LogitsRow) -> Iterable[int]:
-    yield from (word[-1] for word in row.sampling.bad_words if word and row.ends_with(word[:-1]))
+def _banned_ids(row: LogitsRow, scores: Tensor) -> Tensor:
+    """Return the tokens that bad words, and stop tokens that come too early, forbid in a row: `[n] int64`."""
+    words = bad_words_of(row.sampling, scores)
+    banned_ids = [*words.completions(row)]
     if row.num_generated < row.sampling.min_tokens:
-        yield from row.sampling.stop_token_ids
+        banned_ids += [token_id for token_id in row.sampling.stop_token_ids if token_id < scores.shape[1]]
+    if not banned_ids:
+        return words.always_ids
+    return torch.cat((words.always_ids, upload(banned_ids, torch.int64, scores.device)))
 
 
-def _index(entries: Seq[tuple[int, int]], scores: Tensor) -> tuple[Tensor, Tensor]:
-    index = upload(entries, torch.int64, scores.device).reshape(-1, 2)
-    return index[:, 0], index[:, 1]
+def _places(token_ids: Seq[Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row of each of these tokens, and the tokens: an index of the scores; `token_ids` are of each row."""
+    index = chain.from_iterable([row] * len(ids) for row, ids in enumerate(token_ids))
+    return upload([*index], torch.int64, scores.device), torch.cat(tuple(token_ids))

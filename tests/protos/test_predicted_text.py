@@ -48,6 +48,12 @@ def test_a_longer_match_wins_over_the_order() -> None:
     assert following(10, 11, 12, 13, 14, 15, 16, 17, 10, 11, 99, 14, 15, 16).next(1) == (17,)
 
 
+def test_of_very_many_equal_positions_the_first_behind_the_divergence_wins() -> None:
+    text = PredictedText([7] * 600 + [8] + [7] * 10_000 + [9])
+    text.read([*[7] * 600, 99, 7, 7])
+    assert text.next(3) == (8, 7, 7)
+
+
 def test_a_text_beyond_the_predictions_end_expects_nothing() -> None:
     text = following(*PREDICTION, 5)
     assert (text.next(3), text.num_matched) == ((), len(PREDICTION))

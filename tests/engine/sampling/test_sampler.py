@@ -176,6 +176,26 @@ def test_rows_of_several_sequences_count_their_own_tokens() -> None:
     ]
 
 
+def test_many_biases_and_bad_words_forbid_and_favour_what_each_alone_does() -> None:
+    dice = random.Random(0)
+    bias = tuple((dice.randrange(NUM_TOKENS + 2), dice.uniform(-3, 3)) for _ in range(300))
+    words = tuple(tuple(dice.choices(range(4), k=dice.randint(1, 5))) for _ in range(40))
+    text = dice.choices(range(4), k=20)
+    samplings = SamplingParams(logit_bias=bias), SamplingParams(bad_words=words, logit_bias=bias[:5])
+    rows = [LogitsRow(samplings[count % 2], text[: 3 + count], 2, 0, tuple(text[:count])) for count in range(6)]
+    logits = torch.randn(6, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    for row, values in zip(rows, expected, strict=True):
+        prefix = (*row.token_ids, *row.draft_ids)
+        for token_id, value in row.sampling.logit_bias:
+            if token_id < NUM_TOKENS:
+                values[token_id] += value
+        for word in row.sampling.bad_words:
+            if prefix[len(prefix) - len(word) + 1 :] == word[:-1]:
+                values[word[-1]] = -math.inf
+    assert torch.equal(Sampler().apply_processors(logits, rows), expected)
+
+
 def test_bad_words_of_several_tokens_wait_for_their_beginning_drafts_included() -> None:
     sampling = SamplingParams(bad_words=((3,), (1, 2, 0)))
     rows = [row_after(sampling, 0, 1), row_after(sampling, 0, 1, 2), row_after(sampling, 0, 1, draft_ids=(2,))]

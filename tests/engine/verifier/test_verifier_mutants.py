@@ -223,8 +223,8 @@ def penalties_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("equality")
 def bad_words_are_stale_for_later_rows(patch: pytest.MonkeyPatch) -> None:
-    real = masks._banned_tokens
-    patch.setattr(masks, "_banned_tokens", lambda row: real(row._replace(draft_ids=())))
+    real = masks._banned_ids
+    patch.setattr(masks, "_banned_ids", lambda row, scores: real(row._replace(draft_ids=()), scores))
 
 
 @mutant("enumeration, top-p")
