@@ -23,11 +23,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from torch import Tensor
 
 from actors.kv_transfer.direct_blocks import DirectBlocks
@@ -43,6 +42,9 @@ from engine.remote_prefill.kv_transfer import (
     KVChunk,
     KVLayout,
 )
+
+if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 logger = logging.getLogger(__name__)
 

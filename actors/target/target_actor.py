@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from ray.serve.handle import DeploymentHandle
+from typing import TYPE_CHECKING, Any
 
 from actors.process.actor_thread import ActorThread
 from actors.process.process_logging import configure_logging
 from actors.settings import PairSettings
+
+if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+    from ray.serve.handle import DeploymentHandle
 
 
 class TargetActor:

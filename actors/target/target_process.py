@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ray.serve.handle import DeploymentHandle
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
@@ -37,7 +36,9 @@ from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import ModelCard, SpeculationMethod
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+    from ray.serve.handle import DeploymentHandle
+
     from actors.engine_loop.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
