@@ -28,8 +28,9 @@ from tests.serve.served_pair import MODEL, ServedPair, SharedCluster
 VOCAB_SIZE = 16
 PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
-NUM_CHOICES = 10  # times 28 classes: what one pair takes at a time
+NUM_CHOICES = 10  # times 21 classes: what one pair takes at a time
 NUM_REQUESTS = 60  # per class: 600 samples
+NUM_COUPLED_REQUESTS = 10  # whose tokens are those of the same seeds without drafts, one by one
 ALPHA = 1e-6
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -41,8 +42,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "repetition 1.5, frequency 1": {"repetition_penalty": 1.5, "frequency_penalty": 1.0},
     "logit bias": {"logit_bias": ((2, 3.0), (4, -3.0))},
 }
+COUPLED = {"verify": "coupled", "num_tokens": 3}
 SPECULATIONS: dict[str, dict[str, Any]] = {
-    "coupled": {"verify": "coupled", "num_tokens": 3},
     "rejection": {"verify": "rejection", "num_tokens": 3},
     "block": {"verify": "block", "num_tokens": 3},
     "off": {"enabled": False},
@@ -77,6 +78,12 @@ async def sample(
     client: httpx.AsyncClient, options: dict[str, Any], speculation: dict[str, Any], seed: int
 ) -> list[int]:
     """Return the cells of one request's choices."""
+    return [cell_of(token_ids) for token_ids in await choices(client, options, speculation, seed)]
+
+
+async def choices(
+    client: httpx.AsyncClient, options: dict[str, Any], speculation: dict[str, Any], seed: int
+) -> list[list[int]]:
     body = {
         "model": MODEL,
         "prompt": PROMPT,
@@ -92,7 +99,7 @@ async def sample(
     body["logit_bias"] = {str(token_id): bias for token_id, bias in options.get("logit_bias", ())}
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    return [cell_of(choice["token_ids"]) for choice in answer.json()["choices"]]
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
 
 
 def cell_of(token_ids: list[int]) -> int:
@@ -119,6 +126,19 @@ async def test_every_parameter_under_every_verification_has_the_targets_distribu
                 test.add(cells)
                 assert test.log_evidence < limit, f"{key} after {test.num_samples} samples"
     assert application.served.metric("outrider_spec_decode_num_accepted_tokens") > 1000
+
+
+async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_drafts(application: Application) -> None:
+    """So the distribution of the class without drafts, which is tested above, is its own."""
+    num_accepted = application.served.metric("outrider_spec_decode_num_accepted_tokens")
+    async with httpx.AsyncClient(base_url=application.served.url, timeout=120.0) as client:
+        for seed in range(NUM_COUPLED_REQUESTS):
+            drafted, plain = [
+                await asyncio.gather(*(choices(client, options, mode, seed) for options in SAMPLINGS.values()))
+                for mode in (COUPLED, SPECULATIONS["off"])
+            ]
+            assert drafted == plain
+    assert application.served.metric("outrider_spec_decode_num_accepted_tokens") > num_accepted + 300
 
 
 def test_the_samples_suffice_to_refute_stale_penalties(tmp_path: Path) -> None:
