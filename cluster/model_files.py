@@ -30,7 +30,7 @@ def check_models(config: DeployConfig) -> list[str]:
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
-        if load_tokenizer_files(str(target)).chat_template is None:
+        if load_tokenizer_files(str(target), config.ingress.chat_template_text).chat_template is None:
             notes.append(
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
                 f"{target / 'chat_template.jinja'}"

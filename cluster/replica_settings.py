@@ -117,7 +117,7 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
 
 def ingress_config(config: DeployConfig) -> IngressConfig:
     """Return the configuration of each ingress replica."""
-    keys, template = config.ingress.api_keys_file, config.ingress.chat_template
+    keys = config.ingress.api_keys_file
     return IngressConfig(
         model_id=config.model_id,
         model_path=resolve_model_path(config.target.path),
@@ -125,7 +125,8 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         open_admin=config.ingress.open_admin,
         tool_format=config.ingress.tool_format,
         reasoning_format=config.ingress.reasoning_format,
-        chat_template=None if template is None else str(Path(template).expanduser().absolute()),
+        chat_template=config.ingress.chat_template_text,
+        prompt_tools=config.ingress.prompt_tools,
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,
         limits=IngressLimits(**config.ingress.limits.model_dump()),

@@ -22,7 +22,8 @@ class IngressConfig:
     """Everything that an ingress replica is configured by.
 
     `tool_format` is the form of the model's tool calls, `reasoning_format` that of its thoughts: a name, or auto for
-    the form in its chat template. `chat_template` is a file in place of the template that the model brings.
+    the form in its chat template. `chat_template` is a text in place of the template that the model brings.
+    `prompt_tools` describes tools in the system message where the template has none.
     `model_path` is the folder or Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None
     serves every client. `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere.
     `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
@@ -36,6 +37,7 @@ class IngressConfig:
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     chat_template: str | None = None
+    prompt_tools: bool = False
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     limits: IngressLimits = field(default_factory=IngressLimits)

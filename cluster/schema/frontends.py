@@ -49,11 +49,12 @@ class IngressSection(Section):
     `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
     kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows.
     `tool_format` is how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its
-    chat template, for which `chat_template` may name another file. `strict_fields` refuses a request with a field that
-    is not known here; else the field is ignored, and named in the answer's header X-Ignored-Fields.
-    `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those of this machine by
-    default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends; with
-    `tls_client_ca_file` a client must show a certificate that is signed by it.
+    chat template, in whose place `chat_template` may put another: a file's path, or the template itself.
+    `prompt_tools` describes tools in the system message for a model whose template has none. `strict_fields` refuses
+    a request with a field that is not known here; else the field is ignored, and named in the answer's header
+    X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
+    of this machine by default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both
+    frontends; with `tls_client_ca_file` a client must show a certificate that is signed by it.
     """
 
     num_replicas: int = Field(default=1, ge=1)
@@ -62,6 +63,7 @@ class IngressSection(Section):
     tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
     reasoning_format: Annotated[str, one_of("auto", "none", *MARKS)] = "auto"
     chat_template: str | None = None
+    prompt_tools: bool = False
     strict_fields: bool = False
     cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
         "http://localhost",
@@ -81,9 +83,20 @@ class IngressSection(Section):
         files = {
             "tls_certificate_file": "a PEM file",
             "tls_client_ca_file": "a PEM file",
-            "chat_template": "a template",
         }
         for name, kind in files.items():
             path = getattr(self, name)
             if path is not None and not Path(path).expanduser().is_file():
                 yield f"{name} {path!r} is no file; give the path of {kind}"
+        if self.chat_template is not None and self.chat_template_text is None:
+            yield f"chat_template {self.chat_template!r} is no file; give the path of a template, or its text"
+        if self.prompt_tools and self.tool_format not in {"auto", "hermes"}:
+            yield f"prompt_tools has tools called in the form hermes, tool_format is {self.tool_format}; remove one"
+
+    @property
+    def chat_template_text(self) -> str | None:
+        """The template in place of the model's own; None without one, or where its file is missing."""
+        if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
+            return self.chat_template
+        file = Path(self.chat_template).expanduser()
+        return file.read_text(encoding="utf-8") if file.is_file() else None

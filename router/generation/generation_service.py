@@ -19,7 +19,7 @@ from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
 from router.generation.generation import Generation
 from router.generation.tool_formats.find_format import find_format
-from router.generation.tool_formats.tool_format import ToolFormat
+from router.generation.tool_formats.tool_format import HERMES, ToolFormat
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedBackend, tracer_from_environment
 from router.requests.chat_message import ChatMessageFields
@@ -27,9 +27,11 @@ from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
+from router.requests.prompted_tools import with_prompted_tools
 from router.requests.reasoning_format import find_reasoning, thinking_after
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
+from router.requests.tools import ToolUse
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ class GenerationService:
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
-        format_ = find_format(template, config.tool_format)
+        self._prompts_tools = config.prompt_tools and "tools" not in template
+        format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
         self._format = None if format_ is None else format_.with_tokens(files.tokenizer)
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
         self._card: ModelCard | None = None
@@ -190,6 +193,7 @@ class GenerationService:
             variables["tools"] = body.tool_use.for_template
         return await self.encode_chat(
             body.messages,
+            use=body.tool_use,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             variables=variables,
@@ -201,7 +205,8 @@ class GenerationService:
         if self._format is None:
             raise RequestError(
                 f"The chat template of {self.config.model_id!r} has no tools, or calls in a form that is not "
-                "read here; leave tools out, or set ingress.tool_format.",
+                "read here; leave tools out, or set ingress.tool_format, or ingress.prompt_tools for a template that "
+                "has none.",
                 param="tools",
             )
         return self._format
@@ -210,6 +215,7 @@ class GenerationService:
         self,
         messages: list[ChatMessageFields],
         *,
+        use: ToolUse | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, object] | None = None,
@@ -223,9 +229,12 @@ class GenerationService:
                 "chat_template.jinja to the folder of the model and start again.",
                 param="messages",
             )
+        turns = [message.for_template() for message in messages]
+        if self._prompts_tools:
+            turns = with_prompted_tools(turns, use)
         text = await asyncio.to_thread(
             template.render,
-            [message.for_template() for message in messages],
+            turns,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,

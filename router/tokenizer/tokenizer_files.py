@@ -34,7 +34,7 @@ class TokenizerFiles:
 def load_tokenizer_files(path: str, chat_template: str | None = None) -> TokenizerFiles:
     """Read the tokenizer of the model at `path`, a local folder or a Hub id.
 
-    The file `chat_template`, if it is given, takes the place of the model's own template.
+    The text `chat_template`, if it is given, takes the place of the model's own template.
 
     Raises:
         ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, the content of a file
@@ -43,7 +43,7 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
     folder = _folder(path)
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
-    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else _read_template(folder, config)
+    template = chat_template or _read_template(folder, config)
     return TokenizerFiles(
         tokenizer=_load_tokenizer(folder),
         chat_template=ChatTemplate(template, special_tokens) if template else None,

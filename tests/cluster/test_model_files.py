@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from cluster.config import parse_config
 from cluster.model_files import check_models
+from cluster.replica_settings import ingress_config
 from protos.errors import ConfigError
 
 
@@ -56,3 +57,25 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(folder: Path):
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
         check(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{% for x in %}", "not valid Jinja, line 1"), ("no/such.jinja", "is no file; give the path of a template")],
+)
+def test_an_operators_template_is_checked_before_anything_starts(folder: Path, template: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        check(folder, ingress={"chat_template": template})
+
+
+def test_an_operators_template_is_a_file_or_a_text(folder: Path, tmp_path: Path):
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    for written in (str(tmp_path / "mine.jinja"), "{{ messages }}"):
+        config = parse_config({"model_id": "m", "target": {"path": str(folder)}, "ingress": {"chat_template": written}})
+        assert check_models(config) == []
+        assert ingress_config(config).chat_template == "{{ messages }}"
+
+
+def test_prompted_tools_have_one_form(folder: Path):
+    with pytest.raises(ConfigError, match="called in the form hermes, tool_format is llama"):
+        check(folder, ingress={"prompt_tools": True, "tool_format": "llama"})

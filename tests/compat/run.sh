@@ -22,13 +22,14 @@ environment() {  # NAME PACKAGE...: a virtual environment with these packages
 
 langchain() {
     environment langchain langchain-openai==1.7.3 langchain-tests==1.1.9 pytest==9.2.0 pytest-asyncio==1.5.0 &&
-        langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null -o asyncio_mode=auto "$here/langchain_checks.py"
+        langchain/bin/python -m pytest -q -p no:cacheprovider --noconftest --rootdir="$here" -c /dev/null -o asyncio_mode=auto \
+            -o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session "$here/langchain_checks.py"
 }
 llamaindex() {
     environment llamaindex llama-index-llms-openai-like==0.8.1 && llamaindex/bin/python "$here/llamaindex_checks.py"
 }
 litellm() {
-    environment litellm litellm==1.106.2 mcp && litellm/bin/python "$here/litellm_checks.py"
+    environment litellm litellm==1.106.2 mcp==2.3.0 && litellm/bin/python "$here/litellm_checks.py"
 }
 pydanticai() {
     environment pydanticai 'pydantic-ai-slim[openai,anthropic]==2.68.0' &&

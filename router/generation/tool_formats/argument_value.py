@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from router.generation.tool_formats.python_calls import read_python_value
 
+_MAX_UNIONS = 8  # within each other
 _TYPES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -30,15 +31,15 @@ def with_definitions(schema: object, outer: Mapping[str, object]) -> object:
     return {**definitions, **schema} if isinstance(schema, Mapping) else schema
 
 
-def types_of(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema allows at its top; none where it does not say."""
-    if not isinstance(schema, Mapping):
+def types_of(schema: object, num_unions: int = 0) -> frozenset[str]:
+    """Return the JSON types that a schema allows at its top; none where it does not say, or nests too many unions."""
+    if not isinstance(schema, Mapping) or num_unions > _MAX_UNIONS:
         return frozenset()
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
     for union in ("anyOf", "oneOf"):
         for choice in schema.get(union) or ():
-            types |= types_of(choice)
+            types |= types_of(choice, num_unions + 1)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not types and isinstance(values, list):
         types = {_TYPES[type(value)][0] for value in values}
