@@ -93,13 +93,23 @@ class RequestTooLargeError(ServingError):
     error_type = "invalid_request_error"
 
 
-class OverloadedError(ServingError):
-    """More load than capacity: the request was not accepted, and may be sent again later."""
+class RateLimitError(ServingError):
+    """The tenant has used up its own limit; the server has room for others."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     error_type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    usual_retry_after_s = 1.0
+
+
+class OverloadedError(ServingError):
+    """More load than capacity: the request was not accepted, and may be sent again later."""
+
+    http_status = 503
+    grpc_code = "RESOURCE_EXHAUSTED"
+    error_type = "service_unavailable_error"
+    code = "overloaded"
     usual_retry_after_s = 1.0
 
 

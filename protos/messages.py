@@ -211,8 +211,18 @@ class GenerateRequest:
     is_seeded: bool = False
     returns_sources: bool = False  # chunks name the source of each token
     returns_guesses: bool = False  # chunks without tokens hold the drafts of the pass that is computed
+    num_places: int = 1  # that a pair must have before it takes this one: for itself, and for choices that follow it
+    is_admitted: bool = False  # a choice of a request that was admitted, or one that moves: a full pair takes it too
+    is_moved: bool = False  # its pair was lost after it had taken it: it goes before newcomers
+    tenant: str = ""  # of the API key; tenants take turns by `weight`
+    weight: float = 1.0
     model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty: any
     is_traced: bool = False  # the chunk of its first tokens says what the time before them went into
+
+    @property
+    def group_id(self) -> str:
+        """The id of the client's request, which the ids of its choices begin with."""
+        return self.request_id.rpartition("-")[0]
 
     @property
     def is_reported(self) -> bool:

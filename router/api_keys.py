@@ -12,12 +12,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from protos.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
+from protos.errors import AuthenticationError, ConfigError, PermissionDeniedError, RateLimitError
 
 logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _LOOK_AGAIN_S = 1.0
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
+_OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the test of its value
+    "tenant": bool,
+    "tokens_per_minute": lambda value: value.isdecimal() and int(value) > 0,
+    "weight": lambda value: bool(_NUMBER.fullmatch(value)) and float(value) > 0,
+    "max_priority": lambda value: value.removeprefix("-").isdecimal(),
+    "admin": lambda value: value == "true",
+}
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -31,12 +39,12 @@ class TokenRate:
         self._read_s = clock()
 
     def take(self, num_tokens: int) -> None:
-        """Spend tokens. Raises OverloadedError while the budget is overdrawn."""
+        """Spend tokens. Raises RateLimitError while the budget is overdrawn."""
         now_s = self._clock()
         self._level = min(self._limit, self._level + (now_s - self._read_s) * self._limit / 60)
         self._read_s = now_s
         if self._level <= 0:
-            raise OverloadedError(
+            raise RateLimitError(
                 f"This API key may use {self._limit} tokens per minute, and has used them; wait, or ask for more.",
                 retry_after_s=(1 - self._level) * 60 / self._limit,
             )
@@ -45,11 +53,17 @@ class TokenRate:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing."""
+    """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing.
+
+    Where tenants wait, each gets tokens in proportion to its `weight`. `max_priority` is the lowest number (lower is
+    sooner) that it may ask for; None: any.
+    """
 
     tenant: str = ""
     rate: TokenRate | None = None
     is_admin: bool = False
+    weight: float = 1.0
+    max_priority: int | None = None
 
     def secret(self, text: str) -> str:
         """Return a client's salt or name of a conversation such that no other tenant can have the same one."""
@@ -58,7 +72,7 @@ class Client:
         return hmac.new(self.tenant.encode(), text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
     def take(self, num_tokens: int) -> None:
-        """Count the tokens of a request. Raises OverloadedError if the tenant's rate is used up."""
+        """Count the tokens of a request. Raises RateLimitError if the tenant's rate is used up."""
         if self.rate is not None:
             self.rate.take(num_tokens)
 
@@ -157,20 +171,25 @@ class ApiKeys:
         return clients
 
     def _client_of(self, entry: str, name: str) -> tuple[str, Client]:
-        """Read `KEY` or `sha256:HASH`, then `tenant=NAME`, `tokens_per_minute=N` and `admin=true` where given."""
+        """Read `KEY` or `sha256:HASH`, then options (`_OPTIONS`) as `NAME=VALUE`."""
         key, *options = entry.split()
         match = _HASH.fullmatch(key)
         digest = match[1] if match else _hash_of(key)
         given = dict(option.partition("=")[::2] for option in options)
-        tenant = given.pop("tenant", digest)
-        limit = given.pop("tokens_per_minute", None)
-        is_admin = given.get("admin") == "true" and bool(given.pop("admin"))
-        if given or (limit is not None and not (limit.isdigit() and int(limit) > 0)):
+        if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
             raise ConfigError(
-                f"{name} has {' '.join(options)!r} behind a key; it may have tenant=NAME, tokens_per_minute=N and "
-                "admin=true"
+                f"{name} has {' '.join(options)!r} behind a key, with a wrong {wrong[0]!r}; it may have tenant=NAME, "
+                "tokens_per_minute=N, weight=N (more than 0), max_priority=N and admin=true"
             )
-        return digest, Client(tenant, None if limit is None else self._rate(tenant, int(limit)), is_admin)
+        tenant = given.get("tenant", digest)
+        limit = given.get("tokens_per_minute")
+        return digest, Client(
+            tenant,
+            None if limit is None else self._rate(tenant, int(limit)),
+            is_admin="admin" in given,
+            weight=float(given.get("weight", 1.0)),
+            max_priority=int(given.get("max_priority", 0)),
+        )
 
     def _rate(self, tenant: str, limit: int) -> TokenRate:
         """Return the tenant's rate, the one there is while its limit is the same."""

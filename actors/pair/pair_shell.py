@@ -37,12 +37,14 @@ class PairShell:
             UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
         """
         arrived_s = time.monotonic()
-        self._admission.enter()
+        self._admission.enter(request)
         is_accepted = False
         try:
             stream = self._client.add(request)
             is_accepted = True
             is_finished = False
+            if request.num_places > 1:
+                yield []  # the choices that wait for this one may come
             while not is_finished:
                 chunks = await stream.next(_SIGN_OF_LIFE_S)
                 is_finished = bool(chunks) and chunks[-1].finish_reason is not None

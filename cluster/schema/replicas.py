@@ -161,7 +161,7 @@ class KVEventsSection(Section):
 
 
 class PairSection(Scaled):
-    """The number of draft-target pairs, and of requests that may wait in each before it answers 429.
+    """The number of draft-target pairs, and of requests that may wait in each before it answers 503.
 
     `alarm_webhook` is an address that gets a POST with a JSON object when the acceptance of a class of requests falls.
     """

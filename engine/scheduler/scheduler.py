@@ -23,6 +23,7 @@ from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
 from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_before_start
+from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
@@ -41,7 +42,8 @@ _by_urgency = attrgetter("urgency")
 class Scheduler:
     """Plans steps within a budget of tokens and a pool of blocks.
 
-    The more urgent of two sequences has the lower priority number, then the earlier arrival. The rules:
+    The more urgent of two sequences has moved here from a lost pair, or else has the earlier turn (`fair_queue`). The
+    rules:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
        of a `tree`. Every last token gets its slot before any draft does; drafts shrink to what budget and pool leave.
@@ -73,6 +75,7 @@ class Scheduler:
         self._source = source or NoPrefillSource()
         self._clock = clock
         self._arrivals = count()
+        self._turns = FairQueue()
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # most urgent first
         self._running: list[Sequence] = []  # most urgent first
@@ -137,6 +140,7 @@ class Scheduler:
             self._ended.append(finish(sequence, end))
             return
         self._sequences[sequence.request_id] = sequence
+        sequence.turn = self._turns.turn(sequence.request, len(sequence.token_ids) + sequence.num_remaining_tokens)
         self._queue(sequence)
         if sequence.request.timeout_s is not None:
             deadline_s = sequence.arrival_s + sequence.request.timeout_s
@@ -291,6 +295,7 @@ class Scheduler:
         yield from [sequence for sequence in self._running if not _is_ready(sequence)]
         while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
+            self._turns.serve(sequence.request, sequence.turn)
             self._source.offer(sequence, self.prefill_load)
             insort(self._running, sequence, key=_by_urgency)
             yield sequence

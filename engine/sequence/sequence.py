@@ -36,6 +36,7 @@ class Sequence(RequestTokens):
         super().__init__(request, rule, matcher)
         self.arrival_s = arrival_s
         self.arrival = 0  # the scheduler numbers the arrivals
+        self.turn = 0.0  # among those that wait; the scheduler gives it
         self.status = SequenceStatus.WAITING
         self.is_fetching = False  # blocks are on their way from elsewhere; it computes nothing until they are here
         self.is_held = False  # the draft writes a reasoning step of it; it keeps its slots and computes nothing
@@ -50,9 +51,9 @@ class Sequence(RequestTokens):
         self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 
     @property
-    def urgency(self) -> tuple[int, int]:
-        """The lower, the sooner: priority, then arrival."""
-        return self.request.priority, self.arrival
+    def urgency(self) -> tuple[bool, float, int]:
+        """The lower, the sooner: those that move from a lost pair, then by turn, then by arrival."""
+        return not self.request.is_moved, self.turn, self.arrival
 
     @property
     def is_scoring(self) -> bool:

@@ -58,13 +58,18 @@ class MigratingBackend:
         return await self._inner.metrics_texts()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yield as the inner backend does; chunks already yielded are never yielded again."""
+        """Yield as the inner backend does; chunks already yielded are never yielded again.
+
+        The first batch of a request that others wait for (`num_places`) is empty where the pair only says that it has
+        taken it; other signs of life are not yielded.
+        """
         state = MigrationState(request, self._limits)
         while not state.is_finished:
             try:
                 async with aclosing(self._inner.generate(state.next_request())) as batches:
                     while not state.is_finished:
-                        if batch := await state.next_batch(batches):
+                        batch = await state.next_batch(batches)
+                        if state.take_news() or batch:
                             yield batch
             except (UnavailableError, OverloadedError) as error:
                 await self._pause(state, error)
@@ -93,7 +98,8 @@ class MigrationState:
         self._num_moves = -1
         self._attempt_id = request.request_id
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._was_accepted = False
+        self._was_accepted = request.is_admitted
+        self._was_told = request.num_places == 1
         self._silence_s = 0.0  # the longest wait for the next batch or sign of life
         self._first_token_until_s = math.inf
         self._past_speculation: SpeculationStats | None = None  # of the attempts before this one
@@ -104,6 +110,11 @@ class MigrationState:
     @property
     def request_id(self) -> str:
         return self._request.request_id
+
+    def take_news(self) -> bool:
+        """Return True once, where others wait to hear that a pair has taken this one."""
+        is_news, self._was_told = not self._was_told, True
+        return is_news
 
     def next_request(self) -> GenerateRequest:
         """Return the request for the next pair: the same, from the committed tokens on, within the time left of it."""
@@ -128,6 +139,9 @@ class MigrationState:
             output_token_ids=tuple(self.committed),
             timeout_s=timeout_s,
             sampling=sampling,
+            num_places=1 if self._was_told else self._request.num_places,
+            is_admitted=self._was_accepted,
+            is_moved=self._was_accepted and self._num_moves > 0,
         )
 
     async def next_batch(self, batches: AsyncGenerator[Sequence[TokenChunk], None]) -> Sequence[TokenChunk]:
@@ -146,6 +160,7 @@ class MigrationState:
             raise UnavailableError(f"The pair has been silent for {self._silence_s} s.") from None
         batch = [chunk for chunk in batch if chunk.request_id == self._attempt_id]
         if not batch:
+            self._was_accepted = True
             self._silence_s = min(self._limits.inter_token_timeout_s, self._first_token_until_s - time.monotonic())
             return ()
         _refuse_early_end(batch)

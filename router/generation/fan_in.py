@@ -38,6 +38,22 @@ async def fan_in(streams: Sequence[Stream[Item]]) -> AsyncGenerator[Item, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def leading(stream: AsyncGenerator[Item, None], has_begun: asyncio.Event) -> AsyncGenerator[Item, None]:
+    """Yield the items of a stream, and set the event at the first."""
+    async with aclosing(stream):
+        async for item in stream:
+            has_begun.set()
+            yield item
+
+
+async def following(stream: AsyncGenerator[Item, None], may_begin: asyncio.Event) -> AsyncGenerator[Item, None]:
+    """Yield the items of a stream that begins at the event."""
+    async with aclosing(stream):
+        await may_begin.wait()
+        async for item in stream:
+            yield item
+
+
 class _End:
     """The end of one stream, and the error that ended it."""
 

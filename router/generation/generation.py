@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from functools import partial
@@ -11,7 +12,7 @@ from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, join_deltas
-from router.generation.fan_in import Stream, fan_in
+from router.generation.fan_in import Stream, fan_in, following, leading
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
@@ -61,7 +62,8 @@ class Generation:
 
     def deltas(self) -> Stream[Delta]:
         """Return what all choices gain, as they run at once. Closing the stream aborts those that still run."""
-        choices = [self._choice(index, request) for index, request in enumerate(self._requests)]
+        is_admitted = asyncio.Event()
+        choices = [self._choice(index, request, is_admitted) for index, request in enumerate(self._requests)]
         return choices[0] if len(choices) == 1 else fan_in(choices)
 
     async def choices(self) -> list[Delta]:
@@ -72,7 +74,7 @@ class Generation:
                 gained[delta.index].append(delta)
         return [join_deltas(deltas_of_choice) for deltas_of_choice in gained]
 
-    def _choice(self, index: int, request: GenerateRequest) -> Choice:
+    def _choice(self, index: int, request: GenerateRequest, is_admitted: asyncio.Event) -> Choice:
         echo = echo_delta(index, request, self._params, self._tokenizer) if self._params.has_echo else None
         text = ChoiceText(
             index,
@@ -85,6 +87,8 @@ class Generation:
             new_detokenizer=self._new_detokenizer(),
         )
         batches = self._backend.generate(request)
+        if self.num_choices > 1:
+            batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
         return Choice(
             index,
             batches,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
-from router.api_keys import current_client
+from router.api_keys import Client, current_client
 from router.config import IngressLimits
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import sampling_params
@@ -39,7 +39,7 @@ def generate_requests(
 
     Raises:
         RequestError: a parameter does not fit the model, or the request asks for too many choices.
-        OverloadedError: the tenant's rate is used up.
+        RateLimitError: the tenant's rate is used up.
     """
     num_choices = len(params.prompts) * params.num_choices_per_prompt
     check_num_choices(len(params.prompts), params.num_choices_per_prompt, limits)
@@ -80,13 +80,18 @@ def _request(
     params: GenerateParams, prompt: Prompt, sampling: SamplingParams, sample: int, index: int, card: ModelCard
 ) -> GenerateRequest:
     client = current_client.get()
+    num_choices = len(params.prompts) * params.num_choices_per_prompt
     return GenerateRequest(
         request_id=f"{params.request_id}-{index}",
         prompt_token_ids=prompt.token_ids,
         sampling=sampling,
         speculation=speculation_params(params.fields.speculation, card),
         sample_index=sample,
-        priority=params.fields.priority or 0,
+        priority=_priority(params.fields.priority, client),
+        num_places=num_choices if index == 0 else 1,
+        is_admitted=index > 0,
+        tenant=_digest(client.tenant),
+        weight=client.weight,
         timeout_s=params.fields.timeout_s,
         cache_salt=client.secret(params.fields.cache_salt or ""),
         prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
@@ -96,6 +101,19 @@ def _request(
         returns_guesses=params.fields.has_draft_events,
         model_version=card.model_version,
     )
+
+
+def _priority(asked: int | None, client: Client) -> int:
+    """Return the priority, which may be as low a number as the operator has granted."""
+    if asked is None:
+        return max(0, client.max_priority or 0)
+    if client.max_priority is not None and asked < client.max_priority:
+        raise RequestError(
+            f"priority is {asked}, and this API key may ask for {client.max_priority} or more (lower is sooner); ask "
+            "the operator for max_priority behind the key.",
+            param="priority",
+        )
+    return asked
 
 
 def _digest(name: str) -> str:

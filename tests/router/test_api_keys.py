@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.errors import AuthenticationError, ConfigError, OverloadedError
+from protos.errors import AuthenticationError, ConfigError, RateLimitError
 from router.api_keys import ANYONE, ApiKeys
 
 
@@ -78,7 +78,7 @@ def test_a_tenant_that_has_used_its_tokens_waits_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", "a tenant=one tokens_per_minute=60", "b tenant=one tokens_per_minute=60", "c")
     keys = ApiKeys(path, lambda: clock[0])
     keys.check("Bearer a").take(90)
-    with pytest.raises(OverloadedError, match="60 tokens per minute") as caught:
+    with pytest.raises(RateLimitError, match="60 tokens per minute") as caught:
         keys.check("Bearer b").take(1)
     assert caught.value.retry_after_s == 31.0
     keys.check("Bearer c").take(10**9)
@@ -86,7 +86,9 @@ def test_a_tenant_that_has_used_its_tokens_waits_alone(tmp_path: Path) -> None:
     keys.check("Bearer b").take(1)
 
 
-@pytest.mark.parametrize("options", ["tenants=one", "tokens_per_minute=0", "tokens_per_minute=x", "acme"])
+@pytest.mark.parametrize(
+    "options", ["tenants=one", "tokens_per_minute=0", "tokens_per_minute=x", "acme", "weight=0", "max_priority=low"]
+)
 def test_a_wrong_option_of_a_key_is_refused(tmp_path: Path, options: str) -> None:
     with pytest.raises(ConfigError, match="tenant=NAME"):
         ApiKeys(write(tmp_path / "keys", f"a {options}"))

@@ -76,6 +76,7 @@ class Bench:
         stop: Seq[int] = (),
         min_tokens: int = 0,
         salt: str = "",
+        is_moved: bool = False,
     ) -> Sequence:
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens)
         request = GenerateRequest(
@@ -86,6 +87,7 @@ class Bench:
             timeout_s=timeout_s,
             output_token_ids=tuple(output),
             cache_salt=salt,
+            is_moved=is_moved,
         )
         sequence = sequence_of(request, num_drafts, arrival_s=self.now_s)
         self.scheduler.add(sequence)
@@ -196,6 +198,14 @@ def test_lower_priority_numbers_then_earlier_arrivals_are_admitted_first() -> No
     for priority in (1, 0, 1, 0):
         bench.add([7, 7], priority=priority)
     assert [scheduled.sequence.request_id for scheduled in bench.scheduler.schedule().scheduled] == ["1", "3"]
+
+
+def test_what_moves_from_a_lost_pair_goes_before_newcomers() -> None:
+    bench = Bench(max_num_sequences=2)
+    bench.add([7, 7])
+    bench.add([7, 7], priority=-1)
+    bench.add([7, 7], is_moved=True)
+    assert [scheduled.sequence.request_id for scheduled in bench.scheduler.schedule().scheduled] == ["2", "1"]
 
 
 def test_no_request_overtakes_a_large_prompt_that_waits_for_blocks() -> None:

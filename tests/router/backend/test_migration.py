@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,20 @@ async def test_a_full_pair_refuses_a_new_request_but_not_one_that_moves() -> Non
 
     moving.generate = fail_at_once_on_the_second  # type: ignore[method-assign]
     assert await tokens_of(moving) == list(range(11, 19))
+
+
+async def test_a_full_pair_is_asked_again_for_a_choice_of_a_request_that_was_admitted() -> None:
+    backend = FakeBackend(failures=[OverloadedError("full")])
+    assert await tokens_of(backend, replace(REQUEST, is_admitted=True)) == list(range(11, 19))
+
+
+async def test_what_moves_says_so() -> None:
+    backend = FakeBackend(failures=[UnavailableError("gone"), UnavailableError("gone")], fail_after=0)
+    await tokens_of(backend)
+    assert [(request.is_admitted, request.is_moved) for request in backend.requests] == [(False, False)] * 3
+    backend = FakeBackend(failures=[UnavailableError("gone")], fail_after=2)
+    await tokens_of(backend)
+    assert [(request.is_admitted, request.is_moved) for request in backend.requests] == [(False, False), (True, True)]
 
 
 async def test_other_errors_are_not_retried() -> None:

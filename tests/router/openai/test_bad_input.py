@@ -236,3 +236,13 @@ async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationServ
         )
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_a_priority_must_be_granted_where_keys_are_set(service: GenerationService) -> None:
+    transport = httpx.ASGITransport(build_app(service, api_keys("plain", "urgent max_priority=-2")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
+        for key, priority, status in (("plain", 0, 200), ("plain", -1, 400), ("urgent", -2, 200), ("urgent", -3, 400)):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await http.post("/v1/completions", json={**GOOD, "priority": priority}, headers=headers)
+            assert response.status_code == status, response.text
+            assert status == 200 or response.json()["error"]["param"] == "priority"

@@ -168,10 +168,23 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     lenient_client: openai.AsyncOpenAI, backend: FakeBackend
 ) -> None:
     backend.failures = [OverloadedError("full", retry_after_s=2.2)]
-    with pytest.raises(openai.RateLimitError) as caught:
+    with pytest.raises(openai.InternalServerError) as caught:
         await lenient_client.completions.create(model="fake", prompt="a", stream=True)
+    assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"] == "3"
-    assert caught.value.type == "rate_limit_error"
+    assert (caught.value.type, caught.value.code) == ("service_unavailable_error", "overloaded")
+
+
+async def test_a_request_of_many_choices_is_refused_before_any_of_them_runs(
+    lenient_client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.failures = [OverloadedError("full")]
+    with pytest.raises(openai.InternalServerError):
+        await lenient_client.completions.create(model="fake", prompt=["a", "b"], n=4)
+    assert [(request.num_places, request.is_admitted) for request in backend.requests] == [(8, False)]
+    answer = await lenient_client.completions.create(model="fake", prompt=["a", "b"], n=4, max_tokens=2)
+    assert len(answer.choices) == 8
+    assert [request.is_admitted for request in backend.requests[1:]] == [False] + [True] * 7
 
 
 async def test_an_error_in_the_stream_is_its_last_event(

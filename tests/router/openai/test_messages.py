@@ -153,7 +153,7 @@ async def test_errors_are_anthropic_s_exceptions(claude: anthropic.AsyncAnthropi
     with pytest.raises(anthropic.NotFoundError):
         await claude.messages.create(model="other", max_tokens=2, messages=HI)
     backend.failures = [OverloadedError("busy", retry_after_s=2)]
-    with pytest.raises(anthropic.RateLimitError) as caught:
+    with pytest.raises(anthropic.InternalServerError, match="503") as caught:
         await claude.messages.create(model="fake", max_tokens=2, messages=HI)
     assert caught.value.response.headers["retry-after"] == "2"
 
