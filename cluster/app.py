@@ -11,9 +11,11 @@ from typing import Any, cast
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.schema import LoggingConfig
 
 from actors.pair.pair import Pair
 from actors.prefill.prefill import Prefill
+from actors.process.process_logging import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.devices import pin_devices
@@ -110,10 +112,16 @@ def _pair_options(
         "ray_actor_options": {"num_cpus": SHELL_CPUS, "num_gpus": placement.num_gpus},
         "placement_group_bundles": placement.bundles,
         "placement_group_strategy": "STRICT_PACK",
+        **_logging_options(),
         "max_ongoing_requests": settings.max_requests + _EXTRA_CALLS,
         **_WATCHED,
         **_request_router_options(router, "PrefixAwareRouter"),
     }
+
+
+def _logging_options() -> dict[str, Any]:
+    """Return the form of a replica's own log where it is not Serve's default: that of our other processes."""
+    return {"logging_config": LoggingConfig(encoding="JSON")} if is_json_wanted() else {}
 
 
 def _count(section: Scaled) -> dict[str, Any]:
@@ -151,6 +159,7 @@ def _prefill_options(config: DeployConfig, placement: PairPlacement, share: Proc
     }
     return {
         **_count(config.prefill),
+        **_logging_options(),
         "ray_actor_options": {
             "num_cpus": share.num_cpus,
             "num_gpus": placement.num_prefill_gpus,
@@ -165,6 +174,7 @@ def _prefill_options(config: DeployConfig, placement: PairPlacement, share: Proc
 def _ingress_options(config: DeployConfig) -> dict[str, Any]:
     return {
         "num_replicas": config.ingress.num_replicas,
+        **_logging_options(),
         "max_surge_percent": 100,  # a redeploy starts the new ones first, so that one always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from actors.pair.local_pair import LocalPair
+from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
@@ -74,6 +75,8 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     Raises:
         ServingError: the deployment asks for more than one process, or could not start.
     """
+    if is_json_wanted():
+        configure_logging()
     config = convert_gguf_models(in_one_process(file.config))
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded

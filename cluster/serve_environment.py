@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
+from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
 from cluster.ports import free_port, free_ports
 from cluster.schema.frontends import IngressSection
 
@@ -63,7 +64,7 @@ def set_variables() -> None:
     calls them: the usual ones may belong to another cluster. Serve and gRPC would silently share most of them
     with it, and each cluster would get some of the other's calls.
     """
-    for name, value in {**FAST_PATH, **_OWN_CLUSTER}.items():
+    for name, value in {**FAST_PATH, **_OWN_CLUSTER, **_log_variables()}.items():
         os.environ.setdefault(name, value)
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -91,11 +92,17 @@ def cluster_variables() -> dict[str, str]:
     variables = {
         **FAST_PATH,
         **{name: _OWN_CLUSTER[name] for name in _EVERY_CLUSTER},
+        **_log_variables(),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")])),
     }
     if sys.platform == "linux":
         variables |= _haproxy_variables()
     return variables
+
+
+def _log_variables() -> dict[str, str]:
+    """Return the variable of the wanted form of log lines; none for text. Raises ConfigError for another form."""
+    return {FORMAT_VARIABLE: "json"} if is_json_wanted() else {}
 
 
 def _haproxy_variables() -> dict[str, str]:

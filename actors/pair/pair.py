@@ -48,7 +48,7 @@ class Pair(PairShell):
         open_index: Callable[[str], ReportSink],
         prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
-        configure_logging()
+        configure_logging(is_replica=True)
         self._admission = Admission(settings.max_requests)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._metrics = PairMetrics(replica_id)

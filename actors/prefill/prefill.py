@@ -33,7 +33,7 @@ class Prefill:
     ) -> None:
         from actors.prefill.prefill_engine import PrefillEngine
 
-        configure_logging()
+        configure_logging(is_replica=True)
         replica = serve.get_replica_context()
         self._engine = PrefillEngine(settings, replica.replica_id.unique_id, open_index(replica.app_name))
         self._metrics = PrefillMetrics()

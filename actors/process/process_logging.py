@@ -1,12 +1,60 @@
-"""Log lines of the pair's own processes; Ray collects their standard error, one file per process."""
+"""Log lines of our own processes; Ray collects their standard error, one file per process.
+
+With `OUTRIDER_LOG_FORMAT=json` each line is one JSON object. A message that begins with `request %s` is about that
+request, whose id is a field of its own.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+from datetime import UTC, datetime
+
+from protos.errors import ConfigError
+
+FORMAT_VARIABLE = "OUTRIDER_LOG_FORMAT"
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OF_A_REQUEST = "request %s"
 
 
-def configure_logging() -> None:
-    """Give this process's root logger a handler; model libraries log warnings only."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("transformers", "httpx", "filelock"):
+def is_json_wanted() -> bool:
+    """Return the choice of the environment.
+
+    Raises:
+        ConfigError: it is neither text nor json.
+    """
+    chosen = os.environ.get(FORMAT_VARIABLE) or "text"
+    if chosen not in ("text", "json"):
+        raise ConfigError(f"{FORMAT_VARIABLE} is {chosen!r}; set it to text or json")
+    return chosen == "json"
+
+
+def configure_logging(is_replica: bool = False) -> None:
+    """Give this process's root logger a handler; model libraries log warnings only.
+
+    Serve makes JSON of what its replicas write itself, so their lines stay text.
+    """
+    logging.basicConfig(level=logging.INFO, format=_TEXT)
+    if is_json_wanted() and not is_replica:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
+    for name in ("transformers", "httpx", "httpx2", "filelock"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record: time (UTC), level, logger, message, and request id and error where it has them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if str(record.msg).startswith(_OF_A_REQUEST) and isinstance(record.args, tuple) and record.args:
+            line["request_id"] = str(record.args[0])
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

@@ -81,7 +81,8 @@ class MigratingBackend:
         """Wait until the next attempt is due. Raises `error` if there is to be none."""
         pause_s = state.pause_before_next_attempt_s(error)
         num_committed = len(state.committed)
-        logger.warning("%s: %s Asking again in %.2f s, %d tokens on.", state.request_id, error, pause_s, num_committed)
+        text = "request %s: %s Asking again in %.2f s, %d tokens on."
+        logger.warning(text, state.request_id, error, pause_s, num_committed)
         self._on_move()
         await asyncio.sleep(pause_s)
 
