@@ -15,7 +15,9 @@ from engine.stats.class_acceptance import ClassStats
 from engine.stats.drift import DriftStats
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
+from protos.messages import SpeculationStats
 from router.metrics.ingress_metrics import IngressMetrics
+from router.metrics.traffic_metrics import Traffic
 from router.routing.routed_call import Route
 
 _HEAD = "| metric | type | labels | |\n|---|---|---|---|\n"
@@ -53,6 +55,7 @@ def sample_metrics() -> MetricTexts:
     ingress.count_request("http", "/v1/models", "200")
     ingress.count_end("stop", 1.0, 1, 1)
     ingress.router.record_choice(Route(0.0))
+    ingress.traffic.count(Traffic(), SpeculationStats(1, 1, (0, 1)))
     pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
     prefill.update(engine, DirectStats())
     return MetricTexts(ingress.text(), pair.text(), prefill.text())

@@ -51,7 +51,7 @@ class Choice:
         self.meter.record(self.index, gained, batch)
         self.clock.tick(sum(len(delta.token_ids) for delta in gained))
         if (reason := gained[-1].finish_reason) is not None:
-            self.clock.end(reason.value)
+            self.clock.end(reason.value, batch[-1].speculation)
         if self.echo is not None:
             gained.insert(0, _with_logprobs(self.echo, batch[0]))
             self.echo = None

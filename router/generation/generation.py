@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 
 from protos.messages import GenerateRequest
+from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
@@ -17,6 +18,7 @@ from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics
+from router.metrics.traffic_metrics import Traffic
 from router.requests.generate_params import GenerateParams
 from router.tokenizer.detokenizer import make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
@@ -49,6 +51,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tool_format = tool_format
+        self._traffic = Traffic(current_client.get().tenant, "chat" if params.is_chat else "completion")
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
 
     @property
@@ -96,7 +99,7 @@ class Generation:
             echo,
             self._tool_calls(),
             self._meter,
-            self._metrics.token_clock(len(request.prompt_token_ids)),
+            self._metrics.token_clock(len(request.prompt_token_ids), self._traffic),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
         )
 

@@ -6,6 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from protos.messages import SpeculationStats
+from router.metrics.traffic_metrics import Traffic, TrafficMetrics
 from router.routing.router_metrics import RouterMetrics
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -68,6 +70,7 @@ class IngressMetrics:
             registry=self._registry,
         )
         self.router = RouterMetrics(self._registry)
+        self.traffic = TrafficMetrics(self._registry)
 
     def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""
@@ -77,9 +80,9 @@ class IngressMetrics:
         """Count one attempt to go on with a request whose pair was lost."""
         self._migrations.inc()
 
-    def token_clock(self, num_prompt_tokens: int = 0) -> TokenClock:
+    def token_clock(self, num_prompt_tokens: int = 0, traffic: Traffic = Traffic()) -> TokenClock:
         """A clock that starts now, for one sequence."""
-        return TokenClock(self, num_prompt_tokens)
+        return TokenClock(self, num_prompt_tokens, traffic)
 
     def count_tokens(self, waited_s: float, num_tokens: int, num_prompt_tokens: int | None) -> None:
         """Count tokens that have come together; the first of a sequence come with the length of its prompt."""
@@ -106,9 +109,10 @@ class IngressMetrics:
 class TokenClock:
     """Times the tokens of one sequence."""
 
-    def __init__(self, metrics: IngressMetrics, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: IngressMetrics, num_prompt_tokens: int, traffic: Traffic) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
+        self._traffic = traffic
         self._num_tokens = 0
         self._started_s = self._last_s = time.perf_counter()
 
@@ -122,7 +126,9 @@ class TokenClock:
         self._last_s = now_s
         self._num_tokens += num_tokens
 
-    def end(self, reason: str) -> None:
-        """The sequence has ended."""
+    def end(self, reason: str, speculation: SpeculationStats | None = None) -> None:
+        """The sequence has ended, with these sums of its passes."""
         elapsed_s = time.perf_counter() - self._started_s
         self._metrics.count_end(reason, elapsed_s, self._num_prompt_tokens, self._num_tokens)
+        if speculation is not None:
+            self._metrics.traffic.count(self._traffic, speculation)

@@ -1,0 +1,62 @@
+"""Acceptance by tenant and route, in a bounded number of series."""
+
+from __future__ import annotations
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+
+from protos.messages import SpeculationStats
+from router.generation.generation_service import GenerationService
+from router.metrics.traffic_metrics import Traffic, TrafficMetrics
+from router.openai.api import build_app
+from tests.router.key_files import api_keys
+
+STATS = SpeculationStats(num_draft_tokens=8, num_accepted_tokens=5, accepted_histogram=(0, 1, 2))
+
+
+def lines(metrics: CollectorRegistry) -> list[str]:
+    return generate_latest(metrics).decode().splitlines()
+
+
+def test_tenants_beyond_the_first_ones_share_a_label():
+    registry = CollectorRegistry()
+    metrics = TrafficMetrics(registry)
+    for number in range(100):
+        metrics.count(Traffic(f"tenant-{number}", "chat"), STATS)
+    metrics.count(Traffic("tenant-3", "chat"), STATS)
+    found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_passes_total{")]
+    assert len(found) == 33
+    assert 'outrider_spec_decode_traffic_passes_total{route="chat",tenant="other"} 204.0' in found
+    assert 'outrider_spec_decode_traffic_passes_total{route="chat",tenant="tenant-3"} 6.0' in found
+
+
+def test_a_digest_is_shortened_and_a_sequence_without_drafts_is_no_pass():
+    registry = CollectorRegistry()
+    metrics = TrafficMetrics(registry)
+    metrics.count(Traffic("ab" * 32), STATS)
+    metrics.count(Traffic("b"), SpeculationStats())
+    found = [line for line in lines(registry) if line.startswith("outrider_spec_decode_traffic_accepted_tokens_total{")]
+    assert found == ['outrider_spec_decode_traffic_accepted_tokens_total{route="completion",tenant="key-abababab"} 5.0']
+
+
+async def test_requests_count_for_the_tenant_of_their_key_and_for_their_route(service: GenerationService):
+    transport = httpx.ASGITransport(app=build_app(service, api_keys("secret tenant=alpha", "other")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for key, path, body in (
+            ("secret", "/v1/completions", {"prompt": "ab", "max_tokens": 6}),
+            ("secret", "/v1/completions", {"prompt": "ab", "max_tokens": 6, "stream": True}),
+            ("other", "/v1/completions", {"prompt": "ab", "max_tokens": 6}),
+        ):
+            answer = await client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    text = service.metrics.text()
+    passes = {
+        line.split()[0].partition("{")[2]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("outrider_spec_decode_traffic_passes_total{")
+    }
+    alpha, other = passes['route="completion",tenant="alpha"}'], passes.keys() - {'route="completion",tenant="alpha"}'}
+    assert alpha > 0
+    (label,) = other
+    assert label.startswith('route="completion",tenant="key-')
+    assert passes[label] == alpha / 2
