@@ -97,7 +97,7 @@ class FakeBackend:
                 tokens.append(new[-1])
                 stop = new[-1] if new[-1] in request.sampling.stop_token_ids else None
             num_new += len(new)
-            num_passes += 1
+            num_passes += bool(new)  # a prompt alone is no verification
             is_full = len(tokens) - num_prompt >= request.sampling.max_tokens
             reason = FinishReason.STOP if stop is not None else FinishReason.LENGTH if is_full else None
             stats = SpeculationStats(num_new, num_new - num_passes, (0, num_passes))
@@ -109,7 +109,7 @@ class FakeBackend:
                 stop,
                 num_cached_tokens=1,
                 speculation=stats if reason else None,
-                prompt_logprobs=_prompt_logprobs(request) if num_passes == 1 else (),
+                prompt_logprobs=_prompt_logprobs(request) if num_new == len(new) else (),
                 offset=len(tokens) - num_prompt - len(new),
             )
             if reason:
