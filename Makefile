@@ -21,7 +21,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cach
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".cache/engine-coverage.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain an
 
 bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP, demo, real and padded model; BENCH_ARGS="--threads default 1"
 	@$(BIN)/python -m bench.served.latency $(BENCH_ARGS)
+
+abuse: $(BENCH_INSTALLED)  ## the table of docs/reliability.md: hostile clients beside seeded streams; BENCH_ARGS="--only gRPC"
+	@$(BIN)/python -m bench.served.abuse $(BENCH_ARGS)
 
 bench-peers: $(BENCH_INSTALLED)  ## docs/peers*.md: OpenVINO GenAI, llama-server and Transformers against Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(PEERS_$(MODEL)) $(BENCH_ARGS)

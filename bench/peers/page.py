@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -76,7 +78,13 @@ def page(plot: str, rows: Seq[Row], outcome: Outcome, systems: Seq[System], cond
     if outcome.failures:
         failed = "".join(f"- {name}: {reason}\n" for name, reason in outcome.failures.items())
         parts += ["## Not measured to the end\n", failed]
-    return "\n".join(parts)
+    return _wrapped("\n".join(parts))
+
+
+def _wrapped(text: str) -> str:
+    """Wrap the items of lists, as tests/test_docs.py has it of every page."""
+    fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "".join(f"{fill(line) if line.startswith('- ') else line}\n" for line in text.splitlines())
 
 
 def _table(num_streams: int, rows: Seq[Row]) -> str:

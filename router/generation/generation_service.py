@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from protos.errors import ModelNotFoundError, RequestError, ServingError, UnavailableError
+from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.fingerprint import with_tokenizer
 from protos.messages import ModelCard
 from router.api_keys import current_client
@@ -239,21 +239,35 @@ class GenerationService:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return await self.files.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        return await self.encode(text, "messages", add_special_tokens=add_special_tokens)
+
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ContextLengthError: it is too long, whatever its tokens are; it is not read then.
+        """
+        tokenizer, card = self.files.tokenizer, await self.card()
+        if len(text) > (limit := tokenizer.max_text_len(card.max_model_len)):
+            raise ContextLengthError(
+                f"The {param} has {len(text)} characters. This model's maximum context length is {card.max_model_len} "
+                f"tokens, which are never more than {limit} characters; shorten it.",
+                param=param,
+            )
+        return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
     async def _prompt(self, prompt: str | list[int], body: GenerationFields) -> Prompt:
         if isinstance(prompt, str):
             has_special = body.add_special_tokens is not False
-            return Prompt(
-                tuple(await self.files.tokenizer.encode_async(prompt, add_special_tokens=has_special)), prompt
-            )
+            return Prompt(tuple(await self.encode(prompt, "prompt", add_special_tokens=has_special)), prompt)
         return Prompt(tuple(prompt))
 
     async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
         """Return the predicted output in tokens, as the model would write it."""
         if body.prediction is None:
             return ()
-        return tuple(await self.files.tokenizer.encode_async(body.prediction.text, add_special_tokens=False))
+        text = body.prediction.text[: self.files.tokenizer.max_text_len((await self.card()).max_model_len)]
+        return tuple(await self.files.tokenizer.encode_async(text, add_special_tokens=False))
 
     async def _bad_words(self, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
         """Return the forbidden words in tokens; in a thread, since there may be many."""

@@ -102,9 +102,7 @@ class GrpcApi:
             self._authenticate(context)
             self._service.check_model(request.model or None)
             add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            tokens = await self._service.files.tokenizer.encode_async(
-                request.prompt, add_special_tokens=add_special_tokens
-            )
+            tokens = await self._service.encode(request.prompt, "prompt", add_special_tokens=add_special_tokens)
             card = await self._service.card()
             return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 

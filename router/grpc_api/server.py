@@ -10,6 +10,8 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
 
+_OPTIONS = [("grpc.max_receive_message_length", 16 << 20)]  # as Serve's proxy has it (`cluster.serve_environment`)
+_MAX_CALLS = 4096  # at once; more are refused as RESOURCE_EXHAUSTED
 _SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
 
 
@@ -32,7 +34,7 @@ async def start_grpc_server(api: GrpcApi, address: str) -> grpc.aio.Server:
     Raises:
         ConfigError: the address cannot be had.
     """
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
     servicer = _Servicer(api)
     outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -144,7 +144,7 @@ class OpenAIApi:
             tokens = await self._service.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
         else:
             assert body.prompt is not None
-            tokens = await self._tokenizer.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
+            tokens = await self._service.encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
         card = await self._service.card()
         answer = TokenizeAnswer(count=len(tokens), max_model_len=card.max_model_len, tokens=tokens)
         if body.return_token_strs:

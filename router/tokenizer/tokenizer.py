@@ -25,6 +25,11 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._longest_token = max(map(len, core.get_vocab()), default=1)
+
+    def max_text_len(self, num_tokens: int) -> int:
+        """Return the number of characters that a text of so many tokens has at most."""
+        return num_tokens * self._longest_token
 
     @property
     def has_token_bytes(self) -> bool:
@@ -93,6 +98,7 @@ class TokenIdsOnly(Tokenizer):
     def __init__(self) -> None:
         self._special_ids = frozenset()
         self._added_ids = frozenset()
+        self._longest_token = 1 << 32  # so that `encode` refuses texts, whatever their length
 
     @property
     def has_token_bytes(self) -> bool:

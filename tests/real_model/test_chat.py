@@ -17,7 +17,6 @@ from engine.proposer.text_match.suffix import SuffixProposer
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.messages import ModelCard
-from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
@@ -25,7 +24,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router import conftest as router_fixtures
 from tests.router.engine_backend import EngineBackend
-from tests.router.test_grpc_api import serve
+from tests.router.grpc_channel import grpc_channel
 
 pytestmark = pytest.mark.real_model
 
@@ -74,10 +73,8 @@ def service(core: EngineCore, tokenizer_files: TokenizerFiles, template: str | N
 
 @pytest.fixture
 async def stub(service: GenerationService) -> AsyncIterator[outrider_pb2_grpc.GenerationStub]:
-    server, channel = await serve(service, ApiKeys())
-    async with channel:
+    async with grpc_channel(service) as channel:
         yield outrider_pb2_grpc.GenerationStub(channel)
-    await server.stop(None)
 
 
 async def test_a_chat_answers_the_question_whole_and_streamed(client: openai.AsyncOpenAI) -> None:

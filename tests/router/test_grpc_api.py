@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
@@ -19,39 +19,14 @@ from router.generation.generation_service import GenerationService
 from router.grpc_api import api as grpc_api
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
 from tests.router.fake_backend import FakeBackend, say
+from tests.router.grpc_channel import grpc_channel
 from tests.router.key_files import api_keys
-
-
-class Servicer:
-    """The methods of the Serve deployment, with grpc.aio's own context."""
-
-    def __init__(self, api: GrpcApi) -> None:
-        self.Generate = api.generate
-        self.GenerateStream = api.generate_stream
-        self.Tokenize = api.tokenize
-        self.GetModel = api.get_model
-        self.Check = api.check
-        self.Watch = api.watch
-        self.List = api.check
-
-
-async def serve(service: GenerationService, api_keys: ApiKeys) -> tuple[grpc.aio.Server, grpc.aio.Channel]:
-    server = grpc.aio.server()
-    servicer = Servicer(GrpcApi(service, api_keys))
-    outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    return server, grpc.aio.insecure_channel(f"127.0.0.1:{port}")
 
 
 @pytest.fixture
 async def channel(service: GenerationService) -> AsyncIterator[grpc.aio.Channel]:
-    server, channel = await serve(service, ApiKeys())
-    async with channel:
+    async with grpc_channel(service) as channel:
         yield channel
-    await server.stop(None)
 
 
 @pytest.fixture
@@ -271,8 +246,7 @@ async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:
 
 
 async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationService) -> None:
-    server, channel = await serve(service, api_keys("sesame"))
-    async with channel:
+    async with grpc_channel(service, api_keys("sesame")) as channel:
         stub = outrider_pb2_grpc.GenerationStub(channel)
         for call in (stub.GetModel, stub.Generate, stub.Tokenize):
             request = {"GetModel": pb2.GetModelRequest(), "Tokenize": pb2.TokenizeRequest(model="fake", prompt="a")}
@@ -283,7 +257,6 @@ async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationServ
                 await call(message)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await stub.GetModel(pb2.GetModelRequest(), metadata=(("authorization", "Bearer sesame"),))
-    await server.stop(None)
 
 
 class ServeContext:
@@ -331,3 +304,10 @@ async def test_a_prediction_that_cannot_be_used_is_refused(stub: outrider_pb2_gr
     )
     with pytest.raises(grpc.aio.AioRpcError, match="prediction is a draft"):
         await stub.Generate(request)
+
+
+async def test_a_message_is_read_up_to_16_mib(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    for num_mib, code in ((15, grpc.StatusCode.INVALID_ARGUMENT), (17, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Generate(pb2.GenerateRequest(model="fake", prompt="a" * (num_mib << 20), max_tokens=1))
+        assert error.value.code() == code

@@ -10,12 +10,11 @@ import pytest
 
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.tokenizer.chat_template import ChatTemplate
 from tests.router.fake_backend import FakeBackend, say
+from tests.router.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import TOOL_TEMPLATE, prompt_of, spoken
-from tests.router.test_grpc_api import serve
 
 ADD = pb2.Tool(name="add", description="adds", parameters='{"type": "object", "properties": {"x": {}}}')
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
@@ -26,10 +25,8 @@ HI = pb2.ChatMessage(role="user", content="hi")
 async def stub(service: GenerationService, backend: FakeBackend) -> AsyncIterator[outrider_pb2_grpc.GenerationStub]:
     files = replace(service.files, chat_template=ChatTemplate(TOOL_TEMPLATE, {}))
     backend.card = replace(backend.card, max_model_len=1000)
-    server, channel = await serve(GenerationService(backend, files, service.config, service.metrics), ApiKeys())
-    async with channel:
+    async with grpc_channel(GenerationService(backend, files, service.config, service.metrics)) as channel:
         yield outrider_pb2_grpc.GenerationStub(channel)
-    await server.stop(None)
 
 
 async def test_a_chat_is_answered(stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend) -> None:

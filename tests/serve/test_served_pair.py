@@ -15,6 +15,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.served.abuse import attack
+from bench.served.attacks import ATTACKS, Face
+from bench.served.bystanders import Bystanders
 from cluster.deploy_file import DeployFile
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.engine_core import EngineCore
@@ -134,6 +137,16 @@ def test_health_and_metrics_answer(served: ServedPair):
     assert httpx.get(f"{served.url}/health", timeout=30.0).status_code == 200
     assert served.metric("outrider_kv_cache_blocks") == 512
     assert served.metric("outrider_draft_connected") == 1
+
+
+def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: ServedPair):
+    slow = ("clients that send", "nobody reads", "64 MiB", "gzip of", "random bodies", "schemathesis")  # minutes
+    names = [name for name in ATTACKS if not any(part in name for part in slow)]
+    face = Face(served.file.http_host, served.file.http_port, served.file.grpc_port, MODEL)
+    with Bystanders(face.url, MODEL) as bystanders:
+        outcomes = attack(face, bystanders, names)
+    assert {each.name: each.faults for each in outcomes if each.faults} == {}
+    assert sum(each.stay.num_streams for each in outcomes) > 0
 
 
 def test_a_disconnected_stream_frees_its_blocks(served: ServedPair):

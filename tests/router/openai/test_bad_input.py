@@ -12,6 +12,7 @@ from protos.errors import UnavailableError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
+from router.tokenizer.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend
 from tests.router.key_files import api_keys
 
@@ -177,6 +178,23 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient) -> None:
 async def test_a_context_overflow_has_its_own_code(http: httpx.AsyncClient) -> None:
     error = error_of(await http.post("/v1/completions", json={**GOOD, "max_tokens": 500}), 400)
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 15_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 15_000}]}),
+        ("/tokenize", {"prompt": "a" * 15_000}),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_refused_unread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args, **options: pytest.fail("it was read"))
+    error = error_of(await http.post(path, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "15" in error["message"]
 
 
 async def test_unknown_paths_and_methods_are_errors_of_the_same_form(http: httpx.AsyncClient) -> None:

@@ -17,15 +17,13 @@ from pydantic import BaseModel
 from engine.engine_core import EngineCore
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from router.api_keys import ApiKeys
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
 from tests.router.engine_backend import EngineBackend, load_engine, write_model
-from tests.router.test_grpc_api import Servicer
+from tests.router.grpc_channel import grpc_channel
 
 TEMPLATES = {
     "hermes": "{% for tool in tools or [] %}{{ tool.function.name }}: <tool_call>{% endfor %}",
@@ -167,13 +165,8 @@ async def test_a_grammar_that_cannot_be_compiled_is_a_bad_request(
 
 @pytest.fixture
 async def stub(service: GenerationService) -> AsyncIterator[outrider_pb2_grpc.GenerationStub]:
-    server = grpc.aio.server()
-    outrider_pb2_grpc.add_GenerationServicer_to_server(Servicer(GrpcApi(service, ApiKeys())), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with grpc_channel(service) as channel:
         yield outrider_pb2_grpc.GenerationStub(channel)
-    await server.stop(None)
 
 
 SCHEMA_FORMAT = pb2.ResponseFormat(

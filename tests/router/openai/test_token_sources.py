@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -20,12 +19,11 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.router.engine_backend import CARD, EngineBackend, load_engine, write_model
-from tests.router.test_grpc_api import Servicer
+from tests.router.grpc_channel import grpc_channel
 
 REQUEST = {"model": "tiny", "prompt": "abcabcabcabcabc", "max_tokens": 40, "temperature": 0, "return_token_ids": True}
 WORDS = {"guided_regex": "(abcabcabcabc ){6}"}
@@ -129,18 +127,13 @@ async def test_unverified_drafts_are_events_apart_and_change_no_text(http: httpx
 
 
 async def test_grpc_tells_the_same(service: GenerationService, http: httpx.AsyncClient) -> None:
-    server = grpc.aio.server()
-    outrider_pb2_grpc.add_GenerationServicer_to_server(Servicer(GrpcApi(service, ApiKeys())), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     fields = {key: value for key, value in ASKED.items() if key != "speculation"}
     request = pb2.GenerateRequest(**fields, speculation=pb2.Speculation(explain=True))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with grpc_channel(service) as channel:
         stub = outrider_pb2_grpc.GenerationStub(channel)
         answer = await stub.Generate(request, timeout=30)
         request.include_drafts = True
         chunks = [chunk async for chunk in stub.GenerateStream(request, timeout=30)]
-    await server.stop(None)
     full = (await http.post("/v1/completions", json=ASKED)).json()
     assert list(answer.choices[0].token_sources) == full["choices"][0]["token_sources"]
     assert dict(answer.usage.explanation.plain_passes) == full["metrics"]["speculation_explanation"]["plain_passes"]

@@ -1,0 +1,170 @@
+"""`make abuse`: hostile clients against the served demo, beside streams that must not notice.
+
+    python -m bench.served.abuse --only gRPC "random bodies"
+
+Each attack runs once, while three seeded streams go round. What is promised: their texts do not change and none fails,
+no gap of theirs reaches a second, no answer is a 5xx but a 503 with Retry-After, no process ends, and memory is within
+300 MB of what it was when a first burst had filled the pools. The exit status is 1 if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from bench.served.application import ServedApplication
+from bench.served.attacks import ATTACKS, Answers, Face
+from bench.served.bystanders import Bystanders, Stay
+from cluster.ports import free_port
+
+MAX_GAP_S = 1.0
+MAX_GROWTH_BYTES = 300 << 20
+_LASTING = (
+    "ray::Serve",
+    "ray::Target",
+    "ray::Draft",
+    "ray::Index",
+    "ray::HAProxy",
+    "ray::Proxy",
+    "raylet",
+    "haproxy",
+    "gcs",
+)
+_FILLING = ("twelve grammars", "a prediction of", "200 streams", "30 streams")  # so begin the attacks that fill pools
+_SETTLE_S = 3.0
+_ATTACK_TIMEOUT_S = 300.0
+_GRPC_FAULTS = {"INTERNAL", "UNKNOWN", "DATA_LOSS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One attack: the answers by status, what the bystanders met meanwhile, and the seconds it took."""
+
+    name: str
+    answers: Answers
+    stay: Stay
+    seconds: float
+
+    @property
+    def faults(self) -> list[str]:
+        """The promises that were not kept, those of time apart."""
+        stay = self.stay
+        bad = [status for status in self.answers if _is_fault(status)]
+        return [
+            *(f"{self.answers[status]} times {status}" for status in bad),
+            *([f"{stay.num_changed} texts changed"] if stay.num_changed else []),
+            *([f"{len(stay.failures)} streams failed: {stay.failures[0]}"] if stay.failures else []),
+        ]
+
+    @property
+    def broken(self) -> list[str]:
+        """The promises that were not kept."""
+        gap_s = self.stay.longest_gap_s
+        return [*self.faults, *([f"a gap of {gap_s:.2f} s"] if gap_s >= MAX_GAP_S else [])]
+
+
+def _is_fault(status: str) -> bool:
+    return status in _GRPC_FAULTS or (status.startswith("5") and status != "503")
+
+
+def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> list[Outcome]:
+    """Run the attacks in turn."""
+    outcomes = []
+    for name in names:
+        bystanders.report()
+        began_s = time.monotonic()
+        answers = asyncio.run(_bounded(face, name))
+        outcomes.append(Outcome(name, answers, bystanders.report(), time.monotonic() - began_s))
+    return outcomes
+
+
+async def _bounded(face: Face, name: str) -> Answers:
+    return await asyncio.wait_for(ATTACKS[name](face), _ATTACK_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of an application that are to last, and the resident memory of all by name."""
+
+    lasting: dict[int, str]
+    num_bytes: Counter[str]
+
+    @classmethod
+    def of(cls, pid: int) -> Processes:
+        lasting: dict[int, str] = {}
+        num_bytes: Counter[str] = Counter()
+        for process in psutil.Process(pid).children(recursive=True):
+            try:
+                title = (process.cmdline() or [process.name()])[0]
+                size = process.memory_info().rss
+            except psutil.Error:
+                continue
+            name = title.split(".")[0] if title.startswith("ray::") else Path(title).name
+            num_bytes[name] += size
+            if name.startswith(_LASTING):
+                lasting[process.pid] = name
+        return cls(lasting, num_bytes)
+
+
+def main() -> None:
+    """Serve the demo, attack it, print the table."""
+    args = _parse_args()
+    names = [name for name in ATTACKS if any(part in name for part in args.only)] if args.only else list(ATTACKS)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    deploy = yaml.safe_load(Path("deploy.yaml").read_text())
+    face = Face(
+        "127.0.0.1", free_port(), free_port(), deploy["applications"][0]["args"].get("model_id", "outrider-demo")
+    )
+    deploy["http_options"]["port"], deploy["grpc_options"]["port"] = face.http_port, face.grpc_port
+    path = args.folder / "deploy.yaml"
+    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
+    application = ServedApplication(path, face.url)
+    try:
+        application.wait_until_ready()
+        with Bystanders(face.url, face.model) as bystanders:
+            attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING)])
+            before = Processes.of(application.pid)
+            outcomes = attack(face, bystanders, names)
+            time.sleep(_SETTLE_S)
+            after = Processes.of(application.pid)
+    finally:
+        application.close()
+    sys.exit(not report(outcomes, before, after))
+
+
+def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
+    """Print the table; return whether every promise was kept."""
+    print("| thrown | answers | streams beside | longest gap | verdict |\n|---|---|---|---|---|")
+    for each in outcomes:
+        answers = ", ".join(f"{number} x {status}" for status, number in sorted(each.answers.items()))
+        verdict = "; ".join(each.broken) or "kept"
+        stay = each.stay
+        refused = f", {stay.num_refused} refused" if stay.num_refused else ""
+        print(f"| {each.name} | {answers} | {stay.num_streams}{refused} | {stay.longest_gap_s:.2f} s | {verdict} |")
+    gone = [name for pid, name in before.lasting.items() if pid not in after.lasting]
+    growths = {name: size - before.num_bytes[name] for name, size in after.num_bytes.items()}
+    growth = after.num_bytes.total() - before.num_bytes.total()
+    largest = sorted(growths, key=growths.__getitem__, reverse=True)[:4]
+    print(f"\nprocesses that ended: {', '.join(gone) or 'none'}; memory {growth / 2**20:+.0f} MiB, most of it")
+    print(", ".join(f"{name} {growths[name] / 2**20:+.0f}" for name in largest))
+    return not gone and growth < MAX_GROWTH_BYTES and not any(each.broken for each in outcomes)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="PART", help="attacks whose names have one of these parts")
+    parser.add_argument("--folder", type=Path, default=Path(".cache/abuse"), help="for the deploy.yaml and the log")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The gRPC interface over a service in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from cluster.ports import free_port
+from router.api_keys import ApiKeys
+from router.generation.generation_service import GenerationService
+from router.grpc_api.api import GrpcApi
+from router.grpc_api.server import start_grpc_server
+
+
+@asynccontextmanager
+async def grpc_channel(service: GenerationService, api_keys: ApiKeys | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve on a free port, and open a channel to it that may send a message of any size."""
+    address = f"127.0.0.1:{free_port()}"
+    server = await start_grpc_server(GrpcApi(service, api_keys or ApiKeys()), address)
+    try:
+        async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            yield channel
+    finally:
+        await server.stop(None)
