@@ -1,13 +1,17 @@
 """The price of fewer bits: perplexity of one model in every kind of weights, on the same tokens of the same texts.
 
-python -m bench.steps.perplexity --text docs/architecture.md README.md --tokens 4096 --gguf MODEL.gguf
+python -m bench.steps.perplexity --text docs/architecture.md README.md --tokens 4096 --gguf MODEL.gguf \
+    --openvino .cache/peers/models/*openvino*
 
 A GGUF file stands for its numbers in float32, as llama.cpp reads its weights; the rows that meet them are not rounded.
+Models that `make bench-peers` has exported are read by OpenVINO itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +20,14 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.padded_pair import SMOLLM2
+from bench.peers import install
 from engine.config import CacheConfig, ModelConfig, ModelDtype, Quantization
 from engine.model.checkpoint.gguf import convert_gguf
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.perplexity import WINDOW, perplexity
 
+OPENVINO_PERPLEXITY = Path(install.__file__).parent / "openvino_perplexity.py"
 KINDS = (
     ("bfloat16", ModelDtype.BFLOAT16, Quantization.NONE),
     ("float32", ModelDtype.FLOAT32, Quantization.NONE),
@@ -38,7 +44,7 @@ def main() -> None:
     print(f"{args.model.name}, {len(token_ids)} tokens of {len(args.text)} texts, read {WINDOW} at a time\n")
     print("| weights | perplexity | over bfloat16 |\n|---|---|---|")
     first = None
-    for name, value in _measured(args.model, args.gguf, token_ids):
+    for name, value in _measured(args.model, args.gguf, args.openvino, token_ids):
         first = first or value
         print(f"| {name} | {value:.3f} | {value / first - 1:+.2%} |", flush=True)
 
@@ -47,6 +53,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a model; `make real-model` has made it")
     parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file")
+    parser.add_argument("--openvino", type=Path, nargs="+", default=[], help="folders of the same model for OpenVINO")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="files of text that was not trained on")
     parser.add_argument("--tokens", type=int, default=4096, help="at most so many, an equal part of each text")
     parser.add_argument("--threads", type=int, default=2)
@@ -60,7 +67,9 @@ def _token_ids(model: Path, texts: list[Path], num_tokens: int) -> list[int]:
     return [token_id for ids in encoded for token_id in ids[:share]][:num_tokens]
 
 
-def _measured(model: Path, gguf: Path | None, token_ids: list[int]) -> Iterator[tuple[str, float]]:
+def _measured(
+    model: Path, gguf: Path | None, exported: list[Path], token_ids: list[int]
+) -> Iterator[tuple[str, float]]:
     for name, dtype, quantization in KINDS:
         yield name, _perplexity(ModelConfig(str(model), dtype, quantization=quantization), token_ids)
     if gguf is not None:
@@ -69,10 +78,20 @@ def _measured(model: Path, gguf: Path | None, token_ids: list[int]) -> Iterator[
             convert_gguf(gguf, Path(folder), torch.float32)
             value = _perplexity(ModelConfig(folder, ModelDtype.FLOAT32), token_ids)
         yield f"{gguf.name} ({', '.join(types)})", value
+    for each in exported:
+        yield each.name, _openvino_perplexity(each, token_ids)
 
 
 def _perplexity(model: ModelConfig, token_ids: list[int]) -> float:
     return perplexity(ModelRunner(model, CacheConfig(num_blocks=-(-WINDOW // CacheConfig().block_size))), token_ids)
+
+
+def _openvino_perplexity(folder: Path, token_ids: list[int]) -> float:
+    windows = [token_ids[start : start + WINDOW] for start in range(0, len(token_ids) - 1, WINDOW)]
+    programs = install.install_openvino(Path(".cache/peers"))
+    asked = json.dumps({"model": str(folder), "windows": [window for window in windows if len(window) > 1]})
+    command = [str(programs / "python"), str(OPENVINO_PERPLEXITY)]
+    return float(subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 if __name__ == "__main__":
