@@ -73,7 +73,8 @@ def _text(default: Any) -> str:
         return "required"
     if default is None:
         return "none"
-    return f"`{default.value if isinstance(default, Enum) else default}`" if default != "" else '`""`'
+    text = str(default.value if isinstance(default, Enum) else default)
+    return f"`{text}`" if text and "\n" not in text else f"`{json.dumps(text)}`"
 
 
 if __name__ == "__main__":

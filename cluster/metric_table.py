@@ -53,7 +53,7 @@ def sample_metrics() -> MetricTexts:
     )
     ingress, pair, prefill = IngressMetrics(), PairMetrics(), PrefillMetrics()
     ingress.count_request("http", "/v1/models", "200")
-    ingress.count_end("stop", 1.0, 1, 1)
+    ingress.count_end("stop", 1.0, 0.5, 1, 2)
     ingress.router.record_choice(Route(0.0))
     ingress.traffic.count(Traffic(), SpeculationStats(1, 1, (0, 1)))
     pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)

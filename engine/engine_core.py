@@ -280,6 +280,7 @@ class EngineCore:
             classes=self._classes.snapshot(),
             drift=self._drift.snapshot(),
             queue_times=self.scheduler.queue_times.snapshot(),
+            prefill_times=self.scheduler.prefill_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
         )
 

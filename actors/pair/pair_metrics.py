@@ -11,6 +11,7 @@ from prometheus_client.samples import Sample
 
 from actors.shell_messages import Pong
 from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.stats.histogram import HistogramStats
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -162,12 +163,15 @@ def _requests(pong: Pong) -> Iterable[Family]:
     yield _counter(
         "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
     )
-    queue = pong.engine.queue_times
-    yield HistogramMetricFamily(
-        "outrider_request_queue_time_seconds",
+    yield _histogram(
+        "request_queue_time_seconds",
         "From a sequence's arrival at the engine to its first blocks.",
-        buckets=queue.cumulative,
-        sum_value=queue.total,
+        pong.engine.queue_times,
+    )
+    yield _histogram(
+        "request_prefill_time_seconds",
+        "From a sequence's first blocks to its first tokens, less the wait for blocks of prefill replicas.",
+        pong.engine.prefill_times,
     )
     times = pong.engine.times
     parts = ("receive", "schedule", "draft", "forward", "sample", "commit")
@@ -191,6 +195,10 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> 
     for each, value in values.items():
         family.add_metric([each], value)
     return family
+
+
+def _histogram(name: str, text: str, stats: HistogramStats) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"outrider_{name}", text, buckets=stats.cumulative, sum_value=stats.total)
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

@@ -219,5 +219,4 @@ class RemotePrefill:
         self._meter.ended(fetch.fetch_id)
         elapsed_s = self._clock() - fetch.began_s
         self._fetch_s += elapsed_s
-        if fetch.sequence.clock is not None:
-            fetch.sequence.clock.transfer_s += elapsed_s
+        fetch.sequence.clock.transfer_s += elapsed_s

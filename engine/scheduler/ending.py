@@ -58,7 +58,7 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         sources=() if report is None else report.sources[: len(cut.token_ids)],
         explanation=report.explanation() if report is not None and sequence.request.speculation.explain else None,
         offset=sequence.num_output_tokens - len(cut.token_ids),
-        times=None if sequence.clock is None else sequence.clock.take(),
+        times=sequence.clock.take() if sequence.request.is_traced else None,
     )
 
 

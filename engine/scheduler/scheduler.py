@@ -27,7 +27,7 @@ from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.stats.histogram import QUEUE_BUCKETS_S, Histogram
+from engine.stats.histogram import WAIT_BUCKETS_S, Histogram
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
@@ -66,7 +66,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
-        self.queue_times = Histogram(QUEUE_BUCKETS_S)
+        self.queue_times, self.prefill_times = Histogram(WAIT_BUCKETS_S), Histogram(WAIT_BUCKETS_S)
         self._tree = tree
         self._max_num_sequences = config.max_num_sequences
         self._max_tokens_per_step = config.max_tokens_per_step
@@ -308,8 +308,7 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             now_s = self._clock()
             self.queue_times.observe(max(0.0, now_s - sequence.arrival_s))
-            if sequence.clock is not None:
-                sequence.clock.admit(now_s)
+            sequence.clock.admit(now_s)
         return True
 
     def _schedule_rows(
@@ -352,8 +351,8 @@ class Scheduler:
             sequence.record_pass(num_proposed, num_accepted)
         sequence.append(cut.token_ids)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
-        if sequence.clock is not None:
-            sequence.clock.commit(self._clock())
+        if not sequence.clock.is_committed:
+            self.prefill_times.observe(sequence.clock.commit(self._clock()))
         logprobs = outcome.logprobs[: len(cut.token_ids)]
         if cut.finish_reason is None:
             return chunk_of(sequence, cut, logprobs)

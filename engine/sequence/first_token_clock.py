@@ -1,4 +1,4 @@
-"""The phases of a sequence before its first tokens, for requests that are traced."""
+"""The phases of a sequence before its first tokens, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ class FirstTokenClock:
     def __init__(self, arrival_s: float) -> None:
         self._arrival_s = arrival_s
         self._admitted_s = arrival_s
-        self._is_committed = False
         self._times: FirstTokenTimes | None = None
+        self.is_committed = False  # tokens have come
         self.transfer_s = 0.0
 
     def admit(self, now_s: float) -> None:
         """Note that the sequence has its first blocks."""
         self._admitted_s = now_s
 
-    def commit(self, now_s: float) -> None:
-        """Note that tokens are committed; the first time ends the last phase."""
-        if self._is_committed:
-            return
-        self._is_committed = True
+    def commit(self, now_s: float) -> float:
+        """Note that the first tokens are committed, which ends the last phase, and return the seconds of prefill."""
+        self.is_committed = True
         prefill_s = max(0.0, now_s - self._admitted_s - self.transfer_s)
         self._times = FirstTokenTimes(max(0.0, self._admitted_s - self._arrival_s), self.transfer_s, prefill_s)
+        return prefill_s
 
     def take(self) -> FirstTokenTimes | None:
         """Return the phases, once, when they are known."""

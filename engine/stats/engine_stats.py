@@ -134,6 +134,9 @@ class EngineStats:
     queue_times: HistogramStats = field(
         default_factory=HistogramStats
     )  # seconds from a request's arrival to its first blocks
+    prefill_times: HistogramStats = field(
+        default_factory=HistogramStats
+    )  # seconds from there to its first tokens, without transfers
     num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
 
     @property

@@ -39,6 +39,18 @@ class IngressMetrics:
             buckets=_E2E_BUCKETS_S,
             registry=self._registry,
         )
+        self._decode = Histogram(
+            "outrider_request_decode_time_seconds",
+            "From the first tokens of a sequence to its last.",
+            buckets=_E2E_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._token_time = Histogram(
+            "outrider_request_time_per_output_token_seconds",
+            "That time per token after the first, one value per sequence.",
+            buckets=_INTER_TOKEN_BUCKETS_S,
+            registry=self._registry,
+        )
         self._prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens of sequences.", registry=self._registry)
         self._generation_tokens = Counter(
             "outrider_generation_tokens", "Tokens that sequences have gained.", registry=self._registry
@@ -94,10 +106,15 @@ class IngressMetrics:
         for _ in range(num_tokens):
             self._inter_token.observe(waited_s / num_tokens)
 
-    def count_end(self, reason: str, elapsed_s: float, num_prompt_tokens: int, num_tokens: int) -> None:
+    def count_end(
+        self, reason: str, elapsed_s: float, decode_s: float, num_prompt_tokens: int, num_tokens: int
+    ) -> None:
         """Count a sequence that has ended; `reason` must come from a fixed set."""
         self._finished.labels(reason).inc()
         self._e2e.observe(elapsed_s)
+        self._decode.observe(decode_s)
+        if num_tokens > 1:
+            self._token_time.observe(decode_s / (num_tokens - 1))
         self._request_tokens["prompt"].observe(num_prompt_tokens)
         self._request_tokens["generation"].observe(num_tokens)
 
@@ -114,7 +131,7 @@ class TokenClock:
         self._num_prompt_tokens = num_prompt_tokens
         self._traffic = traffic
         self._num_tokens = 0
-        self._started_s = self._last_s = time.perf_counter()
+        self._started_s = self._first_s = self._last_s = time.perf_counter()
 
     def tick(self, num_tokens: int) -> None:
         """`num_tokens` have just arrived."""
@@ -124,11 +141,14 @@ class TokenClock:
         is_first = self._num_tokens == 0
         self._metrics.count_tokens(now_s - self._last_s, num_tokens, self._num_prompt_tokens if is_first else None)
         self._last_s = now_s
+        if is_first:
+            self._first_s = now_s
         self._num_tokens += num_tokens
 
     def end(self, reason: str, speculation: SpeculationStats | None = None) -> None:
         """The sequence has ended, with these sums of its passes."""
         elapsed_s = time.perf_counter() - self._started_s
-        self._metrics.count_end(reason, elapsed_s, self._num_prompt_tokens, self._num_tokens)
+        decode_s = self._last_s - self._first_s
+        self._metrics.count_end(reason, elapsed_s, decode_s, self._num_prompt_tokens, self._num_tokens)
         if speculation is not None:
             self._metrics.traffic.count(self._traffic, speculation)

@@ -274,6 +274,9 @@ def test_a_traced_request_hears_once_what_the_time_before_its_first_token_went_i
     assert first.times.routed_s is None
     others = [*later, *(chunk for chunk in pair.chunks if chunk.request_id == "b")]
     assert {chunk.times for chunk in others} == {None}
+    prefills = pair.core.stats().prefill_times
+    assert sum(prefills.counts) == 2, "of every sequence, once"
+    assert prefills.total >= first.times.prefill_s
 
 
 def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:

@@ -38,6 +38,21 @@ def test_every_query_asks_for_metrics_that_are_served() -> None:
     assert asked - served_names() == set()
 
 
+# Of the dashboards in vLLM's examples; `request_max_num_generation_tokens` alone is not served.
+VLLM_DASHBOARD = (
+    *("e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("request_time_per_output_token_seconds_bucket", "request_queue_time_seconds_sum", "request_success_total"),
+    *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_prompt_tokens_bucket"),
+    *("request_generation_tokens_bucket", "prompt_tokens_total", "generation_tokens_total", "num_requests_running"),
+    *("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total", "num_preemptions_total"),
+)
+
+
+def test_vllms_dashboards_find_their_metrics() -> None:
+    assert {f"vllm:{name}" for name in VLLM_DASHBOARD} - served_names() == set()
+
+
 def test_rates_are_of_counters_and_histograms_alone() -> None:
     counters = {name for query in queries() for name in re.findall(r"rate\((outrider_\w+)", query)}
     gauges = {"running", "waiting", "usage", "connected", "speedup", "alarm"}

@@ -90,6 +90,9 @@ async def test_metrics_are_the_ingress_s_and_the_pairs(http: httpx.AsyncClient, 
     assert samples["outrider_request_success_total", ended] == 1
     assert samples["vllm:request_success_total", (*ended, ("model_name", "fake"))] == 1
     assert samples["outrider_e2e_request_latency_seconds_count", ()] == 1
+    end_to_end_s = samples["outrider_e2e_request_latency_seconds_sum", ()]
+    assert 0 < samples["outrider_request_decode_time_seconds_sum", ()] < end_to_end_s
+    assert samples["outrider_request_time_per_output_token_seconds_count", ()] == 1
     assert samples["outrider_request_prompt_tokens_sum", ()] == 3
     assert samples["outrider_generation_tokens_total", ()] == 6
     unknown = (("face", "http"), ("operation", "other"), ("status", "404"))
