@@ -160,7 +160,7 @@ def _speed_table(measured: list[Measured], planned: Callable[[Measured], str]) -
 
 def _acceptance_table(measured: list[Measured]) -> Table:
     """Return the acceptance of the longest drafts at the fewest streams, by class and position."""
-    table = Table("draft and class", "verify", "share of passes that accepted position 1, 2, ...")
+    table = Table("draft and class", "verify", "accepted of the drafts at position 1, 2, ...")
     fewest, longest = min(each.num_streams for each in measured), max(each.num_tokens for each in measured)
     for each in measured:
         if (each.num_streams, each.num_tokens) == (fewest, longest):

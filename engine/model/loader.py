@@ -21,6 +21,7 @@ from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dequantize import read_dequantized
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
+from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import Scheme, scheme_of
 from engine.model.checkpoint.weight_files import file_sample
@@ -40,6 +41,8 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
     scheme = scheme_of(model_config.to_dict(), config.path)
+    if device.type == "cpu":
+        check_memory(folder, config.path, dtype.itemsize)
     try:
         if scheme is None:
             with reported_reading(folder, _display_name(config.path)):

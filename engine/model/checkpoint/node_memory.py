@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import psutil
 
+from engine.model.checkpoint.weight_files import tensor_headers
+from protos.errors import ConfigError
+
 _CGROUP = Path("/sys/fs/cgroup")
+_GIB = 1 << 30
+_FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; others are packed
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -16,6 +22,23 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     if limit is None or used is None:
         return available
     return min(available, max(0, limit - used + _inactive_bytes(cgroup / "memory.stat")))
+
+
+def check_memory(folder: Path, name: str, float_bytes: int) -> None:
+    """Raise ConfigError before a weight is read if this node has less memory than all of them take.
+
+    It is a floor, without caches and copies, of `float_bytes` for each float and one for each other number. Without it
+    the kernel would end this process, or another one, in the middle of loading.
+    """
+    needed = sum(
+        math.prod(header.shape) * (float_bytes if header.dtype in _FLOATS else 1)
+        for header in tensor_headers(folder).values()
+    )
+    if needed > (available := available_bytes()):
+        raise ConfigError(
+            f"the weights of {name!r} take {needed / _GIB:.1f} GiB, and this node has "
+            f"{available / _GIB:.1f} GiB of memory available; take a smaller or quantized model, or a larger node"
+        )
 
 
 def _number(file: Path) -> int | None:

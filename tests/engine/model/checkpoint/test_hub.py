@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from huggingface_hub import constants
+from safetensors.numpy import save_file
 
+from engine.model.checkpoint import node_memory
 from engine.model.checkpoint.hub import cached_folder, fetch_model, find_model
-from engine.model.checkpoint.node_memory import available_bytes
+from engine.model.checkpoint.node_memory import available_bytes, check_memory
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, read_progress
 from protos.errors import ConfigError
 from tests.hub_server import Hub, running_hub
@@ -81,6 +84,16 @@ def test_a_model_larger_than_memory_or_disk_is_refused_before_a_byte_is_fetched(
     with pytest.raises(ConfigError, match=r"1048576\.0 GiB, and this node has .* nothing was fetched"):
         fetch_model(hub.model_id)
     assert hub.num_downloads == 0
+
+
+def test_a_folder_larger_than_memory_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_file({"a": np.zeros((100, 3), np.float32), "b": np.zeros(50, np.int32)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(node_memory, "available_bytes", lambda: 650)
+    check_memory(tmp_path, "tiny", float_bytes=2)
+    with pytest.raises(ConfigError, match=r"the weights of 'tiny' take .* and this node has"):
+        check_memory(tmp_path, "tiny", float_bytes=4)
 
 
 def test_a_model_that_is_not_there_is_refused_by_name(hub: Hub):
