@@ -7,11 +7,13 @@ period, and applies bounds and delays itself. Pairs and prefill replicas are dec
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # the controller's, which logs nothing else
 
 
 class WorkPolicy:
@@ -25,6 +27,7 @@ class WorkPolicy:
     def __init__(self, ttft_s: float | None = None, itl_s: float | None = None) -> None:
         self._ttft_s = ttft_s or float("inf")
         self._itl_s = itl_s or float("inf")
+        self._num_logged = 0
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         """Return the number of replicas wanted, not rounded, and no state."""
@@ -37,15 +40,24 @@ class WorkPolicy:
         wanted = sum(loads)
         if context.total_num_requests > 0:
             wanted = max(wanted, 1.0)  # the last one stays while it has requests
-        if round(wanted + 0.49) != context.target_num_replicas:
-            logger.info(
-                "%s: work for %.2f replicas (target %d): queued prefill %s s against %g, a token %s s against %g",
-                context.deployment_name,
-                wanted,
-                context.target_num_replicas,
-                [round(queues_s.get(replica, 0.0), 3) for replica in context.running_replicas],
-                self._ttft_s,
-                [round(tokens_s.get(replica, 0.0), 4) for replica in context.running_replicas],
-                self._itl_s,
-            )
+        self._log(wanted, context, queues_s, tokens_s)
         return wanted, {}
+
+    def _log(
+        self, wanted: float, context: AutoscalingContext, queues_s: Mapping[Any, float], tokens_s: Mapping[Any, float]
+    ) -> None:
+        """Log the numbers behind a decision, within its bounds, where it is another than the last."""
+        least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+        if (number := min(max(math.ceil(wanted), least), most)) == self._num_logged:
+            return
+        self._num_logged = number
+        logger.info(
+            "%s: work for %.2f replicas (target %d): queued prefill %s s against %g, a token %s s against %g",
+            context.deployment_name,
+            wanted,
+            context.target_num_replicas,
+            [round(queues_s.get(replica, 0.0), 3) for replica in context.running_replicas],
+            self._ttft_s,
+            [round(tokens_s.get(replica, 0.0), 4) for replica in context.running_replicas],
+            self._itl_s,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -71,3 +72,14 @@ def test_without_limits_of_latency_requests_are_counted():
     assert AutoscalingSection(max_replicas=2).to_serve()["target_ongoing_requests"] == 16
     with pytest.raises(ValueError, match="keep one of them"):
         AutoscalingSection(max_replicas=2, target_ongoing_requests=4, ttft_s=1)
+
+
+def test_a_decision_is_logged_with_its_numbers_when_it_changes(caplog: pytest.LogCaptureFixture):
+    policy = WorkPolicy(itl_s=0.01)
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        for token_s in (0.015, 0.019, 0.15, 0.19):  # 2, 2, then 9 of the 15 and 19 that are wanted
+            policy(context(token_s={"a": token_s}))
+    assert [each.getMessage().partition(" (")[0] for each in caplog.records] == [
+        "Pair: work for 1.50 replicas",
+        "Pair: work for 15.00 replicas",
+    ]

@@ -1,0 +1,29 @@
+"""`outrider:build`, and its packages beside a user's of the same names, as Ray's `working_dir` has them first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str, working_dir: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{working_dir}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["engine", "cluster"])
+def test_a_users_package_is_not_hidden_by_ours_and_an_application_that_would_take_it_for_ours_is_refused(
+    name: str, tmp_path: Path
+):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("OWNER = 'user'\n")
+    assert run(f"import {name}; print({name}.OWNER)", tmp_path).stdout == "user\n"
+    refused = run("import outrider", tmp_path)
+    assert f"'{name}' is {tmp_path / name}, and Outrider's is {ROOT / name}: rename" in refused.stderr
