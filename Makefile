@@ -21,7 +21,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cach
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".cache/engine-coverage.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ bench-peers: $(BENCH_INSTALLED)  ## docs/peers*.md: OpenVINO GenAI, llama-server
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
+
+chaos: $(BENCH_INSTALLED)  ## docs/reliability.md: each process killed and stopped beside streams; SOAK=10 BENCH_ARGS="--only clock"
+	@$(BIN)/python -m bench.served.chaos --soak $(or $(SOAK),0) $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
 	@$(BIN)/python -m bench.steps.profile

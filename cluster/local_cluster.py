@@ -13,6 +13,7 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import ray
 from ray import serve
@@ -82,22 +83,7 @@ class LocalCluster:
 
     def deploy(self, file: DeployFile) -> None:
         """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder."""
-        request = urllib.request.Request(
-            f"http://{self._dashboard}/api/serve/applications/",
-            data=json.dumps(with_absolute_paths(file.deployment)).encode(),
-            headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
-            method="PUT",
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S):
-                pass
-        except urllib.error.HTTPError as error:
-            raise ConfigError(f"Serve refused the deployment: {error.read().decode(errors='replace')}") from None
-        except OSError as error:
-            raise ConfigError(
-                f"Ray's dashboard at {self._dashboard} did not take the deployment within {_REQUEST_TIMEOUT_S:.0f} s "
-                f"({error}); look into /tmp/ray/session_latest/logs"
-            ) from None
+        put_deployment(self._dashboard, file.deployment)
 
     def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
         """Return when every replica serves; call `on_wait` with the status twice a second.
@@ -145,6 +131,30 @@ class LocalCluster:
         waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
         messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+
+def put_deployment(dashboard: str, deployment: dict[str, Any]) -> None:
+    """Hand a deployment to Serve by Ray's dashboard, whose host and port are given, with paths that hold in any folder.
+
+    Raises:
+        ConfigError: Serve refused it, or the dashboard does not answer.
+    """
+    request = urllib.request.Request(
+        f"http://{dashboard}/api/serve/applications/",
+        data=json.dumps(with_absolute_paths(deployment)).encode(),
+        headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
+        method="PUT",
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S):
+            pass
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"Serve refused the deployment: {error.read().decode(errors='replace')}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's dashboard at {dashboard} did not take the deployment within {_REQUEST_TIMEOUT_S:.0f} s "
+            f"({error}); look into /tmp/ray/session_latest/logs"
+        ) from None
 
 
 def _reason(message: str) -> str:

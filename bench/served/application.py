@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 300.0
@@ -15,13 +17,19 @@ STOP_TIMEOUT_S = 60.0
 
 
 class ServedApplication:
-    """`cluster.cli serve` with one deploy.yaml; ready when /health answers 200."""
+    """`cluster.cli serve` with one deploy.yaml; ready when /health answers 200.
 
-    def __init__(self, deploy_yaml: Path, base_url: str) -> None:
+    `wrapper` is a command that executes the one behind it, in surroundings of its own; `environment` is added to ours.
+    """
+
+    def __init__(
+        self, deploy_yaml: Path, base_url: str, wrapper: Sequence[str] = (), environment: Mapping[str, str] = {}
+    ) -> None:
         self._base_url = base_url
         self._log = deploy_yaml.with_suffix(".log").open("wb")
-        command = [sys.executable, "-m", "cluster.cli", "serve", str(deploy_yaml)]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        command = [*wrapper, sys.executable, "-m", "cluster.cli", "serve", str(deploy_yaml)]
+        variables = {**os.environ, **environment}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=variables)
 
     @property
     def pid(self) -> int:

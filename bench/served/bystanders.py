@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -12,20 +13,35 @@ from types import TracebackType
 import httpx
 import msgspec
 
-_NUM_TOKENS = 96
 _TIMEOUT_S = 120.0
-_REFUSED_PAUSE_S = 0.2
+_PAUSE_S = 0.2  # after a refusal or a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What bystanders ask for. Each of `num_seeds` has a prompt of so many lines; cold ones find nothing cached."""
+
+    num_seeds: int = 3
+    num_tokens: int = 96
+    num_lines: int = 1
+    is_cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """What the bystanders met since the last report, and their longest wait; refused is 503 with Retry-After."""
+    """What the bystanders met since the last report, and their longest wait; refused is 503 with Retry-After.
+
+    A stream that fails counts as changed if what came before is no beginning of its text. `num_tokens_off` are the
+    tokens that whole streams had too few or too many; `strange` are the texts of changed ones, with their seeds.
+    """
 
     num_streams: int = 0
     num_changed: int = 0
     num_refused: int = 0
     failures: tuple[str, ...] = ()
     longest_gap_s: float = 0.0
+    num_tokens_off: int = 0
+    strange: tuple[tuple[int, str], ...] = ()
 
 
 class Bystanders:
@@ -37,12 +53,13 @@ class Bystanders:
         RuntimeError: a first stream failed.
     """
 
-    def __init__(self, base_url: str, model: str, num_seeds: int = 3) -> None:
+    def __init__(self, base_url: str, model: str, habits: Habits = Habits()) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_stand_by, args=(theirs, base_url, model, num_seeds), daemon=True)
+        self._process = context.Process(target=_stand_by, args=(theirs, base_url, model, habits), daemon=True)
         self._process.start()
         first = self._receive()
+        self.texts = dict(first.strange)  # by seed
         if first.failures:
             self.close()
             raise RuntimeError(f"bystanders cannot stream from {base_url}: {first.failures[0]}")
@@ -70,90 +87,129 @@ class Bystanders:
         self.close()
 
 
+class _Came:
+    """What came of one stream so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self.gap_s = 0.0
+
+    def read(self, line: str) -> None:
+        """Add one line of server-sent events.
+
+        Raises:
+            httpx.RemoteProtocolError: the line is the server's error.
+        """
+        if not line.startswith("data: {"):
+            return
+        event = msgspec.json.decode(line.removeprefix("data: "))
+        if "error" in event:
+            raise httpx.RemoteProtocolError(str(event["error"]))
+        for choice in event["choices"]:
+            self.text += choice.get("text", "")
+            self.num_tokens += len(choice.get("token_ids") or ())
+
+
 class _Seed:
     """The streams of one seed, and what was met since the last report."""
 
-    def __init__(self, base_url: str, model: str, seed: int) -> None:
+    def __init__(self, base_url: str, model: str, seed: int, habits: Habits) -> None:
         self._url = f"{base_url}/v1/completions"
+        self._seed = seed
+        self._habits = habits
+        lines = [f"def function_{seed}_{index}(path):\n" for index in range(habits.num_lines - 1)]
         self._body = {
             "model": model,
-            "prompt": f"def function_{seed}(path):\n",
-            "max_tokens": _NUM_TOKENS,
+            "prompt": "".join([*lines, f"def function_{seed}(path):\n"]),
+            "max_tokens": habits.num_tokens,
             "temperature": 0.8,
             "seed": seed,
             "ignore_eos": True,
             "stream": True,
+            "return_token_ids": True,
         }
         self._text: str | None = None
         self._lock = threading.Lock()
         self._stay = Stay()
         self._arrived_s = time.monotonic()
+        self._number = 0
 
     def stream(self) -> None:
         """Stream once and compare."""
-        text, failure, gap_s = "", None, 0.0
+        self._number += 1
+        body = {**self._body, "cache_salt": f"{self._seed}-{self._number}"} if self._habits.is_cold else self._body
+        came = _Came()
+        failure = None
         self._arrived_s = time.monotonic()
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=_TIMEOUT_S) as answer:
+            with httpx.stream("POST", self._url, json=body, timeout=_TIMEOUT_S) as answer:
                 if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
                     self._add(Stay(num_refused=1))
-                    time.sleep(_REFUSED_PAUSE_S)
+                    time.sleep(_PAUSE_S)
                     return
                 if answer.status_code != httpx.codes.OK:
                     failure = f"HTTP {answer.status_code}"
                 for line in answer.iter_lines():
-                    text += _text_of(line)
+                    came.read(line)
                     now_s = time.monotonic()
-                    gap_s, self._arrived_s = max(gap_s, now_s - self._arrived_s), now_s
+                    came.gap_s, self._arrived_s = max(came.gap_s, now_s - self._arrived_s), now_s
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             failure = f"{type(error).__name__}: {error}"
-        if self._text is None:
-            self._text = text
-        has_changed = failure is None and text != self._text
-        self._add(Stay(1, int(has_changed), 0, (failure,) if failure else (), gap_s))
+        self._add(self._judged(came, failure))
+        if failure:
+            time.sleep(_PAUSE_S)
+
+    def _judged(self, came: _Came, failure: str | None) -> Stay:
+        if self._text is None and failure is None:
+            self._text = came.text
+            return Stay(1, strange=((self._seed, came.text),))
+        known = self._text or ""
+        if failure is not None:
+            is_changed = not known.startswith(came.text)
+            return Stay(1, int(is_changed), 0, (failure,), came.gap_s, 0, self._strange(is_changed, came))
+        is_changed = came.text != known
+        off = abs(came.num_tokens - self._habits.num_tokens)
+        return Stay(1, int(is_changed), 0, (), came.gap_s, off, self._strange(is_changed, came))
+
+    def _strange(self, is_changed: bool, came: _Came) -> tuple[tuple[int, str], ...]:
+        return ((self._seed, came.text),) if is_changed else ()
 
     def _add(self, stay: Stay) -> None:
         with self._lock:
-            self._stay = _sum([self._stay, stay])
+            self._stay = total([self._stay, stay])
 
     def take(self) -> Stay:
         """Return what was met since the last call, the wait that still lasts included."""
         with self._lock:
             stay, self._stay = self._stay, Stay()
-        return _sum([stay, Stay(longest_gap_s=time.monotonic() - self._arrived_s)])
+        return total([stay, Stay(longest_gap_s=time.monotonic() - self._arrived_s)])
 
     def stream_for_ever(self) -> None:
         while True:
             self.stream()
 
 
-def _stand_by(pipe: Connection, base_url: str, model: str, num_seeds: int) -> None:
-    seeds = [_Seed(base_url, model, seed) for seed in range(num_seeds)]
+def _stand_by(pipe: Connection, base_url: str, model: str, habits: Habits) -> None:
+    seeds = [_Seed(base_url, model, seed, habits) for seed in range(habits.num_seeds)]
     for seed in seeds:
         seed.stream()
-    pipe.send(_sum([seed.take() for seed in seeds]))
+    pipe.send(total([seed.take() for seed in seeds]))
     for seed in seeds:
         threading.Thread(target=seed.stream_for_ever, daemon=True).start()
     while True:
         pipe.recv()
-        pipe.send(_sum([seed.take() for seed in seeds]))
+        pipe.send(total([seed.take() for seed in seeds]))
 
 
-def _sum(stays: list[Stay]) -> Stay:
+def total(stays: Sequence[Stay]) -> Stay:
+    """Return what was met in all of them."""
     return Stay(
         sum(stay.num_streams for stay in stays),
         sum(stay.num_changed for stay in stays),
         sum(stay.num_refused for stay in stays),
         tuple(failure for stay in stays for failure in stay.failures),
         max(stay.longest_gap_s for stay in stays),
+        sum(stay.num_tokens_off for stay in stays),
+        tuple(text for stay in stays for text in stay.strange),
     )
-
-
-def _text_of(line: str) -> str:
-    """Return the text of one line of server-sent events."""
-    if not line.startswith("data: {"):
-        return ""
-    event = msgspec.json.decode(line.removeprefix("data: "))
-    if "error" in event:
-        raise httpx.RemoteProtocolError(str(event["error"]))
-    return "".join(choice.get("text", "") for choice in event["choices"])

@@ -12,7 +12,8 @@ from engine.sequence.sequence import Sequence
 class KVFetch:
     """Blocks [next_block, end_block) of `sequence` are ordered and have not arrived.
 
-    `followers` are sequences that lack the same blocks; they adopt them from the prefix cache as these arrive.
+    `followers` are sequences that lack the same blocks; they adopt them from the prefix cache as these arrive. Blocks
+    that come after `deadline_s` are not used: `timeout_s` after the order left, or sooner while no replica accepts it.
     """
 
     fetch_id: int
@@ -20,6 +21,7 @@ class KVFetch:
     next_block: int
     end_block: int
     began_s: float
+    timeout_s: float
     deadline_s: float
     followers: list[Sequence] = field(default_factory=list)
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_NEWS_PER_STEP = 4  # storing a chunk is a copy that sequences which decode wait for
 _MIN_TIMEOUT_S = 5.0
+_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once, but for the first order; where none is left, Serve waits for one
 _TIMEOUT_BEFORE_RATES_S = 30.0
 _TIMES_EXPECTED = 4.0  # the time-out over the expected time
 
@@ -78,6 +79,7 @@ class RemotePrefill:
         self._fetches = FetchTable(blocks)
         self._num_tokens = 0
         self._num_fetches = 0
+        self._has_accepted = False
         self._failures: Counter[str] = Counter()
         self._last_mismatch = ""
         self._fetch_s = 0.0
@@ -144,7 +146,8 @@ class RemotePrefill:
         first_block = sequence.num_computed_tokens // self._blocks.block_size
         end_block = first_block + num_blocks
         timeout_s = self._timeout_s(placement)
-        fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, now_s + timeout_s)
+        deadline_s = now_s + (min(timeout_s, _ACCEPT_TIMEOUT_S) if self._has_accepted else timeout_s)
+        fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, timeout_s, deadline_s)
         self._fetches.add(fetch)
         self._num_fetches += 1
         self._meter.ordered(fetch.fetch_id, placement.num_tokens)
@@ -163,6 +166,8 @@ class RemotePrefill:
     def _handle(self, fetch: KVFetch, news: FetchNews) -> None:
         match news:
             case FetchAccepted():
+                self._has_accepted = True
+                fetch.deadline_s = fetch.began_s + fetch.timeout_s
                 self._meter.accepted(fetch.fetch_id, news.load, self._clock() - fetch.began_s)
             case KVChunk():
                 self._take(fetch, news)

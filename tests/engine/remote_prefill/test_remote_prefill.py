@@ -373,6 +373,20 @@ def test_after_a_failure_prompts_are_read_here_for_a_while(model: ModelConfig) -
     assert len(pair.transport.orders) == 2
 
 
+def test_an_order_that_no_replica_accepts_is_given_up_in_two_seconds_after_the_first(model: ModelConfig) -> None:
+    current: Fault = intact
+    pair = build(model, Setup(fault=lambda news: current(news)))
+    pair.core.add(long_request("a", seed=1))
+    pair.run()
+    current = silent
+    pair.core.add(long_request("b", seed=2))
+    began_s = pair.clock.now_s
+    pair.run()
+    assert len(pair.transport.orders) == 2
+    assert pair.source.stats.failures == {FetchFailure.TIMEOUT: 1}
+    assert 2.0 < pair.clock.now_s - began_s < 4.0
+
+
 def test_a_mismatch_is_logged_once(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
     pair = build(model, Setup(fault=mismatched))
     with caplog.at_level(logging.WARNING):

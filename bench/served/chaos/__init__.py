@@ -1,0 +1,1 @@
+"""Faults in a served application, and more load than it can take, beside streams that must not notice."""

@@ -1,0 +1,217 @@
+"""`make chaos`: every process of a served demo killed and stopped in turn, and more, beside seeded streams.
+
+    python -m bench.served.chaos --only target "clock" --soak 10
+
+Two pairs, a prefill replica and two ingress replicas serve the demo on this machine while six seeded streams go round,
+with prompts that no cache holds. What is promised for each fault: no text changes, no token is lost or doubled, and no
+stream fails but those whose connection the fault ended; their beginnings were right, and the next one has the same
+text. Then, for as many minutes as `--soak` says, memory, blocks, actors, handles and threads stay as they are. The exit
+status is 1 if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.served.bystanders import Bystanders, Habits, Stay, total
+from bench.served.chaos.faults import FAULTS, Fault
+from bench.served.chaos.processes import Usage
+from bench.served.chaos.world import MODEL, POLL_S, Args, World
+
+HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
+_HEAD = ("fault", "sent", "failed", "tokens off", "texts changed", "longest stall", "recovery", "verdict")
+_SOAK_EVERY_S = 20.0
+_WARM_S = 30.0
+_END_TIMEOUT_S = 60.0
+_GROWTH = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the streams met during a fault, and the seconds until everything was back."""
+
+    fault: Fault
+    stay: Stay
+    recovery_s: float
+    problem: str = ""
+
+    @property
+    def broken(self) -> list[str]:
+        """The promises that were not kept."""
+        stay = self.stay
+        return [
+            *([self.problem] if self.problem else []),
+            *([f"{stay.num_changed} texts changed"] if stay.num_changed else []),
+            *([f"{stay.num_tokens_off} tokens lost or doubled"] if stay.num_tokens_off else []),
+            *([f"failed: {stay.failures[0]}"] if stay.failures and not self.fault.may_break else []),
+        ]
+
+
+def settings(args: Args) -> None:
+    """Serve two pairs, a prefill replica that long prompts go to, and two ingress replicas."""
+    args["target"]["num_threads"] = args["draft"]["num_threads"] = 1
+    args["cache"]["memory_gib"] = 0.25
+    args["pair"]["num_replicas"] = args["ingress"]["num_replicas"] = 2
+    args["prefill"] = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
+
+
+class Chaos:
+    """A served application and the streams beside it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._bystanders = Bystanders(world.base_url, MODEL, HABITS)
+
+    def bring(self, fault: Fault) -> Outcome:
+        """Bring about a fault, and wait until all is back."""
+        self._bystanders.report()
+        began_s = time.monotonic()
+        problem, stay = "", None
+        try:
+            fault.act(self._world)
+            if fault.is_final:
+                stay = self._start_anew()
+        except TimeoutError as error:
+            problem = str(error)
+        recovery_s = time.monotonic() - began_s
+        stay = stay or self._stay_to_the_end()
+        if fault.has_other_texts:
+            stay = self._judged_by_other_texts(stay)
+        return Outcome(fault, stay, recovery_s, problem)
+
+    def _stay_to_the_end(self) -> Stay:
+        """Return what the streams met, those that still ran when all was back included."""
+        stays = [self._bystanders.report()]
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        num_later = 0
+        while num_later < 2 * HABITS.num_seeds and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            stays.append(self._bystanders.report())
+            num_later += stays[-1].num_streams
+        return total(stays)
+
+    def _start_anew(self) -> Stay:
+        stay, texts = self._bystanders.report(), self._bystanders.texts
+        self.close()
+        self._world.restart()
+        self._bystanders = Bystanders(self._world.base_url, MODEL, HABITS)
+        return stay if self._bystanders.texts == texts else replace(stay, num_changed=HABITS.num_seeds)
+
+    def _judged_by_other_texts(self, stay: Stay) -> Stay:
+        """Count as changed the texts that are neither of the old model nor of the new one, which is asked now."""
+        self.close()
+        self._bystanders = Bystanders(self._world.base_url, MODEL, HABITS)
+        texts = self._bystanders.texts
+        mixed = [text for seed, text in stay.strange if not texts[seed].startswith(text)]
+        return replace(stay, num_changed=len(mixed))
+
+    def close(self) -> None:
+        """End the streams."""
+        self._bystanders.close()
+
+
+def soak(world: World, minutes: float) -> bool:
+    """Stream for so long and print what is used; return whether it stayed as it was."""
+    with Bystanders(world.base_url, MODEL, HABITS) as bystanders:
+        time.sleep(_WARM_S)
+        first = last = world.processes.usage()
+        bystanders.report()
+        deadline_s = time.monotonic() + 60 * minutes
+        print(f"\n| soak, {minutes:g} min | RSS | processes | actors | threads | handles |\n|---|---|---|---|---|---|")
+        _print_usage("after half a minute", first)
+        while time.monotonic() < deadline_s:
+            time.sleep(_SOAK_EVERY_S)
+            last = world.processes.usage()
+        _print_usage("at the end", last)
+        stay = bystanders.report()
+    time.sleep(2.0)
+    used = _used_blocks(world)
+    print(
+        f"\n{stay.num_streams} streams, {stay.num_changed} changed, {len(stay.failures)} failed; {used:.0f} blocks held"
+    )
+    return not (stay.num_changed or stay.failures or used) and _is_flat(first, last)
+
+
+def _print_usage(when: str, usage: Usage) -> None:
+    print(
+        f"| {when} | {usage.num_bytes / 2**20:.0f} MiB | {usage.num_processes} | {usage.num_actors} | "
+        f"{usage.num_threads} | {usage.num_handles} |"
+    )
+
+
+def _is_flat(first: Usage, last: Usage) -> bool:
+    pairs = (
+        (first.num_bytes, last.num_bytes),
+        (first.num_processes, last.num_processes),
+        (first.num_actors, last.num_actors),
+        (first.num_threads, last.num_threads),
+        (first.num_handles, last.num_handles),
+    )
+    return all(now <= _GROWTH * before for before, now in pairs)
+
+
+def _used_blocks(world: World) -> float:
+    text = httpx.get(f"{world.base_url}/metrics", timeout=30.0).text
+    families = text_string_to_metric_families(text)
+    return sum(s.value for each in families if each.name == "outrider_kv_cache_used_blocks" for s in each.samples)
+
+
+def report(outcome: Outcome) -> None:
+    """Print a row of the table."""
+    stay = outcome.stay
+    verdict = "; ".join(outcome.broken) or "kept"
+    refused = f", {stay.num_refused} refused" if stay.num_refused else ""
+    print(
+        f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)} | {stay.num_tokens_off} | "
+        f"{stay.num_changed} | {stay.longest_gap_s:.1f} s | {outcome.recovery_s:.1f} s | {verdict} |",
+        flush=True,
+    )
+
+
+def run(world: World, faults: list[Fault]) -> bool:
+    """Bring about the faults in turn and print the table; return whether every promise was kept."""
+    print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
+    is_kept = True
+    chaos = Chaos(world)
+    try:
+        for fault in faults:
+            outcome = chaos.bring(fault)
+            report(outcome)
+            is_kept &= not outcome.broken
+    finally:
+        chaos.close()
+    return is_kept
+
+
+def main() -> None:
+    """Serve the demo, bring about faults, soak, print the tables."""
+    args = _parse_args()
+    faults = [each for each in FAULTS if not args.only or any(part in each.name for part in args.only)]
+    world = World(args.folder, settings)
+    try:
+        world.start()
+        is_kept = run(world, faults)
+        if args.soak:
+            is_kept &= soak(world, args.soak)
+    finally:
+        world.close()
+    sys.exit(not is_kept)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="PART", help="faults whose names have one of these parts")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="stream so long at the end")
+    parser.add_argument("--folder", type=Path, default=Path(".cache/chaos"), help="for the deploy.yaml and the log")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

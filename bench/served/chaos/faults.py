@@ -1,0 +1,157 @@
+"""The faults of `make chaos`: processes killed and stopped, memory filled, the clock moved, other settings deployed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+
+from bench.served.chaos.world import Args, World
+
+STOP_S = 8.0
+FILL_S = 6.0
+CLOCK_SHIFT_S = 3600.0
+_NODE = "chaos_node"
+_FACES = frozenset({"ingress", "HAProxy"})  # they hold the clients' connections
+_STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProxy's manager", "Serve controller")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `act` returns when what it did is over and all that it ended is back.
+
+    Streams may break where the process holds the clients' connections. After a final one the operator starts the
+    application anew; after others it has another model, whose texts are other ones.
+    """
+
+    name: str
+    act: Callable[[World], None]
+    may_break: bool = False
+    is_final: bool = False
+    has_other_texts: bool = False
+
+
+def _kill(kind: str, world: World) -> None:
+    processes = world.processes.of(kind)
+    victim = processes[0]
+    victim.kill()
+    world.eventually(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, f"{kind} ends")
+    world.eventually(lambda: len(world.processes.of(kind)) >= len(processes), f"{kind} is back")
+    world.await_running()
+    world.eventually(world.generates, "a request is answered")
+
+
+def _stop(kind: str, world: World) -> None:
+    processes = world.processes.of(kind)
+    processes[0].suspend()
+    time.sleep(STOP_S)
+    with contextlib.suppress(psutil.Error):
+        processes[0].resume()
+    world.eventually(lambda: len(world.processes.of(kind)) >= len(processes), f"{kind} is back")
+    world.eventually(world.generates, "a request is answered")
+
+
+def _kill_gcs(world: World) -> None:
+    """Ray keeps its tables there: without external Redis nothing restarts it, and the raylet follows in a minute."""
+    world.processes.of("GCS")[0].kill()
+    time.sleep(STOP_S)
+
+
+def _kill_raylet(world: World) -> None:
+    """Kill the head's raylet: all of its workers end with it."""
+    world.processes.of("raylet")[0].kill()
+    time.sleep(1.0)
+
+
+def _kill_second_raylet(world: World) -> None:
+    """Have the prefill replica on a second node, and kill that node's raylet."""
+    node = world.add_node(_NODE)
+    override = {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {_NODE: 1}}}
+    world.deploy(lambda args: None, [override])
+    node.kill()
+    time.sleep(STOP_S)
+    world.eventually(world.generates, "a request is answered")
+    world.deploy(lambda args: None)
+
+
+def _fill_shared_memory(world: World) -> None:
+    path = world.shared_memory / "filling"
+    try:
+        with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\1" * (1 << 20))
+        time.sleep(FILL_S)
+    finally:
+        path.unlink()
+    world.eventually(world.generates, "a request is answered")
+
+
+_HOLD = """
+import sys, time, numpy, ray
+ray.init(address=sys.argv[1], namespace="chaos", log_to_driver=False)
+capacity = ray.cluster_resources()["object_store_memory"]
+held = [ray.put(numpy.ones(32 << 20, dtype=numpy.uint8)) for _ in range(int(capacity * 0.95) >> 25)]
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def _fill_object_store(world: World) -> None:
+    subprocess.run([sys.executable, "-c", _HOLD, world.gcs_address(), str(FILL_S)], timeout=120, check=True)
+    world.eventually(world.generates, "a request is answered")
+
+
+def _move_clock(shift_s: float, world: World) -> None:
+    world.shift_clock(shift_s)
+    time.sleep(STOP_S)
+    world.shift_clock(0.0)
+    world.eventually(world.generates, "a request is answered")
+
+
+def _redeploy(change: Callable[[Args], None], world: World) -> None:
+    world.deploy(change)
+    world.eventually(world.generates, "a request is answered")
+
+
+def _other_draft(args: Args) -> None:
+    args["draft"] = {"kind": "suffix"}
+
+
+def _other_number(args: Args) -> None:
+    args["speculation"].update(num_tokens=1, adaptive=False)
+
+
+def _one_pair(args: Args) -> None:
+    args["pair"]["num_replicas"] = 1
+
+
+def other_weights(args: Args) -> None:
+    """Serve the demo's draft in its target's place: other texts, the same tokenizer."""
+    args["target"]["path"] = "models/demo/draft"
+
+
+_KILLED = (*_STOPPED[:5], "ingress", "standby proxy", "HAProxy", *_STOPPED[5:])
+
+FAULTS = [
+    *(Fault(f"kill: {kind}", partial(_kill, kind), kind in _FACES) for kind in _KILLED),
+    *(Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind)) for kind in (*_STOPPED, "ingress", "HAProxy")),
+    Fault("kill: raylet of a second node, with the prefill replica", _kill_second_raylet),
+    Fault(f"fill /dev/shm for {FILL_S:.0f} s", _fill_shared_memory),
+    Fault(f"fill the object store for {FILL_S:.0f} s", _fill_object_store),
+    Fault("clock an hour ahead, then right again", partial(_move_clock, CLOCK_SHIFT_S)),
+    Fault("clock an hour back, then right again", partial(_move_clock, -CLOCK_SHIFT_S)),
+    Fault("redeploy: another draft", partial(_redeploy, _other_draft)),
+    Fault("redeploy: another K", partial(_redeploy, _other_number)),
+    Fault("redeploy: one pair", partial(_redeploy, _one_pair)),
+    Fault("redeploy: the first settings, two pairs", partial(_redeploy, lambda args: None)),
+    Fault("redeploy: other target weights", partial(_redeploy, other_weights), has_other_texts=True),
+    Fault("redeploy: the first weights", partial(_redeploy, lambda args: None), has_other_texts=True),
+    Fault("stop 8 s: GCS", partial(_stop, "GCS")),
+    Fault("kill: GCS, then the operator starts anew", _kill_gcs, may_break=True, is_final=True),
+    Fault("kill: the head's raylet, then the operator starts anew", _kill_raylet, may_break=True, is_final=True),
+]

@@ -1,0 +1,225 @@
+"""`make overload`: 5 and 100 times the load that a served demo can take, of two tenants with weights 3 and 1.
+
+    python -m bench.served.chaos.overload --times 5 100 --seconds 20
+
+Requests have one, two or four choices of 32 to 128 tokens, and come at a steady rate whatever becomes of those before.
+What is promised: the tokens of answered requests per second stay within 10% of those of a load that just fills the
+pairs, each request is answered or refused, 99 of 100 refusals take less than 50 ms, and while both tenants ask for more
+than there is, each has its weight's part of the tokens within 10%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.served.chaos.world import MODEL, Args, World
+
+WEIGHTS = {"heavy": 3, "light": 1}
+_HEAD = ("load", "requests/s", "answered", "refused", "other", "tokens/s", "refusal p50", "p99", "heavy has", "verdict")
+_OK, _REFUSED = 200, 503
+_NUM_CLOSED = 64  # requests at once of the load that just fills the pairs
+_ANSWER_TIMEOUT_S = 180.0
+_MARGIN = 0.1
+_MAX_REFUSAL_S = 0.05
+_WARM = 0.25  # of a run, which is not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: its tenant, the status, the tokens of all choices, when it was sent and when it had its answer."""
+
+    tenant: str
+    status: int
+    num_tokens: int
+    sent_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A run: the requests sent at `times` the capacity, and what became of them."""
+
+    times: float
+    rate: float
+    began_s: float
+    ended_s: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def statuses(self) -> Counter[int]:
+        return Counter(answer.status for answer in self.answers)
+
+    def tokens_per_second(self, tenants: Sequence[str] = tuple(WEIGHTS)) -> float:
+        """Return the tokens of requests that were answered after the run was warm and before its end, by time."""
+        from_s = self.began_s + _WARM * (self.ended_s - self.began_s)
+        counted = (a for a in self.answers if a.tenant in tenants and from_s <= a.ended_s < self.ended_s)
+        return sum(answer.num_tokens for answer in counted) / (self.ended_s - from_s)
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.statuses[_OK] / (self.ended_s - self.began_s)
+
+    def refusal_s(self, percentile: float) -> float:
+        """Return a percentile of the time that a refusal took."""
+        times = [a.ended_s - a.sent_s for a in self.answers if a.status == _REFUSED]
+        return float(np.percentile(times, percentile)) if times else 0.0
+
+    @property
+    def heavy_share(self) -> float:
+        return self.tokens_per_second(["heavy"]) / max(self.tokens_per_second(), 1e-9)
+
+    def broken(self, capacity: Load) -> list[str]:
+        """The promises that were not kept."""
+        ratio = self.tokens_per_second() / capacity.tokens_per_second()
+        fair = WEIGHTS["heavy"] / sum(WEIGHTS.values())
+        strange = {status: number for status, number in self.statuses.items() if status not in (_OK, _REFUSED)}
+        return [
+            *([f"goodput {ratio:.0%}"] if ratio < 1 - _MARGIN else []),
+            *([f"answers {strange}"] if strange else []),
+            *([f"refusals {1000 * self.refusal_s(99):.0f} ms"] if self.refusal_s(99) > _MAX_REFUSAL_S else []),
+            *([f"heavy has {self.heavy_share:.0%}"] if abs(self.heavy_share / fair - 1) > _MARGIN else []),
+        ]
+
+
+class Client:
+    """Requests of two tenants in turn, each on a connection of its own, of sizes that a seed fixes."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._random = random.Random(11)
+        self._tenants = itertools.cycle(WEIGHTS)
+
+    async def request(self) -> Answer:
+        """Send one request and await its answer; the status is 0 where there is none."""
+        tenant = next(self._tenants)
+        content = self._request_of(tenant)
+        sent_s = time.monotonic()
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                writer.write(content)
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                writer.close()
+            status = int(head.split()[1])
+            num_tokens = json.loads(body)["usage"]["completion_tokens"] if status == _OK else 0
+        except (OSError, ValueError, IndexError, TimeoutError):
+            status, num_tokens = 0, 0
+        return Answer(tenant, status, num_tokens, sent_s, time.monotonic())
+
+    def _request_of(self, tenant: str) -> bytes:
+        body = {
+            "model": MODEL,
+            "prompt": f"def function_{self._random.randrange(10**6)}(path):\n",
+            "n": self._random.choice((1, 2, 4)),
+            "max_tokens": self._random.choice((32, 64, 128)),
+            "ignore_eos": True,
+            "seed": 1,
+        }
+        content = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        return head.encode() + content
+
+
+async def closed_load(client: Client, seconds: float) -> Load:
+    """Keep so many requests running that no place is free for long, and none has to be refused."""
+    answers: list[Answer] = []
+    began_s = time.monotonic()
+
+    async def go_on() -> None:
+        while time.monotonic() < began_s + seconds:
+            answers.append(await client.request())
+
+    await asyncio.gather(*(go_on() for _ in range(_NUM_CLOSED)))
+    return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers))
+
+
+async def open_load(client: Client, capacity: Load, times: float, seconds: float) -> Load:
+    """Send requests at `times` the rate of `capacity`, then await what was accepted."""
+    rate = times * capacity.requests_per_second
+    began_s = time.monotonic()
+    tasks = []
+    for index in range(int(rate * seconds)):
+        await asyncio.sleep(began_s + index / rate - time.monotonic())
+        tasks.append(asyncio.create_task(client.request()))
+    ended_s = time.monotonic()
+    return Load(times, len(tasks) / (ended_s - began_s), began_s, ended_s, tuple(await asyncio.gather(*tasks)))
+
+
+def settings(folder: Path, args: Args) -> None:
+    """Serve two pairs with small queues, so that a run of seconds fills them, and the tenants' keys."""
+    path = folder / "keys"
+    path.write_text("".join(f"key-of-{name} tenant={name} weight={weight}\n" for name, weight in WEIGHTS.items()))
+    args["target"]["num_threads"] = args["draft"]["num_threads"] = 1
+    args["cache"]["memory_gib"] = 0.25
+    args["scheduler"]["max_num_sequences"] = 32
+    args["pair"].update(num_replicas=2, max_queued_requests=96)
+    args["ingress"].update(num_replicas=2, api_keys_file=str(path))
+
+
+async def measure(world: World, all_times: Sequence[float], seconds: float) -> bool:
+    """Print a row for each load; return whether every promise was kept."""
+    client = Client(world.port)
+    await closed_load(client, seconds / 2)  # what is compiled and learnt at first
+    capacity = await closed_load(client, seconds)
+    print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
+    _print(capacity, ["just full"])
+    is_kept = True
+    for times in all_times:
+        load = await open_load(client, capacity, times, seconds)
+        broken = load.broken(capacity)
+        _print(load, broken or ["kept"])
+        is_kept &= not broken
+    return is_kept
+
+
+def _print(load: Load, verdict: list[str]) -> None:
+    statuses = load.statuses
+    num_other = statuses.total() - statuses[_OK] - statuses[_REFUSED]
+    p50_ms, p99_ms = 1000 * load.refusal_s(50), 1000 * load.refusal_s(99)
+    print(
+        f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[_OK]} | {statuses[_REFUSED]} | "
+        f"{num_other} | {load.tokens_per_second():.0f} | {p50_ms:.0f} ms | {p99_ms:.0f} ms | {load.heavy_share:.0%} | "
+        f"{'; '.join(verdict)} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Serve the demo, overload it, print the table."""
+    args = _parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    world = World(folder, lambda deploy: settings(folder, deploy))
+    try:
+        world.start()
+        is_kept = asyncio.run(measure(world, args.times, args.seconds))
+    finally:
+        world.close()
+    sys.exit(not is_kept)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=float, nargs="+", default=[5.0, 100.0], help="of the capacity")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--folder", type=Path, default=Path(".cache/overload"), help="for the deploy.yaml and the log")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The processes of one served application on a machine that may run others, by what they are."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "OUTRIDER_CHAOS"
+KINDS = {
+    "target": "ray::TargetActor",
+    "draft": "ray::DraftActor",
+    "pair shell": "ray::ServeReplica:outrider:Pair",
+    "prefill replica": "ray::ServeReplica:outrider:Prefill",
+    "ingress": "ray::ServeReplica:outrider:Ingress",
+    "index": "ray::IndexActor",
+    "standby proxy": "ray::ProxyActor",
+    "HAProxy's manager": "ray::HAProxyManager",
+    "HAProxy": "haproxy",
+    "Serve controller": "ray::ServeController",
+    "GCS": "gcs_server",
+    "raylet": "raylet",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What all processes of an application use together; actors are the processes that Ray has titled."""
+
+    num_bytes: int
+    num_processes: int
+    num_actors: int
+    num_threads: int
+    num_handles: int
+
+
+class Processes:
+    """The processes that descend from `pid`, or from one that has the mark in its environment.
+
+    A process whose parent was killed is no descendant any more, and one that Ray has titled shows no environment.
+    """
+
+    def __init__(self, pid: int, mark: str) -> None:
+        self._pid = pid
+        self._mark = f"{MARK}={mark}".encode()
+
+    def all(self) -> list[psutil.Process]:
+        """Return those that run now."""
+        found: dict[int, psutil.Process] = {}
+        for root in self._roots():
+            try:
+                for process in (root, *root.children(recursive=True)):
+                    found[process.pid] = process
+            except psutil.Error:
+                continue
+        return [process for process in found.values() if _is_running(process)]
+
+    def _roots(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            try:
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if process.pid == self._pid or self._mark in environment:
+                yield process
+
+    def of(self, kind: str) -> list[psutil.Process]:
+        """Return the processes of a kind, the oldest first."""
+        title = KINDS[kind]
+        return sorted(
+            (process for process in self.all() if title_of(process).startswith(title)), key=lambda each: each.pid
+        )
+
+    def usage(self) -> Usage:
+        """Return what they use now."""
+        sizes = [size for size in map(_usage_of, self.all()) if size is not None]
+        return Usage(
+            sum(size.num_bytes for size in sizes),
+            len(sizes),
+            sum(size.num_actors for size in sizes),
+            sum(size.num_threads for size in sizes),
+            sum(size.num_handles for size in sizes),
+        )
+
+
+def new_mark() -> str:
+    """Return a value for the environment variable `MARK`."""
+    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def title_of(process: psutil.Process) -> str:
+    """Return the title that Ray gave a process, or its program's name."""
+    try:
+        title = (process.cmdline() or [process.name()])[0]
+    except psutil.Error:  # it has just ended
+        return ""
+    return title if title.startswith("ray::") else Path(title).name
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _usage_of(process: psutil.Process) -> Usage | None:
+    try:
+        is_actor = title_of(process).startswith("ray::")
+        return Usage(process.memory_info().rss, 1, int(is_actor), process.num_threads(), process.num_fds())
+    except psutil.Error:
+        return None
