@@ -70,7 +70,10 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
 
 
 def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> None:
-    """Raise ConfigError if the GPUs that pairs demand are not all on this machine, to which none is added later."""
+    """Raise ConfigError if the GPUs that pairs demand, or cores for them, are not all on this machine.
+
+    No node is added to it later, and the pairs would wait for ever.
+    """
     demand = config.pair.gpus
     if demand is None:
         return
@@ -81,6 +84,12 @@ def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> No
         raise ConfigError(
             f"pair.gpus and prefill demand {needed} GPUs, and this machine has {len(topology.devices)}; deploy to a "
             f"cluster by `serve deploy`, where replicas wait for nodes, or lower the demand (seen: {topology})"
+        )
+    num_cores = needed * demand.cpus_per_gpu
+    if num_cores > (available := os.cpu_count() or 1):
+        raise ConfigError(
+            f"{needed} GPUs with {demand.cpus_per_gpu} cores each (pair.gpus.cpus_per_gpu) need {num_cores} cores, and "
+            f"this machine has {available}; lower it, for instance by --set pair.gpus.cpus_per_gpu=1"
         )
 
 

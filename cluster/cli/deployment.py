@@ -67,6 +67,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
         ("target", "quantization", options.quantization),
         ("target", "tensor_parallel_size", options.num_gpus),
         ("pair", "num_replicas", options.num_pairs),
+        ("pair", "gpus", None if options.num_gpus is None else {"count": options.num_gpus}),
     ):
         if value is not None:
             args.setdefault(section, {})[key] = value

@@ -43,7 +43,9 @@ def serve(
     draft_kind: Annotated[_DraftKind, Option(help="what the path of --draft holds")] = _DraftKind.MODEL,
     model_id: Annotated[str | None, Option(help="the name that clients ask for")] = None,
     quantization: Annotated[str | None, Option(help="of the target's weights: none, int8, int4, ...")] = None,
-    gpus: Annotated[int | None, Option(min=1, help="GPUs over which the target is sharded")] = None,
+    gpus: Annotated[
+        int | None, Option(min=1, help="GPUs that each pair demands; its target is sharded over them")
+    ] = None,
     pairs: Annotated[int | None, Option(min=1, help="replicas of draft and target")] = None,
     host: Annotated[str, Option(help="address for HTTP; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, Option(min=1, max=65535, help="port for HTTP")] = 8000,

@@ -87,7 +87,15 @@ def test_what_is_meant_for_a_cluster_can_be_checked_on_a_machine_without_gpus(tm
     check_memory(config(tmp_path, num_replicas=1000), NodeTopology())
     with pytest.raises(ConfigError, match=r"demand 6 GPUs, and this machine has 0; deploy to a cluster"):
         check_gpus(config(tmp_path), NodeTopology())
-    check_gpus(config(tmp_path), read_topology(RecordedNvml("nvswitch_8")))
+
+
+def test_gpus_of_this_machine_need_cores_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    topology = read_topology(RecordedNvml("nvswitch_8"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 24)
+    check_gpus(config(tmp_path), topology)
+    monkeypatch.setattr(os, "cpu_count", lambda: 23)
+    with pytest.raises(ConfigError, match=r"6 GPUs with 4 cores each .* need 24 cores, and this machine has 23"):
+        check_gpus(config(tmp_path), topology)
 
 
 def test_resources_that_ray_counts_itself_are_refused(tmp_path: Path):

@@ -34,6 +34,14 @@ def test_options_become_keys():
     assert (config.pair.num_replicas, config.scheduler.max_model_len) == (2, 99)
 
 
+def test_gpus_are_demanded_and_a_machine_without_them_starts_nothing(capsys: pytest.CaptureFixture[str]):
+    config = parse_config(args_of(TARGET, num_gpus=2))
+    assert config.pair.gpus is not None
+    assert (config.target.tensor_parallel_size, config.pair.gpus.count) == (2, 2)
+    assert main(["serve", "demo", "--gpus", "512"]) == 1
+    assert "demand 512 GPUs, and this machine has" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("draft", ["suffix", "ngram", "none"])
 def test_a_draft_without_a_model_is_named_by_its_kind(draft: str):
     assert parse_config(args_of(TARGET, draft=draft)).draft.kind == draft
