@@ -21,7 +21,7 @@ ENGINE_COVERAGE := $(BIN)/python -m slipcover --source engine --json --out .cach
 ENGINE_COVERED := $(BIN)/python -c 'import json; print(json.load(open(".cache/engine-coverage.json"))["summary"]["percent_covered_display"])'
 COVERAGE := $(BIN)/python -m coverage
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos overload profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -107,6 +107,9 @@ bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--
 
 chaos: $(BENCH_INSTALLED)  ## docs/reliability.md: each process killed and stopped beside streams; SOAK=10 BENCH_ARGS="--only clock"
 	@$(BIN)/python -m bench.served.chaos --soak $(or $(SOAK),0) $(BENCH_ARGS)
+
+overload: $(BENCH_INSTALLED)  ## docs/reliability.md: 5 and 100 times the load that a served demo can take, of two tenants
+	@$(BIN)/python -m bench.served.chaos.overload $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
 	@$(BIN)/python -m bench.steps.profile

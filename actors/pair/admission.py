@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
 _RESERVED_S = 5.0  # for the choices of a request that was admitted to come; they may go to other pairs
+_WANTING_S = 2.0  # after a refusal, in which a tenant is thought to want places still
 _JITTER = 0.25  # of a Retry-After, so that those refused together do not come back together
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant of whom requests are inside, or were refused of late."""
+
+    weight: float
+    num_inside: int = 0
+    refused_s: float = -math.inf
+    num_wanted: int = 1  # places, of the request refused last
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """Places of the choices of one request that are to come."""
+
+    tenant: str
+    num_places: int
+    until_s: float
 
 
 class Admission:
     """Counts requests; the recent duration of a request gives the Retry-After of a refused one.
 
     The first choice of a request brings the number of its choices: there is a place for each, or the request is
-    refused before any of them runs. The others are never refused, nor is what moves here from a lost pair.
+    refused before any of them runs. The others are never refused, nor is what moves here from a lost pair. While a
+    tenant is refused, places that others give back are kept for it up to its weight's part of all: else tenants would
+    be let in as often as they ask, and served at that rate, whatever their weights.
     """
 
     def __init__(
@@ -31,8 +55,8 @@ class Admission:
         self._max_requests = max_requests
         self._clock = clock
         self._jitter = jitter
-        self._num_inside = 0
-        self._reserved: dict[str, tuple[int, float]] = {}  # group -> places of choices to come, and until when
+        self._tenants: dict[str, _Tenant] = {}
+        self._reserved: dict[str, _Reservation] = {}  # by group
         self._usual_duration_s = 1.0
 
     def enter(self, request: GenerateRequest) -> None:
@@ -41,32 +65,70 @@ class Admission:
         Raises:
             OverloadedError: there are not enough places.
         """
+        tenant = self._tenants.setdefault(request.tenant, _Tenant(request.weight))
+        tenant.weight = request.weight
         if request.is_admitted:
             self._use_reserved(request.group_id)
         else:
-            self._check(request.num_places)
+            self._check(request, tenant)
             if request.num_places > 1:
-                self._reserved[request.group_id] = request.num_places - 1, self._clock() + _RESERVED_S
-        self._num_inside += 1
+                until_s = self._clock() + _RESERVED_S
+                self._reserved[request.group_id] = _Reservation(request.tenant, request.num_places - 1, until_s)
+        tenant.num_inside += 1
 
-    def leave(self, duration_s: float) -> None:
-        """Give the place back after `duration_s`."""
-        self._num_inside -= 1
+    def leave(self, request: GenerateRequest, duration_s: float) -> None:
+        """Give the place of a request back after `duration_s`."""
+        self._tenants[request.tenant].num_inside -= 1
         self._usual_duration_s += 0.1 * (duration_s - self._usual_duration_s)
 
-    def _check(self, num_places: int) -> None:
+    def _check(self, request: GenerateRequest, tenant: _Tenant) -> None:
         """Refuse what has no room; a request of more choices than there are places needs an empty pair."""
         now_s = self._clock()
-        self._reserved = {group: place for group, place in self._reserved.items() if place[1] > now_s}
-        num_taken = self._num_inside + sum(num for num, _ in self._reserved.values())
-        if num_taken and num_taken + num_places > self._max_requests:
+        self._forget(now_s, request.tenant)
+        num_taken = self._num_taken()
+        num_kept = self._num_kept_from(request.tenant, now_s)
+        if num_taken and num_taken + num_kept + request.num_places > self._max_requests:
             self.num_refused += 1
-            asked = f"; this request has {num_places} choices" if num_places > 1 else ""
+            tenant.refused_s, tenant.num_wanted = now_s, request.num_places
+            asked = f"; this request has {request.num_places} choices" if request.num_places > 1 else ""
             raise OverloadedError(
                 f"{num_taken} requests are running or queued, and this pair takes {self._max_requests}{asked}; "
                 "send it again later, or raise pair.max_queued_requests or pair.num_replicas",
-                retry_after_s=self._retry_after_s(num_taken + num_places - self._max_requests),
+                retry_after_s=self._retry_after_s(num_taken + num_kept + request.num_places - self._max_requests),
             )
+
+    def _forget(self, now_s: float, newcomer: str) -> None:
+        self._reserved = {group: each for group, each in self._reserved.items() if each.until_s > now_s}
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if name == newcomer or tenant.num_inside or self._is_wanting(tenant, now_s)
+        }
+
+    def _num_taken(self) -> int:
+        reserved = sum(each.num_places for each in self._reserved.values())
+        return reserved + sum(tenant.num_inside for tenant in self._tenants.values())
+
+    def _num_kept_from(self, newcomer: str, now_s: float) -> int:
+        """Return the places that are not for this tenant: what others that want them lack of their parts.
+
+        Nothing is kept for a request that is larger than what its tenant lacks: it would wait beside idle places.
+        """
+        weights = sum(tenant.weight for tenant in self._tenants.values())
+        num_kept = 0
+        for name, tenant in self._tenants.items():
+            if name != newcomer and self._is_wanting(tenant, now_s):
+                num_lacking = int(self._max_requests * tenant.weight / weights) - self._num_taken_by(name)
+                num_kept += num_lacking if num_lacking >= tenant.num_wanted else 0
+        return num_kept
+
+    def _num_taken_by(self, name: str) -> int:
+        reserved = sum(each.num_places for each in self._reserved.values() if each.tenant == name)
+        return reserved + self._tenants[name].num_inside
+
+    @staticmethod
+    def _is_wanting(tenant: _Tenant, now_s: float) -> bool:
+        return now_s - tenant.refused_s < _WANTING_S
 
     def _retry_after_s(self, num_missing: int) -> float:
         """Predict the time until so many places are free: each is given back once in the usual duration."""
@@ -74,5 +136,6 @@ class Admission:
         return round(wait_s * (1 + _JITTER * self._jitter()), 1)
 
     def _use_reserved(self, group_id: str) -> None:
-        if (reserved := self._reserved.pop(group_id, None)) is not None and reserved[0] > 1:
-            self._reserved[group_id] = reserved[0] - 1, reserved[1]
+        reserved = self._reserved.pop(group_id, None)
+        if reserved is not None and reserved.num_places > 1:
+            self._reserved[group_id] = _Reservation(reserved.tenant, reserved.num_places - 1, reserved.until_s)

@@ -50,7 +50,7 @@ class PairShell:
                 is_finished = bool(chunks) and chunks[-1].finish_reason is not None
                 yield chunks
         finally:
-            self._admission.leave(time.monotonic() - arrived_s)
+            self._admission.leave(request, time.monotonic() - arrived_s)
             if is_accepted:
                 self._client.drop(request.request_id)
 

@@ -6,6 +6,7 @@ The tests run in order and share an application.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
@@ -15,6 +16,7 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.served.bystanders import Bystanders, Habits, total
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
 from tests.serve.tiny_models import CHARACTERS, write_pair
 
@@ -116,6 +118,27 @@ def test_a_killed_target_loses_its_blocks_in_the_index_and_prefixes_move(served:
     stale = served.metric("outrider_router_stale_answers")
     assert all(ask(served, text(seed)) >= LENGTH - 16 for seed in range(8))
     assert served.metric("outrider_router_stale_answers") == stale
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("TargetActor", signal.SIGSTOP), ("ServeReplica:outrider:Pair", signal.SIGKILL)],
+)
+def test_streams_do_not_change_while_a_process_is_stopped_or_killed(
+    served: ServedPair, name: str, number: signal.Signals
+):
+    eventually(lambda: len(processes(name)) == 2)
+    with Bystanders(served.url, MODEL, Habits(num_tokens=150)) as bystanders:
+        victim = processes(name)[0]
+        victim.send_signal(number)
+        stays = [bystanders.report()]
+        eventually(lambda: stays.append(bystanders.report()) or total(stays).num_streams >= 3)  # type: ignore[func-returns-value]
+        if number is signal.SIGSTOP:
+            victim.resume()
+            stays.append(bystanders.report())
+        eventually(lambda: stays.append(bystanders.report()) or total(stays).num_streams >= 6)  # type: ignore[func-returns-value]
+    stay = total(stays)
+    assert (stay.num_changed, stay.num_tokens_off, stay.failures) == (0, 0, ())
 
 
 def test_undeploying_ends_streams_with_an_error_and_health_watches(served: ServedPair):

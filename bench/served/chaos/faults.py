@@ -18,7 +18,7 @@ STOP_S = 8.0
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
 _NODE = "chaos_node"
-_FACES = frozenset({"ingress", "HAProxy"})  # they hold the clients' connections
+_FACES = frozenset({"ingress", "HAProxy", "HAProxy's manager"})  # the clients' connections end with them
 _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProxy's manager", "Serve controller")
 
 

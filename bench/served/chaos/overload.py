@@ -1,8 +1,8 @@
 """`make overload`: 5 and 100 times the load that a served demo can take, of two tenants with weights 3 and 1.
 
-    python -m bench.served.chaos.overload --times 5 100 --seconds 20
+    python -m bench.served.chaos.overload --times 5 100 --seconds 40
 
-Requests have one, two or four choices of 32 to 128 tokens, and come at a steady rate whatever becomes of those before.
+Requests have one, two or four choices of 128 to 384 tokens, and come at a steady rate whatever becomes of those before.
 What is promised: the tokens of answered requests per second stay within 10% of those of a load that just fills the
 pairs, each request is answered or refused, 99 of 100 refusals take less than 50 ms, and while both tenants ask for more
 than there is, each has its weight's part of the tokens within 10%.
@@ -29,11 +29,11 @@ from bench.served.chaos.world import MODEL, Args, World
 WEIGHTS = {"heavy": 3, "light": 1}
 _HEAD = ("load", "requests/s", "answered", "refused", "other", "tokens/s", "refusal p50", "p99", "heavy has", "verdict")
 _OK, _REFUSED = 200, 503
-_NUM_CLOSED = 64  # requests at once of the load that just fills the pairs
+_NUM_CLOSED = 16  # requests at once of the load that just fills the pairs
 _ANSWER_TIMEOUT_S = 180.0
 _MARGIN = 0.1
 _MAX_REFUSAL_S = 0.05
-_WARM = 0.25  # of a run, which is not counted
+_WARM = 0.35  # of a run, which is not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Client:
             "model": MODEL,
             "prompt": f"def function_{self._random.randrange(10**6)}(path):\n",
             "n": self._random.choice((1, 2, 4)),
-            "max_tokens": self._random.choice((32, 64, 128)),
+            "max_tokens": self._random.choice((128, 256, 384)),
             "ignore_eos": True,
             "seed": 1,
         }
@@ -166,9 +166,9 @@ def settings(folder: Path, args: Args) -> None:
     path.write_text("".join(f"key-of-{name} tenant={name} weight={weight}\n" for name, weight in WEIGHTS.items()))
     args["target"]["num_threads"] = args["draft"]["num_threads"] = 1
     args["cache"]["memory_gib"] = 0.25
-    args["scheduler"]["max_num_sequences"] = 32
-    args["pair"].update(num_replicas=2, max_queued_requests=96)
-    args["ingress"].update(num_replicas=2, api_keys_file=str(path))
+    args["scheduler"]["max_num_sequences"] = 16
+    args["pair"].update(num_replicas=2, max_queued_requests=8)
+    args["ingress"] = {"num_replicas": 2, "api_keys_file": str(path)}
 
 
 async def measure(world: World, all_times: Sequence[float], seconds: float) -> bool:
@@ -216,7 +216,7 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=float, nargs="+", default=[5.0, 100.0], help="of the capacity")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
     parser.add_argument("--folder", type=Path, default=Path(".cache/overload"), help="for the deploy.yaml and the log")
     return parser.parse_args()
 

@@ -79,8 +79,8 @@ class World:
         path = self._folder / "deploy.yaml"
         path.write_text(yaml.safe_dump(self.deployment, sort_keys=False))
         self._application = ServedApplication(path, self.base_url, _wrapper(), self._environment())
-        self._application.wait_until_ready()
         self.processes = Processes(self._application.pid, self._mark)
+        self._application.wait_until_ready()
         self.await_running()
 
     def _environment(self) -> dict[str, str]:
@@ -93,16 +93,17 @@ class World:
 
     def close(self) -> None:
         """Stop everything."""
-        for process in self.processes.all() if self._application is not None else ():
+        if self._application is None:
+            return
+        for process in self.processes.all():
             with contextlib.suppress(psutil.Error):
                 process.resume()
-        if self._application is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._application.close()
-            for process in self.processes.all():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            self._application = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._application.close()
+        for process in self.processes.all():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._application = None
 
     def restart(self) -> None:
         """Start anew after everything was taken down."""

@@ -19,7 +19,7 @@ def new_admission(max_requests: int, now_s: list[float] | None = None) -> Admiss
 def test_a_place_is_free_again_after_leave():
     admission = new_admission(1)
     admission.enter(request())
-    admission.leave(0.5)
+    admission.leave(request(), 0.5)
     admission.enter(request())
 
 
@@ -31,7 +31,7 @@ def test_a_full_pair_refuses_with_a_retry_time():
         admission.enter(request())
     assert caught.value.retry_after_s == 1.0
     assert admission.num_refused == 1
-    admission.leave(0.5)
+    admission.leave(request(), 0.5)
     admission.enter(request())  # a refused request has taken no place
 
 
@@ -39,7 +39,7 @@ def test_the_retry_time_grows_with_the_duration_of_requests():
     admission = new_admission(1)
     for _ in range(100):
         admission.enter(request())
-        admission.leave(20.0)
+        admission.leave(request(), 20.0)
     admission.enter(request())
     with pytest.raises(OverloadedError) as caught:
         admission.enter(request())
@@ -87,7 +87,7 @@ def test_what_was_admitted_is_never_refused_and_keeps_newcomers_out():
     admission = new_admission(1)
     admission.enter(request("a"))
     admission.enter(request("moved", 1))
-    admission.leave(1.0)
+    admission.leave(request(), 1.0)
     with pytest.raises(OverloadedError):
         admission.enter(request("b"))
 
@@ -95,3 +95,55 @@ def test_what_was_admitted_is_never_refused_and_keeps_newcomers_out():
 def test_a_request_of_more_choices_than_places_is_let_into_an_empty_pair():
     admission = new_admission(2)
     admission.enter(request("a", num_choices=8))
+
+
+def of_tenant(name: str, weight: float, num_choices: int = 1) -> GenerateRequest:
+    return GenerateRequest(f"{name}-0", (1,), tenant=name, weight=weight, num_places=num_choices)
+
+
+def test_tenants_are_let_in_by_weight_however_often_each_asks():
+    now_s = [0.0]
+    admission = new_admission(40, now_s)
+    light, heavy = of_tenant("light", 1.0), of_tenant("heavy", 3.0)
+    inside: list[GenerateRequest] = []
+    num_admitted = {"light": 0, "heavy": 0}
+    for turn in range(400):
+        for each in (light, light, light, heavy):
+            try:
+                admission.enter(each)
+            except OverloadedError:
+                continue
+            inside.append(each)
+            num_admitted[each.tenant] += turn >= 200
+        if len(inside) == 40:
+            admission.leave(inside.pop(0), 1.0)
+        now_s[0] += 0.01
+    assert sum(each is heavy for each in inside) == 30
+    assert num_admitted["heavy"] == pytest.approx(150, abs=5)
+    assert sum(num_admitted.values()) == 200
+
+
+def test_a_tenant_that_is_alone_or_asks_no_more_leaves_all_places_to_others():
+    now_s = [0.0]
+    admission = new_admission(4, now_s)
+    light, heavy = of_tenant("light", 1.0), of_tenant("heavy", 3.0)
+    for _ in range(4):
+        admission.enter(light)
+    with pytest.raises(OverloadedError):
+        admission.enter(heavy)
+    admission.leave(light, 1.0)
+    with pytest.raises(OverloadedError):
+        admission.enter(light)  # the place is kept for the other
+    now_s[0] = 3.0
+    admission.enter(light)
+
+
+def test_no_place_stays_idle_for_a_request_that_is_larger_than_its_tenants_part():
+    admission = new_admission(4)
+    one, other = of_tenant("one", 1.0), of_tenant("other", 1.0, 3)
+    admission.enter(one)
+    admission.enter(one)
+    with pytest.raises(OverloadedError):
+        admission.enter(other)
+    admission.enter(one)
+    admission.enter(one)
