@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_NEWS_PER_STEP = 4  # storing a chunk is a copy that sequences which decode wait for
 _MIN_TIMEOUT_S = 5.0
-_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once, but for the first order; where none is left, Serve waits for one
+_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once; where none is left, Serve waits for one
+_FIRST_ACCEPT_TIMEOUT_S = 8.0  # of the first order, for which Serve's router has to start
 _TIMEOUT_BEFORE_RATES_S = 30.0
 _TIMES_EXPECTED = 4.0  # the time-out over the expected time
 
@@ -146,7 +147,8 @@ class RemotePrefill:
         first_block = sequence.num_computed_tokens // self._blocks.block_size
         end_block = first_block + num_blocks
         timeout_s = self._timeout_s(placement)
-        deadline_s = now_s + (min(timeout_s, _ACCEPT_TIMEOUT_S) if self._has_accepted else timeout_s)
+        accept_timeout_s = _ACCEPT_TIMEOUT_S if self._has_accepted else _FIRST_ACCEPT_TIMEOUT_S
+        deadline_s = now_s + min(timeout_s, accept_timeout_s)
         fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, timeout_s, deadline_s)
         self._fetches.add(fetch)
         self._num_fetches += 1

@@ -19,6 +19,7 @@ from protos.backoff import Backoff
 from protos.errors import DeadlineExceededError, ModelChangedError, OverloadedError, ServingError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk
 from router.backend.backend import Backend
+from router.backend.refusal_gate import RefusalGate
 from router.config import IngressLimits
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class MigratingBackend:
 
     A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
     accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, or its
-    own deadline has passed. `on_move` is called for every attempt after the first, `on_model_change` where a pair has
-    refused a request that was made for another model.
+    own deadline has passed. `gate` hears of refusals and of what was let in. `on_move` is called for every attempt
+    after the first, `on_model_change` where a pair has refused a request that was made for another model.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class MigratingBackend:
         on_move: Callable[[], None] = lambda: None,
         on_model_change: Callable[[], None] = lambda: None,
     ) -> None:
+        self.gate = RefusalGate()
         self._inner = inner
         self._limits = limits
         self._on_move = on_move
@@ -68,7 +70,10 @@ class MigratingBackend:
             try:
                 async with aclosing(self._inner.generate(state.next_request())) as batches:
                     while not state.is_finished:
+                        is_new = not state.was_accepted
                         batch = await state.next_batch(batches)
+                        if is_new:
+                            self.gate.accepted(request)
                         if state.take_news() or batch:
                             yield batch
             except (UnavailableError, OverloadedError) as error:
@@ -79,6 +84,8 @@ class MigratingBackend:
 
     async def _pause(self, state: MigrationState, error: ServingError) -> None:
         """Wait until the next attempt is due. Raises `error` if there is to be none."""
+        if isinstance(error, OverloadedError) and not state.was_accepted:
+            self.gate.refused(state.request, error)
         pause_s = state.pause_before_next_attempt_s(error)
         num_committed = len(state.committed)
         text = "request %s: %s Asking again in %.2f s, %d tokens on."
@@ -109,8 +116,17 @@ class MigrationState:
         self.is_finished = False
 
     @property
+    def request(self) -> GenerateRequest:
+        return self._request
+
+    @property
     def request_id(self) -> str:
         return self._request.request_id
+
+    @property
+    def was_accepted(self) -> bool:
+        """True once a pair has taken the request."""
+        return self._was_accepted
 
     def take_news(self) -> bool:
         """Return True once, where others wait to hear that a pair has taken this one."""

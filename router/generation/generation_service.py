@@ -60,9 +60,9 @@ class GenerationService:
         self.files = files
         self.metrics = metrics
         self.tracer = tracer_from_environment() if tracer is None else tracer
-        self.backend = self._traced(
-            MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
-        )
+        migrating = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
+        self._gate = migrating.gate
+        self.backend = self._traced(migrating)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
@@ -146,6 +146,7 @@ class GenerationService:
         """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
         self.check_model(body.model)
         check_num_choices(len(body.prompts), body.n or 1, self.config.limits)
+        self._gate.check(current_client.get().tenant, len(body.prompts) * (body.n or 1))
         prompts = [await self._prompt(prompt, body) for prompt in body.prompts]
         return await self._start(
             GenerateParams(
@@ -162,6 +163,8 @@ class GenerationService:
 
     async def chat(self, body: ChatCompletionRequest) -> Generation:
         """Start what `/v1/chat/completions` asks for; nothing runs before its deltas are read."""
+        self.check_model(body.model)
+        self._gate.check(current_client.get().tenant, body.n or 1)
         token_ids = await self.chat_prompt(body)
         use = body.tool_use
         grammar = body.grammar if use is None else self._tool_format().grammar(use, body.grammar)
