@@ -102,7 +102,12 @@ time.sleep(float(sys.argv[2]))
 
 
 def _fill_object_store(world: World) -> None:
-    subprocess.run([sys.executable, "-c", _HOLD, world.gcs_address(), str(FILL_S)], timeout=120, check=True)
+    subprocess.run(
+        [sys.executable, "-c", _HOLD, world.gcs_address(), str(FILL_S)],
+        timeout=120,
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
     world.eventually(world.generates, "a request is answered")
 
 
