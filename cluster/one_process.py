@@ -28,6 +28,7 @@ from protos.messages import SpeculationMethod
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
+from router.grpc_api.engine_service import engine_service
 from router.grpc_api.server import start_grpc_server
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
@@ -119,7 +120,8 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: 
     if port is None:
         yield
         return
-    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}")
+    more = engine_service(service, api_keys) if service.config.vllm_grpc else None
+    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}", more)
     try:
         yield
     finally:

@@ -127,6 +127,7 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         reasoning_format=config.ingress.reasoning_format,
         chat_template=config.ingress.chat_template_text,
         prompt_tools=config.ingress.prompt_tools,
+        vllm_grpc=config.ingress.vllm_grpc,
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,
         limits=IngressLimits(**config.ingress.limits.model_dump()),

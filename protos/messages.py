@@ -265,11 +265,11 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `speculative_decoding` on either frontend, without counts that never occurred."""
+        """Return the fields of `speculative_decoding`, under vLLM's names and in its forms."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
-            "acceptance_histogram": {accepted: num for accepted, num in enumerate(self.accepted_histogram) if num},
+            "acceptance_histogram": list(self.accepted_histogram),
             "num_accepted_draft_tokens": self.num_accepted_tokens,
             "num_draft_tokens": self.num_draft_tokens,
             "num_spec_steps": self.num_passes,

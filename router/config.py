@@ -23,11 +23,11 @@ class IngressConfig:
 
     `tool_format` is the form of the model's tool calls, `reasoning_format` that of its thoughts: a name, or auto for
     the form in its chat template. `chat_template` is a text in place of the template that the model brings.
-    `prompt_tools` describes tools in the system message where the template has none.
-    `model_path` is the folder or Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None
-    serves every client. `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere.
-    `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
-    `cors_origins` are the origins of web pages that may call, a star standing for anything.
+    `prompt_tools` describes tools in the system message where the template has none. `model_path` is the folder or
+    Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None serves every client.
+    `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere. `vllm_grpc` puts the
+    service of vLLM's engine beside ours. `strict_fields` refuses fields that no schema has; else they are ignored and
+    named in a header. `cors_origins` are the origins of web pages that may call, a star standing for anything.
     """
 
     model_id: str
@@ -38,6 +38,7 @@ class IngressConfig:
     reasoning_format: str = "auto"
     chat_template: str | None = None
     prompt_tools: bool = False
+    vllm_grpc: bool = False
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     limits: IngressLimits = field(default_factory=IngressLimits)

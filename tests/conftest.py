@@ -7,10 +7,14 @@ import gc
 import multiprocessing
 import os
 
+import hypothesis
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # no test bounds its own wall time
+hypothesis.settings.load_profile("shared machine")
 
 # Processes of the "forkserver" context are copies of one that has imported these: none of them imports torch again.
 multiprocessing.set_forkserver_preload(["actors.draft.draft_process", "actors.target.target_process"])

@@ -47,14 +47,15 @@ class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
     `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
-    kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows.
-    `tool_format` is how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its
-    chat template, in whose place `chat_template` may put another: a file's path, or the template itself.
-    `prompt_tools` describes tools in the system message for a model whose template has none. `strict_fields` refuses
-    a request with a field that is not known here; else the field is ignored, and named in the answer's header
-    X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
-    of this machine by default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both
-    frontends; with `tls_client_ca_file` a client must show a certificate that is signed by it.
+    kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows. `tool_format` is
+    how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its chat template, in
+    whose place `chat_template` may put another: a file's path, or the template itself. `prompt_tools` describes tools
+    in the system message for a model whose template has none. `vllm_grpc` (with --no-ray) puts vLLM's engine service
+    on the gRPC port, for the smg router. `strict_fields` refuses a request with a field that is not known here; else
+    the field is ignored, and named in the answer's header X-Ignored-Fields. `cors_origins` are the web pages that may
+    call, as scheme://host:port with * for anything; those of this machine by default. `tls_certificate_file` (PEM:
+    certificate chain and key) turns TLS on for both frontends; with `tls_client_ca_file` a client must show a
+    certificate that is signed by it.
     """
 
     num_replicas: int = Field(default=1, ge=1)
@@ -64,6 +65,7 @@ class IngressSection(Section):
     reasoning_format: Annotated[str, one_of("auto", "none", *MARKS)] = "auto"
     chat_template: str | None = None
     prompt_tools: bool = False
+    vllm_grpc: bool = False
     strict_fields: bool = False
     cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
         "http://localhost",

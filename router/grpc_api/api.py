@@ -162,8 +162,8 @@ class GrpcApi:
             assert isinstance(timeout_s, float)
             fields["timeout_s"] = min(remaining_s, timeout_s)
         if request.messages:
-            return await self._service.chat(_validated(fields, ChatCompletionRequest))
-        return await self._service.complete(_validated(fields, CompletionRequest))
+            return await self._service.chat(validated(fields, ChatCompletionRequest))
+        return await self._service.complete(validated(fields, CompletionRequest))
 
     def _authenticate(self, context: CallContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
@@ -196,7 +196,8 @@ class GrpcApi:
         raise error
 
 
-def _validated(fields: dict[str, object], schema: type[Schema]) -> Schema:
+def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:
+    """Return the body that the fields make. Raises RequestError for the first that is wrong."""
     try:
         return schema.model_validate(fields)
     except ValidationError as error:

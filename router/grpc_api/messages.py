@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protos import convert
 from protos import outrider_pb2 as pb2
+from protos.messages import SpeculationStats
 from router.generation.delta import Delta, whole_calls
 from router.generation.generation import Generation
 from router.generation.usage import Usage
@@ -53,6 +54,11 @@ def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
     return [convert.logprobs_message(*each) for each in zip(delta.token_ids, delta.logprobs, strict=False)]
 
 
+def _speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
+    histogram = {num_accepted: num for num_accepted, num in enumerate(stats.accepted_histogram) if num}
+    return pb2.SpeculativeDecoding(**{**stats.figures(), "acceptance_histogram": histogram})
+
+
 def usage_message(usage: Usage) -> pb2.Usage:
     """Return the token counts and the figures of speculation."""
     message = pb2.Usage(
@@ -64,7 +70,7 @@ def usage_message(usage: Usage) -> pb2.Usage:
     message.accepted_prediction_tokens = usage.prediction_tokens.accepted_tokens
     message.rejected_prediction_tokens = usage.prediction_tokens.rejected_tokens
     if usage.speculation is not None:
-        message.speculative_decoding.CopyFrom(pb2.SpeculativeDecoding(**usage.speculation.figures()))
+        message.speculative_decoding.CopyFrom(_speculation_message(usage.speculation))
     if usage.explanation is not None:
         counts = pb2.SpeculationExplanation(passes=usage.explanation.drafted, plain_passes=usage.explanation.plain)
         message.explanation.CopyFrom(counts)

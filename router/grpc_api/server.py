@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -28,8 +30,10 @@ class _Servicer:
         self.List = api.check
 
 
-async def start_grpc_server(api: GrpcApi, address: str) -> grpc.aio.Server:
-    """Return a server that listens at `host:port`.
+async def start_grpc_server(
+    api: GrpcApi, address: str, add_more: Callable[[grpc.aio.Server], str] | None = None
+) -> grpc.aio.Server:
+    """Return a server that listens at `host:port`; `add_more` adds another service to it and returns its name.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -38,7 +42,8 @@ async def start_grpc_server(api: GrpcApi, address: str) -> grpc.aio.Server:
     servicer = _Servicer(api)
     outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection(_SERVICES, server)
+    names = _SERVICES if add_more is None else (*_SERVICES, add_more(server))
+    reflection.enable_server_reflection(names, server)
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:

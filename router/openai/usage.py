@@ -30,7 +30,7 @@ class SpeculativeDecoding(BaseModel):
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
-    acceptance_histogram: dict[int, int]  # verification passes by number of accepted drafts
+    acceptance_histogram: list[int]  # verification passes that accepted 0, 1, ... drafts
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_steps: int

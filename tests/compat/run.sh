@@ -47,11 +47,19 @@ aiperf() {
             --tokenizer "${TOKENIZER:-$model}" --request-count 8 --concurrency 2 --output-tokens-mean 32 \
             --synthetic-input-tokens-mean 64 --output-artifact-dir aiperf-out --ui simple
 }
+lmeval() {
+    local settings=model=$model,base_url=$url/v1/completions,tokenizer=${TOKENIZER:-$model},max_length=2000
+    environment lmeval 'lm-eval[api]==0.4.13' transformers==5.23.0 && cd "$here/lm_eval" &&
+        "$cache/lmeval/bin/lm-eval" run --model local-completions --tasks capitals,counting --include_path . \
+            --model_args "$settings,tokenizer_backend=huggingface" --output_path "$cache/lmeval-out"
+    local status=$?
+    cd "$cache" && return "$status"
+}
 vllmbench() {
     python3 "$here/vllm_bench_requests.py"
 }
 
-for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf}"; do
+for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf lmeval}"; do
     for each in $tool; do
         echo "== $each"
         "$each" || failed+=("$each")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -15,10 +15,14 @@ from router.grpc_api.server import start_grpc_server
 
 
 @asynccontextmanager
-async def grpc_channel(service: GenerationService, api_keys: ApiKeys | None = None) -> AsyncIterator[grpc.aio.Channel]:
+async def grpc_channel(
+    service: GenerationService,
+    api_keys: ApiKeys | None = None,
+    add_more: Callable[[grpc.aio.Server], str] | None = None,
+) -> AsyncIterator[grpc.aio.Channel]:
     """Serve on a free port, and open a channel to it that may send a message of any size."""
     address = f"127.0.0.1:{free_port()}"
-    server = await start_grpc_server(GrpcApi(service, api_keys or ApiKeys()), address)
+    server = await start_grpc_server(GrpcApi(service, api_keys or ApiKeys()), address, add_more)
     try:
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
             yield channel

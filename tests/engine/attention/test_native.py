@@ -169,7 +169,7 @@ EXTENTS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     extents=EXTENTS,
     heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)),

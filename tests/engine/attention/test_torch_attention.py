@@ -181,7 +181,7 @@ EXTENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     extents=EXTENTS,
     is_scattered=st.booleans(),
@@ -198,7 +198,7 @@ def test_any_pass_equals_the_oracle(
     check(world, LayerOptions(scaling=0.3, window=window))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(extents=EXTENTS, window=st.one_of(st.none(), st.integers(1, 30)), min_view_tokens=st.sampled_from([1, 1 << 20]))
 def test_reads_cover_every_row_of_a_pass(extents: list[Extent], window: int | None, min_view_tokens: int) -> None:
     world = World(extents, Heads())

@@ -148,7 +148,7 @@ EXTENTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     extents=EXTENTS,
     group_size=st.sampled_from([1, 3, 4]),

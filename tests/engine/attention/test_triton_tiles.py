@@ -37,7 +37,7 @@ def span(start: int, num_rows: int, parents: tuple[int, ...] = ()) -> Span:
 SPANS = st.lists(st.builds(span, st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spans=SPANS, group_size=st.integers(1, 9), window=st.one_of(st.none(), st.integers(1, 100)))
 def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
     spans: list[Span], group_size: int, window: int | None
@@ -58,7 +58,7 @@ def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
     assert covered == Counter({(row, head): 1 for row in range(first_row) for head in range(group_size)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spans=SPANS, split_tokens=st.sampled_from([16, 64, 256]), window=st.one_of(st.none(), st.integers(1, 100)))
 def test_splits_hold_each_key_of_a_tile_once_and_end_at_multiples_of_their_length(
     spans: list[Span], split_tokens: int, window: int | None

@@ -314,4 +314,4 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerAgainstTheSlowCache = BlockManagerMachine.TestCase
-TestBlockManagerAgainstTheSlowCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockManagerAgainstTheSlowCache.settings = settings(max_examples=150, stateful_step_count=40)

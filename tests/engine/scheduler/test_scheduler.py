@@ -650,4 +650,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerAgainstPlainDecoding = SchedulerMachine.TestCase
-TestSchedulerAgainstPlainDecoding.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSchedulerAgainstPlainDecoding.settings = settings(max_examples=120, stateful_step_count=30)

@@ -82,7 +82,7 @@ def short_pauses() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(1, 5)), max_size=8))
 def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, int]]) -> None:
     async def read() -> list[TokenChunk]:

@@ -59,7 +59,7 @@ async def test_usage_and_metrics_tell_what_speculation_did(client: openai.AsyncO
     assert answer.metrics["speculative_decoding"] == {
         "mean_acceptance_length": 2.0,
         "draft_acceptance_rate": 0.5,
-        "acceptance_histogram": {"1": 3},
+        "acceptance_histogram": [0, 3],
         "num_accepted_draft_tokens": 3,
         "num_draft_tokens": 6,
         "num_spec_steps": 3,

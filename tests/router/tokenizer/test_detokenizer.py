@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -78,7 +78,6 @@ def test_byte_level_pieces_join_to_the_text(text: str, kind: type) -> None:
     assert pieces[-1] == ""
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 329), max_size=40))
 def test_any_byte_level_tokens_read_as_the_tokenizer_decodes_them(token_ids: list[int]) -> None:
     for skip in (True, False):
@@ -87,7 +86,6 @@ def test_any_byte_level_tokens_read_as_the_tokenizer_decodes_them(token_ids: lis
         assert "".join(pieces_of(detokenizer, token_ids)) == decoded
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_sentencepiece_continues_a_prompt_with_its_spaces(prompt: str, text: str) -> None:
     token_ids = SENTENCEPIECE.encode("x" + prompt + text, add_special_tokens=False)

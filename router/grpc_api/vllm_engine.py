@@ -1,0 +1,317 @@
+"""`vllm.grpc.engine.VllmEngine`, by which the smg router reaches its workers: tokens in, tokens out.
+
+The messages come with the package smg-grpc-proto, 0.4.28; nothing here is imported without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb2
+from smg_grpc_proto.generated import common_pb2
+
+from protos.errors import RequestError, ServingError
+from router.api_keys import ApiKeys
+from router.generation.delta import Delta, join_deltas
+from router.generation.fan_in import Stream
+from router.generation.generation import Generation
+from router.generation.generation_service import GenerationService
+from router.grpc_api.api import CallContext, GrpcApi, validated
+from router.requests.completion_request import CompletionRequest
+
+SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+)
+_CHUNK_BYTES = 1 << 20
+_NUMBERS = ("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_k")
+_NOT_ZERO = ("top_p", "repetition_penalty", "n")  # 0 says that the field is not set
+_FLAGS = ("ignore_eos", "include_stop_str_in_output")
+_OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
+_UNREAD = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
+
+
+class VllmEngineApi(GrpcApi):
+    """The calls, under the names that the stubs register."""
+
+    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
+        super().__init__(service, api_keys)
+        self._started_s = time.monotonic()
+        self._running: dict[str, asyncio.Event] = {}  # calls by the ids that the router gave them; set to end one
+
+    async def Generate(self, request: Any, context: CallContext) -> AsyncGenerator[Any, None]:
+        """Yield the tokens as they come where `stream` is set, and each choice whole at its end."""
+        async with self._call("VllmEngine.Generate", context):
+            self._authenticate(context)
+            room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
+            body = validated(_fields(request, room), CompletionRequest)
+            call_id, is_over = request.request_id or str(id(request)), asyncio.Event()
+            self._running[call_id] = is_over
+            try:
+                async for answer in _answers(await self._service.complete(body), is_over, is_streamed=request.stream):
+                    yield answer
+            finally:
+                self._running.pop(call_id, None)
+
+    async def Abort(self, request: Any, context: CallContext) -> Any:
+        """End calls by their ids; an id that is not running is passed over."""
+        async with self._call("VllmEngine.Abort", context):
+            self._authenticate(context)
+            for request_id in request.request_ids:
+                if (is_over := self._running.get(request_id)) is not None:
+                    is_over.set()
+            return pb2.AbortResponse()
+
+    async def HealthCheck(self, request: Any, context: CallContext) -> Any:
+        """Say that the pair answers, or why it does not."""
+        try:
+            await self._service.fresh_card()
+        except ServingError as error:
+            return pb2.HealthCheckResponse(healthy=False, message=error.message)
+        return pb2.HealthCheckResponse(healthy=True, message="OK")
+
+    async def GetModelInfo(self, request: Any, context: CallContext) -> Any:
+        """Describe the model."""
+        async with self._call("VllmEngine.GetModelInfo", context):
+            self._authenticate(context)
+            card, config = await self._service.card(), self._service.config
+            shape = _json(Path(config.model_path) / "config.json")
+            return pb2.GetModelInfoResponse(
+                model_path=config.model_path,
+                tokenizer_path=config.model_path,
+                served_model_name=config.model_id,
+                is_generation=True,
+                max_context_length=card.max_model_len,
+                max_req_input_len=card.max_model_len - 1,
+                vocab_size=card.vocab_size,
+                model_type=str(shape.get("model_type") or ""),
+                architectures=shape.get("architectures") or (),
+                eos_token_ids=card.eos_token_ids,
+                bos_token_id=_token_id(shape.get("bos_token_id")),
+                pad_token_id=_token_id(shape.get("pad_token_id")),
+            )
+
+    async def GetServerInfo(self, request: Any, context: CallContext) -> Any:
+        """Describe the server; a grammar holds from the first token on, as it has no thought to wait for."""
+        async with self._call("VllmEngine.GetServerInfo", context):
+            self._authenticate(context)
+            card = await self._service.card()
+            return pb2.GetServerInfoResponse(
+                active_requests=len(self._running),
+                uptime_seconds=time.monotonic() - self._started_s,
+                server_type="vllm-grpc",
+                data_parallel_size=1,
+                block_size=card.block_size,
+                constrained_decoding_start="first_token",
+            )
+
+    async def GetLoads(self, request: Any, context: CallContext) -> Any:
+        """Return the number of calls that this service runs; waiting ones are among them."""
+        async with self._call("VllmEngine.GetLoads", context):
+            self._authenticate(context)
+            num_calls = len(self._running)
+            load = pb2.SchedulerLoad(num_running_reqs=num_calls, num_total_reqs=num_calls)
+            return pb2.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: Any, context: CallContext) -> AsyncGenerator[Any, None]:
+        """Yield a zip archive of the tokenizer's files; its digest comes with the last piece."""
+        async with self._call("VllmEngine.GetTokenizer", context):
+            self._authenticate(context)
+            archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
+            pieces = [archive[start : start + _CHUNK_BYTES] for start in range(0, len(archive), _CHUNK_BYTES)]
+            for piece in pieces[:-1]:
+                yield common_pb2.GetTokenizerChunk(data=piece)
+            yield common_pb2.GetTokenizerChunk(data=pieces[-1], sha256=hashlib.sha256(archive).hexdigest())
+
+    async def Embed(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _refuse(context, "This model writes text; it has no embeddings.")
+
+    async def FlushCache(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _refuse(context, "The prefix cache cannot be emptied from outside; requests may set a cache_salt.")
+
+    async def StartProfile(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _refuse(context, "There is no profiler here.")
+
+    async def StopProfile(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _refuse(context, "There is no profiler here.")
+
+    async def SubscribeKvEvents(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _refuse(context, "KV events are published over ZMQ; set pair.kv_events.")
+
+
+async def _answers(generation: Generation, is_over: asyncio.Event, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+    gained: dict[int, list[Delta]] = {index: [] for index in range(generation.num_choices)}
+    async with aclosing(generation.deltas()) as deltas, aclosing(_until(deltas, is_over)) as gains:
+        async for delta in gains:
+            of_choice = gained[delta.index]
+            of_choice.append(delta)
+            if is_streamed and delta.token_ids:
+                yield pb2.GenerateResponse(chunk=_chunk(delta, of_choice, generation))
+            if delta.finish_reason is not None:
+                yield pb2.GenerateResponse(complete=_complete(join_deltas(gained.pop(delta.index)), generation))
+    for index, of_choice in gained.items():  # what was aborted
+        token_ids = [token_id for delta in of_choice for token_id in delta.token_ids]
+        whole = pb2.GenerateComplete(output_ids=token_ids, finish_reason="abort", index=index)
+        yield pb2.GenerateResponse(complete=whole)
+
+
+async def _until(deltas: Stream[Delta], is_over: asyncio.Event) -> AsyncGenerator[Delta, None]:
+    """Yield deltas to their end, or until the event is set, also while none comes."""
+    items, end = aiter(deltas), asyncio.ensure_future(is_over.wait())
+    step: asyncio.Future[Delta] | None = None
+    try:
+        while not is_over.is_set():
+            step = asyncio.ensure_future(anext(items))
+            await asyncio.wait({step, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not step.done():
+                return
+            yield step.result()
+    except StopAsyncIteration:
+        return
+    finally:
+        rest = [each for each in (step, end) if each is not None and not each.done()]
+        for each in rest:
+            each.cancel()
+        if rest:
+            await asyncio.wait(rest)
+
+
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], message: str) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+
+def _fields(request: Any, room: int) -> dict[str, object]:
+    """Return the body of `/v1/completions` that says the same.
+
+    Raises:
+        RequestError: the request asks for something that is not done here.
+    """
+    for name in _UNREAD:
+        if request.HasField(name):
+            raise RequestError(f"{name} is set; this engine reads text alone, and moves caches by itself.", param=name)
+    params = request.sampling_params
+    fields: dict[str, object] = {"prompt": request.text or list(request.tokenized.input_ids)}
+    fields |= {name: value for name in (*_NUMBERS, *_NOT_ZERO, *_FLAGS) if (value := getattr(params, name))}
+    fields |= {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        fields["stop_token_ids"] = list(params.stop_token_ids)
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if params.HasField("max_tokens") or not request.text:
+        fields["max_tokens"] = params.max_tokens if params.HasField("max_tokens") else max(room, 1)
+    fields |= _constraint(params)
+    return fields | {"return_token_ids": True, "skip_special_tokens": params.skip_special_tokens}
+
+
+def _constraint(params: Any) -> dict[str, object]:
+    match params.WhichOneof("constraint"):
+        case None:
+            return {}
+        case "json_schema":
+            return {"structured_outputs": {"json": params.json_schema}}
+        case "choice":
+            return {"structured_outputs": {"choice": list(params.choice.choices)}}
+        case "regex" | "grammar" | "json_object" as name:
+            return {"structured_outputs": {name: getattr(params, name)}}
+        case name:
+            raise RequestError(f"{name} is not read here; send a JSON schema, a regex or a grammar.", param=name)
+
+
+def _chunk(delta: Delta, of_choice: Sequence[Delta], generation: Generation) -> Any:
+    return pb2.GenerateStreamChunk(
+        token_ids=delta.token_ids,
+        prompt_tokens=generation.usage.prompt_tokens,
+        completion_tokens=sum(len(each.token_ids) for each in of_choice),
+        cached_tokens=generation.usage.cached_tokens,
+        output_logprobs=_logprobs(delta),
+        index=delta.index,
+    )
+
+
+def _complete(choice: Delta, generation: Generation) -> Any:
+    assert choice.finish_reason is not None
+    usage = generation.usage
+    answer = pb2.GenerateComplete(
+        output_ids=choice.token_ids,
+        finish_reason=choice.finish_reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=len(choice.token_ids),
+        cached_tokens=usage.cached_tokens,
+        output_logprobs=_logprobs(choice),
+        input_logprobs=_prompt_logprobs(choice, generation.prompt_token_ids(choice.index)),
+        index=choice.index,
+    )
+    if usage.speculation is not None:
+        answer.spec_accepted_tokens = usage.speculation.num_accepted_tokens
+        answer.spec_draft_tokens = usage.speculation.num_draft_tokens
+    if choice.stop_string is not None:
+        answer.matched_stop_str = choice.stop_string
+    elif choice.token_ids and choice.token_ids[-1] in (generation.fields.stop_token_ids or ()):
+        answer.matched_token_id = choice.token_ids[-1]
+    return answer
+
+
+def _logprobs(delta: Delta) -> Any:
+    """Return the logprobs of a delta's tokens; None where none were asked for."""
+    known = [(token_id, each) for token_id, each in zip(delta.token_ids, delta.logprobs, strict=False) if each]
+    if not known:
+        return None
+    return pb2.OutputLogProbs(
+        token_logprobs=[each.logprob for _, each in known],
+        token_ids=[token_id for token_id, _ in known],
+        top_logprobs=[_top(each.top) for _, each in known],
+    )
+
+
+def _prompt_logprobs(choice: Delta, prompt_token_ids: Sequence[int]) -> Any:
+    if not choice.prompt_logprobs:
+        return None
+    return pb2.InputLogProbs(
+        token_logprobs=[
+            pb2.InputTokenLogProb(value=each.logprob) if each else pb2.InputTokenLogProb()
+            for each in choice.prompt_logprobs
+        ],
+        token_ids=prompt_token_ids,
+        top_logprobs=[_top(each.top if each else ()) for each in choice.prompt_logprobs],
+    )
+
+
+def _top(top: Sequence[tuple[int, float]]) -> Any:
+    return pb2.TopLogProbs(values=[value for _, value in top], token_ids=[token_id for token_id, _ in top])
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _token_id(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _archive(folder: Path) -> bytes:
+    """Return a zip archive of the tokenizer in a folder. Raises RequestError if it has none."""
+    if not (folder / "tokenizer.json").is_file():
+        raise RequestError(f"{folder} has no tokenizer.json to send; give the router the tokenizer's path.")
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _TOKENIZER_FILES:
+            if (folder / name).is_file():
+                archive.write(folder / name, name)
+    return target.getvalue()
