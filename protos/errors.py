@@ -122,6 +122,10 @@ class UnavailableError(ServingError):
     usual_retry_after_s = 1.0
 
 
+class EngineLostError(UnavailableError):
+    """The engine ended while the request was in it: by a fault of its own, of another request, or of this one."""
+
+
 class ModelChangedError(ServingError):
     """The pairs serve another model than the one the request was made for; an answer is of one model alone."""
 

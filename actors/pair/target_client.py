@@ -26,7 +26,7 @@ from actors.shell_messages import (
     StepOutput,
     TargetToShell,
 )
-from protos.errors import ModelChangedError, RequestError, UnavailableError
+from protos.errors import EngineLostError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class TargetClient:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        lost = UnavailableError("the target of this pair was lost; the request can go on elsewhere", retry_after_s=1.0)
+        lost = EngineLostError("the target of this pair was lost; the request can go on elsewhere", retry_after_s=1.0)
         for stream in self._streams.values():
             stream.fail(lost)
         self._streams.clear()

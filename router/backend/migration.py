@@ -10,13 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from protos.backoff import Backoff
-from protos.errors import DeadlineExceededError, ModelChangedError, OverloadedError, ServingError, UnavailableError
+from protos.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineLostError,
+    ModelChangedError,
+    OverloadedError,
+    ServingError,
+    UnavailableError,
+)
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk
 from router.backend.backend import Backend
 from router.backend.refusal_gate import RefusalGate
@@ -26,15 +35,18 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_MOST_LOST_ENGINES = 3  # without a token between: a request that ends every engine it meets must not meet them all
+_APART_S = 3.0  # at most; so that those that were lost together twice are not lost together a third time
 
 
 class MigratingBackend:
     """A `Backend` whose streams survive `UnavailableError`, silence included, of the backend inside.
 
     A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
-    accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, or its
-    own deadline has passed. `gate` hears of refusals and of what was let in. `on_move` is called for every attempt
-    after the first, `on_model_change` where a pair has refused a request that was made for another model.
+    accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, three
+    engines in a row have ended in it, or its own deadline has passed. `gate` hears of refusals and of what was let in.
+    `on_move` is called for every attempt after the first, `on_model_change` where a pair has refused a request that was
+    made for another model.
     """
 
     def __init__(
@@ -83,7 +95,7 @@ class MigratingBackend:
                 raise
 
     async def _pause(self, state: MigrationState, error: ServingError) -> None:
-        """Wait until the next attempt is due. Raises `error` if there is to be none."""
+        """Wait until the next attempt is due. Raises `error` or its consequence if there is to be none."""
         if isinstance(error, OverloadedError) and not state.was_accepted:
             self.gate.refused(state.request, error)
         pause_s = state.pause_before_next_attempt_s(error)
@@ -103,6 +115,7 @@ class MigrationState:
         self._started_s = time.monotonic()
         self._broken_since_s: float | None = None
         self._num_attempts = 0
+        self._num_lost_engines = 0
         self._num_moves = -1
         self._attempt_id = request.request_id
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -195,7 +208,7 @@ class MigrationState:
         self._silence_s = self._limits.inter_token_timeout_s
         self._was_accepted = True
         self._broken_since_s = None
-        self._num_attempts = 0
+        self._num_attempts = self._num_lost_engines = 0
         self._backoff.reset()
         return added
 
@@ -206,7 +219,18 @@ class MigrationState:
         return replace(chunk, speculation=self._speculation)
 
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
-        """Return the seconds until the next attempt. Raises `error` if there is to be none."""
+        """Return the seconds until the next attempt.
+
+        Raises:
+            EngineError: the request has taken down as many engines as it may.
+            ServingError: `error`, if there is to be no other attempt.
+        """
+        self._num_lost_engines += isinstance(error, EngineLostError)
+        if self._num_lost_engines >= _MOST_LOST_ENGINES:
+            raise EngineError(
+                f"{self._num_lost_engines} engines in a row ended while they computed this request, with no token "
+                "between. It is not tried again; if another request was the cause, send it once more."
+            ) from error
         if isinstance(error, OverloadedError) and not self._was_accepted and self._num_attempts == 0:
             raise error
         now_s = time.monotonic()
@@ -216,7 +240,8 @@ class MigrationState:
         is_late = now_s - self._broken_since_s > self._limits.migration_deadline_s
         if is_late or self._num_attempts > self._limits.max_migrations:
             raise error
-        return self._backoff.next()
+        apart_s = _APART_S * random.random() if self._num_lost_engines > 1 else 0.0
+        return self._backoff.next() + apart_s
 
 
 def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from protos.errors import DeadlineExceededError, EngineError, OverloadedError, UnavailableError
+from protos.errors import DeadlineExceededError, EngineError, EngineLostError, OverloadedError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from router.backend import migration
 from router.backend.migration import MigratingBackend
 from router.config import IngressLimits
 from tests.router.fake_backend import FakeBackend
@@ -53,6 +54,31 @@ async def test_losses_without_progress_end_it() -> None:
     with pytest.raises(UnavailableError):
         await tokens_of(backend, limits=IngressLimits(max_migrations=2))
     assert len(backend.requests) == 3
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what was lost with another go on at once."""
+    monkeypatch.setattr(migration, "_APART_S", 0.0)
+
+
+@pytest.mark.usefixtures("together")
+async def test_a_request_that_ends_every_engine_meets_three_of_them() -> None:
+    backend = FakeBackend(failures=[EngineLostError("gone")] * 9)
+    with pytest.raises(EngineError, match="3 engines in a row"):
+        await tokens_of(backend)
+    assert len(backend.requests) == 3
+
+
+@pytest.mark.usefixtures("together")
+async def test_engines_that_end_after_a_token_are_others_faults() -> None:
+    assert await tokens_of(FakeBackend(failures=[EngineLostError("gone")] * 3, fail_after=2)) == list(range(11, 19))
+
+
+@pytest.mark.usefixtures("together")
+async def test_a_pair_that_is_away_has_ended_for_nobody() -> None:
+    losses = [EngineLostError("gone"), UnavailableError("restarting"), EngineLostError("gone"), UnavailableError("")]
+    assert await tokens_of(FakeBackend(failures=losses)) == list(range(11, 19))
 
 
 async def test_the_deadline_of_a_migration_ends_it() -> None:
