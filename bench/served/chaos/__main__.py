@@ -12,6 +12,7 @@ status is 1 if a promise is broken.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -192,6 +193,7 @@ def run(world: World, faults: list[Fault]) -> bool:
 
 def main() -> None:
     """Serve the demo, bring about faults, soak, print the tables."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends with this
     args = _parse_args()
     faults = [each for each in FAULTS if not args.only or any(part in each.name for part in args.only)]
     world = World(args.folder, settings)

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -201,6 +202,7 @@ def _print(load: Load, verdict: list[str]) -> None:
 
 def main() -> None:
     """Serve the demo, overload it, print the table."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends with this
     args = _parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
