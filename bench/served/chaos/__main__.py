@@ -27,7 +27,7 @@ from bench.served.chaos.processes import Usage
 from bench.served.chaos.world import MODEL, POLL_S, Args, World
 
 HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
-_HEAD = ("fault", "sent", "failed", "tokens off", "texts changed", "longest stall", "recovery", "verdict")
+_HEAD = ("fault", "sent", "failed", "tokens lost or doubled", "texts changed", "longest stall", "recovery", "promises")
 _SOAK_EVERY_S = 20.0
 _WARM_S = 30.0
 _END_TIMEOUT_S = 60.0
