@@ -93,7 +93,6 @@ class _Came:
     def __init__(self) -> None:
         self.text = ""
         self.num_tokens = 0
-        self.gap_s = 0.0
 
     def read(self, line: str) -> None:
         """Add one line of server-sent events.
@@ -153,7 +152,8 @@ class _Seed:
                 for line in answer.iter_lines():
                     came.read(line)
                     now_s = time.monotonic()
-                    came.gap_s, self._arrived_s = max(came.gap_s, now_s - self._arrived_s), now_s
+                    self._add(Stay(longest_gap_s=now_s - self._arrived_s))
+                    self._arrived_s = now_s
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             failure = f"{type(error).__name__}: {error}"
         self._add(self._judged(came, failure))
@@ -167,10 +167,10 @@ class _Seed:
         known = self._text or ""
         if failure is not None:
             is_changed = not known.startswith(came.text)
-            return Stay(1, int(is_changed), 0, (failure,), came.gap_s, 0, self._strange(is_changed, came))
+            return Stay(1, int(is_changed), failures=(failure,), strange=self._strange(is_changed, came))
         is_changed = came.text != known
         off = abs(came.num_tokens - self._habits.num_tokens)
-        return Stay(1, int(is_changed), 0, (), came.gap_s, off, self._strange(is_changed, came))
+        return Stay(1, int(is_changed), num_tokens_off=off, strange=self._strange(is_changed, came))
 
     def _strange(self, is_changed: bool, came: _Came) -> tuple[tuple[int, str], ...]:
         return ((self._seed, came.text),) if is_changed else ()
