@@ -58,8 +58,8 @@ class PrefillSettings:
     """The settings of a prefill replica.
 
     `engine.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
-    of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that sits
-    in one step for `step_timeout_s` is replaced.
+    of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that
+    has prompts and reads none of them on for `step_timeout_s` is replaced.
     """
 
     engine: EngineConfig
@@ -94,9 +94,9 @@ class KVEventSettings:
 class PairSettings:
     """The settings with which a pair's shell starts its actors and judges their health.
 
-    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or sits in one
-    step for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s` makes the replica
-    unhealthy.
+    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or has work of
+    which nothing comes for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s`
+    makes the replica unhealthy.
     """
 
     engine: EngineConfig

@@ -84,9 +84,9 @@ class DraftChannelStats:
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target is alive; its step has run for `step_age_s` (0 between steps), and the numbers are from before it."""
+    """The target is alive; nothing has come of its work for `stalled_s`, and the numbers are from before its step."""
 
-    step_age_s: float
+    stalled_s: float
     engine: EngineStats
     draft: DraftChannelStats
 

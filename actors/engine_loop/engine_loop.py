@@ -54,7 +54,7 @@ Command = Add | Abort | AbortAll | AskSnapshot
 class EngineLoop:
     """Repeats: take commands, report, compute a step, emit its output.
 
-    `stats` and `step_age_s` may be read from any thread.
+    `stats` and `stalled_s` may be read from any thread.
 
     Args:
         engine: belongs to the loop's thread from now on.
@@ -82,13 +82,14 @@ class EngineLoop:
         self._preparing: dict[str, tuple[GenerateRequest, Future[Any]]] = {}  # by id; they join when that is done
         self._wake = threading.Event()
         self._is_closing = False
-        self._step_began_s: float | None = None
+        self._stalled_since_s: float | None = None  # None: nothing to do, or something has just come of it
+        self._num_queued_tokens = 0
 
     @property
-    def step_age_s(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
-        began_s = self._step_began_s
-        return 0.0 if began_s is None else self._clock() - began_s
+    def stalled_s(self) -> float:
+        """Seconds for which the engine has had work and nothing came of it: no output, and no prompt was read on."""
+        since_s = self._stalled_since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
     def submit(self, command: Command) -> None:
         """Hand a command to the loop and return at once; it is carried out before the next step.
@@ -109,6 +110,7 @@ class EngineLoop:
             self._before_step()
             self._report()
             if not self._engine.has_work:
+                self._stalled_since_s = None
                 self._sleep()
                 continue
             self._step()
@@ -123,10 +125,12 @@ class EngineLoop:
         self._wake.set()
 
     def _step(self) -> None:
-        self._step_began_s = self._clock()
-        chunks = self._engine.step()
-        self._step_began_s = None
-        if chunks:
+        num_queued_tokens = self.stats.num_queued_prefill_tokens
+        if self._stalled_since_s is None or num_queued_tokens < self._num_queued_tokens:
+            self._stalled_since_s = self._clock()
+        self._num_queued_tokens = num_queued_tokens
+        if chunks := self._engine.step():
+            self._stalled_since_s = None
             self._emit(StepOutput(tuple(chunks)))
 
     def _report(self) -> None:

@@ -18,7 +18,7 @@ _PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Pings the target once a second; fences and restarts one that does not answer or does not end its step.
+    """Pings the target once a second; fences and restarts one that does not answer, or of whose work nothing comes.
 
     A draft that has been silent for as long as a restart may take is restarted too.
 
@@ -76,8 +76,8 @@ class Watchdog:
         self._seen_at_s = self._clock()
         self._on_pong(pong)
         self._check_draft(pong.draft.silent_s)
-        if pong.step_age_s > self._settings.step_timeout_s:
-            self._give_up(f"its step has run for {pong.step_age_s:.0f} s")
+        if pong.stalled_s > self._settings.step_timeout_s:
+            self._give_up(f"nothing has come of its work for {pong.stalled_s:.0f} s")
 
     def _check_draft(self, silent_s: float) -> None:
         now_s, limit_s = self._clock(), self._settings.restart_timeout_s

@@ -92,10 +92,10 @@ class PrefillEngine:
         return self._carrier.stats if self._carrier else DirectStats()
 
     def check(self) -> None:
-        """Raise UnavailableError if the engine is stuck in a step."""
-        if self._loop.step_age_s > self._settings.step_timeout_s:
+        """Raise UnavailableError if the engine has work and nothing comes of it."""
+        if self._loop.stalled_s > self._settings.step_timeout_s:
             raise UnavailableError(
-                f"a prefill step has run for {self._loop.step_age_s:.0f} s, and "
+                f"no prompt has been read on for {self._loop.stalled_s:.0f} s, and "
                 f"{self._settings.step_timeout_s:.0f} s is the limit; the replica is replaced"
             )
 

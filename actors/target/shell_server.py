@@ -78,6 +78,6 @@ class ShellServer:
 
     def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         if isinstance(message, Ping):
-            connection.send(Pong(loop.step_age_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
+            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
         else:
             loop.submit(message)

@@ -1,0 +1,63 @@
+"""The loop's progress: seconds of an engine that has work, and of which nothing comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.engine_loop.engine_loop import EngineLoop
+from engine.stats.engine_stats import DraftStats, EngineStats
+from engine.stats.step_times import StepTimes
+from protos.messages import GenerateRequest, TokenChunk
+
+STEP_S = 10.0
+
+
+class Script:
+    """An engine by a script: per step, the prompt tokens that wait behind it, and whether it brings a chunk."""
+
+    def __init__(self, steps: list[tuple[int, bool]]) -> None:
+        self._steps = steps
+        self._num_queued = 100
+        self.now_s = 0.0
+        self.stalled_s: list[float] = []
+        self.loop = EngineLoop(self, lambda output: None, clock=lambda: self.now_s)
+
+    is_starved = False
+
+    @property
+    def has_work(self) -> bool:
+        return True
+
+    def step(self) -> list[TokenChunk]:
+        self.now_s += STEP_S
+        self.stalled_s.append(self.loop.stalled_s)
+        self._num_queued, brings = self._steps.pop(0)
+        if not self._steps:
+            self.loop.close()
+        return [TokenChunk("a", (1,))] if brings else []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(1, 0, self._num_queued, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
+
+    def prepare(self, request: GenerateRequest) -> None: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("steps", "stalled_s"),
+    [
+        ([(100, False)] * 4, [10, 20, 30, 40]),  # steps end, and nothing comes of them
+        ([(100, True)] * 4, [10, 10, 10, 10]),
+        ([(90, False), (80, False), (70, False), (70, False), (70, False)], [10, 10, 10, 10, 20]),  # a long prompt
+        ([(100, False), (100, True), (100, False), (100, False)], [10, 20, 10, 20]),
+    ],
+)
+def test_seconds_without_progress(steps: list[tuple[int, bool]], stalled_s: list[float]) -> None:
+    engine = Script(list(steps))
+    engine.loop.run()
+    assert engine.stalled_s == stalled_s
