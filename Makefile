@@ -7,7 +7,9 @@ DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 DOCS_INSTALLED := .venv/.docs-installed
 PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
+# On all cores, where pip would on one; some packages carry files that are not for this Python.
+COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 JOBS ?= 2
 MODEL ?= demo
 SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
@@ -35,11 +37,13 @@ $(BIN)/pip:
 $(INSTALLED): $(PACKAGE) | $(BIN)/pip
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(INSTALL) .
+	@$(COMPILE)
 	@touch $@
 
 $(DEV_INSTALLED): $(PACKAGE) | $(BIN)/pip
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(INSTALL) '.[dev]'
+	@$(COMPILE)
 	@touch $(INSTALLED) $@
 
 $(DOCS_INSTALLED): $(PACKAGE) | $(BIN)/pip
