@@ -159,6 +159,11 @@ class World:
             file.write(struct.pack("d", shift_s))
 
     @property
+    def has_own_shared_memory(self) -> bool:
+        """True if its /dev/shm is not the machine's."""
+        return self.shared_memory.stat().st_dev != Path("/dev/shm").stat().st_dev
+
+    @property
     def shared_memory(self) -> Path:
         """The application's /dev/shm, which is its own."""
         assert self._application is not None
