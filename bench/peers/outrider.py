@@ -34,7 +34,8 @@ class OutriderSystem:
             f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
             f"draft {self._pair.draft_kind}, target.num_threads "
             f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
-            f"{limits.num_draft_tokens}; a cache_salt of its own per run, so nothing is taken from the prefix cache"
+            f"{limits.num_draft_tokens}{'' if pair.draft else ' at most (adaptive)'}; a cache_salt of its own per run, "
+            "so nothing is taken from the prefix cache"
         )
         self._deadline_s, self._folder = limits.deadline_s, logs / self.name.replace(", ", "-").replace(" ", "-")
         self._application: ServedApplication | None = None

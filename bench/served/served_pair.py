@@ -19,10 +19,10 @@ MODEL_ID = "bench"
 
 @dataclass(frozen=True, slots=True)
 class ServedPair:
-    """The settings of a benchmark; K is the same for every pass, as it is for its contenders.
+    """The settings of a benchmark; with a draft model K is the same for every pass, as it is for its contenders.
 
     Threads that are None are left to the placement. Without a draft the target's own weights in int4 draft, or, where
-    they are int4 already, the suffixes of text seen.
+    they are int4 already, the suffixes of text seen; K is adaptive then, as an operator has it.
     """
 
     target: Path
@@ -61,7 +61,7 @@ class ServedPair:
             **args.get("speculation", {}),
             "num_tokens": self.num_draft_tokens,
             "mode": self.mode,
-            "adaptive": False,
+            "adaptive": self.draft is None,
         }
         args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
         return deploy  # type: ignore[no-any-return]  # YAML
