@@ -1,7 +1,6 @@
 """One cluster for all tests of served applications, and the application with the tiny pair."""
 
 from collections.abc import Iterator
-from contextlib import chdir
 
 import pytest
 
@@ -19,10 +18,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]
     for name in ("engine", "models", "cluster"):
         (home / name).mkdir()
         (home / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
+    shared = SharedCluster(local, (free_port(), free_port()), home)
     try:
-        with chdir(home):
-            local.start(num_cpus=3)
-        yield SharedCluster(local, (free_port(), free_port()))
+        shared.start()
+        yield shared
     finally:
         local.stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,11 @@ class SharedCluster:
 
     local: LocalCluster
     ports: tuple[int, int]  # HTTP, gRPC: Serve keeps those of its first application
+    home: Path  # the folder in which it is started
+
+    def start(self) -> None:
+        with chdir(self.home):
+            self.local.start(num_cpus=3)
 
     @contextmanager
     def serving(self, folder: Path, **changes: Any) -> Iterator[ServedPair]:

@@ -1,6 +1,6 @@
 """The application on Ray, over HTTP and gRPC: the same tokens whichever actor is killed, and no leaked blocks.
 
-The tests run in order; the last one takes the application down.
+The tests run in order: a redeploy lets the pair finish its streams, and the last one takes the application down.
 """
 
 import copy
@@ -26,7 +26,7 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.serve.served_pair import MODEL, ServedPair, eventually, once
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -211,11 +211,12 @@ def test_a_stream_outlives_a_redeploy_and_health_watches_end(served: ServedPair,
     assert served.stream(temperature=1.0).token_ids == long_text[:64]
 
 
-def test_a_stream_outlives_the_shutdown(served: ServedPair, long_text: list[int]):
+def test_a_stream_outlives_the_shutdown(served: ServedPair, cluster: SharedCluster, long_text: list[int]):
     stopping = threading.Thread(target=served.cluster.stop)
     actual = served.stream(once(START, stopping.start), temperature=1.0, max_tokens=START + REST)
     stopping.join()
     assert actual.token_ids == long_text[: START + REST]
+    cluster.start()  # for the tests of other files
 
 
 def redeploy(served: ServedPair, **changes: object) -> None:
