@@ -107,9 +107,12 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The token that ends a thought, and the one that may begin it; without that it is open from the first token."""
+    """The tokens that end a thought, one behind the other, and the one that may begin it.
 
-    end_id: int
+    Without one that begins it, the thought is open from the first token.
+    """
+
+    end_ids: tuple[int, ...]
     begin_id: int | None = None
 
 

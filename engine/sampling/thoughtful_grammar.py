@@ -20,6 +20,7 @@ class ThoughtfulMatcher(GrammarMatcher):
     def __init__(self, matcher: LLMatcher, end_ids: Seq[int], thought: Thought) -> None:
         super().__init__(matcher, end_ids)
         self._thought = thought
+        self._tail: tuple[int, ...] = ()  # the last tokens of the thought, which may begin its end
         self._is_opening = thought.begin_id is not None  # nothing has been read yet
         self._is_bound = False  # the grammar has begun
         self._free_mask = _without(end_ids, b"\xff" * len(self._mask()))
@@ -28,6 +29,8 @@ class ThoughtfulMatcher(GrammarMatcher):
         start = self._start_in(token_ids)
         self._is_opening &= not token_ids
         if start is None:
+            last = (*self._tail, *token_ids)
+            self._tail = last[max(len(last) - len(self._thought.end_ids) + 1, 0) :]
             return True
         self._is_bound = True
         return super().read(token_ids[start:])
@@ -66,8 +69,14 @@ class ThoughtfulMatcher(GrammarMatcher):
             return 0
         if self._is_opening and token_ids and token_ids[0] != self._thought.begin_id:
             return 0
-        ends = (rank + 1 for rank, token_id in enumerate(token_ids) if token_id == self._thought.end_id)
-        return next(ends, None)
+        last_id = self._thought.end_ids[-1]
+        ends = (rank + 1 for rank, token_id in enumerate(token_ids) if token_id == last_id)
+        return next((end for end in ends if self._is_end(token_ids[:end])), None)
+
+    def _is_end(self, token_ids: Seq[int]) -> bool:
+        """True if the thought ends behind these tokens."""
+        end_ids = self._thought.end_ids
+        return (*self._tail, *token_ids[-len(end_ids) :])[-len(end_ids) :] == end_ids
 
     def _opening_mask(self) -> TokenMask:
         mask, begin_id = bytearray(self._mask()), self._thought.begin_id

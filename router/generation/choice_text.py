@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
+from router.generation.harmony import HarmonyReader
 from router.generation.stop_strings import StopStrings
 from router.generation.thoughts import ThoughtReader, Trimmed
-from router.requests.reasoning_format import Thinking
+from router.requests.reasoning_format import HARMONY, Thinking
 from router.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ class ChoiceText:
         self._min_tokens = request.sampling.min_tokens
         self._new_detokenizer = new_detokenizer
         self._detokenizer = new_detokenizer(tokenizer, request.prompt_token_ids)
-        self._thoughts = ThoughtReader(thinking, tokenizer) if thinking else None
+        self._thoughts = _new_reader(thinking, tokenizer) if thinking else None
         self._shows_thoughts = thinking is not None and thinking.is_shown
         self._thought = Trimmed(thinking.format.label if thinking else "")
         self._awaits_text = thinking is not None  # white space around a thought is not shown
@@ -96,14 +97,17 @@ class ChoiceText:
         """Return a token's text, and true if it stopped there; add to `thoughts` what is no answer yet."""
         if self._thoughts is None:
             return self._push(token_id)
+        was_thinking = self._thoughts.is_thinking
         if self._thoughts.is_mark(token_id):
             self._num_tokens += 1
             rest = self._detokenizer.flush()
             self._detokenizer = self._new_detokenizer(self._tokenizer, ())
-            if self._thoughts.is_thinking:
-                return "", False  # white space before the thought
-            thoughts.append(self._thought.push(rest))
-            return "", False
+            text = "" if was_thinking else rest
+            thoughts.append(self._thought.push(rest) if was_thinking else "")
+            if not self._thoughts.is_thinking:
+                return self._scan(text + self._thoughts.spelled)
+            thoughts.append(self._thought.push(self._thoughts.spelled))
+            return self._scan(text)
         if self._thoughts.is_thinking:
             self._num_tokens += 1
             thoughts.append(self._thought.push(self._detokenizer.push(token_id)))
@@ -135,3 +139,8 @@ class ChoiceText:
         self.stop_string = scan.stop_string
         shown = scan.text + (scan.stop_string or "") if self._includes_stop else scan.text
         return shown, scan.stop_string is not None
+
+
+def _new_reader(thinking: Thinking, tokenizer: Tokenizer) -> ThoughtReader | HarmonyReader:
+    is_harmony = thinking.format.name == HARMONY
+    return HarmonyReader(thinking, tokenizer) if is_harmony else ThoughtReader(thinking, tokenizer)

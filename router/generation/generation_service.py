@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError, UnavailableError
 from protos.fingerprint import with_tokenizer
-from protos.messages import ModelCard
+from protos.messages import Grammar, ModelCard
 from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
@@ -28,7 +28,7 @@ from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
 from router.requests.prompted_tools import with_prompted_tools
-from router.requests.reasoning_format import find_reasoning, thinking_after
+from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after, with_one_text
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
 from router.requests.tools import ToolUse
@@ -67,9 +67,11 @@ class GenerationService:
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
         self._prompts_tools = config.prompt_tools and "tools" not in template
-        format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
-        self._format = None if format_ is None else format_.with_tokens(files.tokenizer)
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
+        self._has_messages = self._reasoning is not None and self._reasoning.name == HARMONY
+        format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
+        is_read = format_ is not None and (self._has_messages or not format_.covers_thoughts)
+        self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
 
@@ -167,11 +169,13 @@ class GenerationService:
         self._gate.check(current_client.get().tenant, body.n or 1)
         token_ids = await self.chat_prompt(body)
         use = body.tool_use
-        grammar = body.grammar if use is None else self._tool_format().grammar(use, body.grammar)
-        is_shown = body.include_reasoning is not False
-        thinking = thinking_after(token_ids, self._reasoning, self.files.tokenizer, is_shown=is_shown)
-        if grammar is not None and thinking is not None and body.allowed_token_ids is None:
-            grammar = replace(grammar, thought=thinking.mark)
+        thinking = thinking_after(
+            token_ids,
+            self._reasoning,
+            self.files.tokenizer,
+            is_shown=body.include_reasoning is not False,
+            has_tools=use is not None,
+        )
         return await self._start(
             GenerateParams(
                 request_id=_new_id("chatcmpl"),
@@ -180,12 +184,22 @@ class GenerationService:
                 max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
                 is_chat=True,
                 num_logprobs=body.num_logprobs,
-                grammar=grammar,
+                grammar=self._grammar(body, thinking),
                 thinking=thinking,
                 tool_schemas={function.name: function.schema_ for function in use.callable_} if use else {},
                 prediction_token_ids=await self._prediction(body),
             )
         )
+
+    def _grammar(self, body: ChatCompletionRequest, thinking: Thinking | None) -> Grammar | None:
+        """Return the grammar of a chat's answer, which begins behind its thought."""
+        use = body.tool_use
+        format_ = None if use is None else self._tool_format()
+        grammar = body.grammar if use is None or format_ is None else format_.grammar(use, body.grammar)
+        covers_thoughts = body.allowed_token_ids is not None or (format_ is not None and format_.covers_thoughts)
+        if grammar is None or thinking is None or covers_thoughts:
+            return grammar
+        return replace(grammar, thought=thinking.mark)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Return the token ids of a chat's prompt."""
@@ -233,6 +247,8 @@ class GenerationService:
                 param="messages",
             )
         turns = [message.for_template() for message in messages]
+        if self._has_messages:
+            turns = [with_one_text(turn) for turn in turns]
         if self._prompts_tools:
             turns = with_prompted_tools(turns, use)
         text = await asyncio.to_thread(

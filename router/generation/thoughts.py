@@ -9,6 +9,8 @@ from router.tokenizer.tokenizer import Tokenizer
 class ThoughtReader:
     """Says of each token of an answer whether it is thought or answer; its marks are neither."""
 
+    spelled = ""  # no text stands for a mark
+
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:
         self._format = thinking.format
         self._tokenizer = tokenizer

@@ -113,6 +113,7 @@ class ChatMessageFields(Body):
         fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
         if self.tool_calls is not None:
             fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            fields.setdefault("content", "")  # which many templates read without asking for it
         if self.thoughts:  # each family of templates has its own name for them
             fields |= {"reasoning_content": self.thoughts, "reasoning": self.thoughts, "thinking": self.thoughts}
         fields["role"] = str(Role.SYSTEM if self.role is Role.DEVELOPER else self.role)

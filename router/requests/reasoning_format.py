@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protos.messages import Thought
 from router.tokenizer.tokenizer import Tokenizer
 
-# Beginning and end of a thought, by the name of the form; each is one token where a model thinks in it.
-MARKS = {
+HARMONY = "harmony"
+# Beginning and end of a thought, by the name of the form; each is one token where a model thinks in it. In harmony a
+# thought is a message on a channel of its own: these marks enclose the heads of messages, and the messages.
+MARKS: dict[str, tuple[str, ...]] = {
     "think": ("<think>", "</think>"),  # Qwen3, DeepSeek, GLM, Kimi, MiniMax, Nemotron, SmolLM3, Hunyuan
     "mistral": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
     "thinking": ("<thinking>", "</thinking>"),
     "thought": ("<|begin_of_thought|>", "<|end_of_thought|>"),
     "gemma": ("<|channel>", "<channel|>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    HARMONY: ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
 }
 _LABELS = {"gemma": "thought\n"}  # which stands first in a thought and is none of it
+_ANSWER = "final"  # the channel of harmony's answers
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The tokens that begin and end a thought."""
+    """The tokens that begin and end a thought: it ends with all `end_ids`, one behind the other."""
 
     name: str
     begin_id: int
-    end_id: int
+    end_ids: tuple[int, ...]
     label: str = ""
+
+    @property
+    def end_id(self) -> int:
+        """The last token of the end."""
+        return self.end_ids[-1]
 
 
 def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") -> ReasoningFormat | None:
@@ -35,32 +46,65 @@ def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") ->
     `wanted` is the form's name, none, or auto; a form that is named need not stand in the template.
     """
     for name, marks in MARKS.items():
-        begin_id, end_id = map(tokenizer.token_id, marks)
+        ids = [id_ for id_ in map(tokenizer.token_id, marks) if id_ is not None]
         is_meant = wanted == name or (wanted == "auto" and any(mark in template for mark in marks))
-        if is_meant and begin_id is not None and end_id is not None:
-            return ReasoningFormat(name, begin_id, end_id, _LABELS.get(name, ""))
+        if is_meant and len(ids) == len(marks):
+            begin_id, end_id, *_ = ids
+            is_head = name == HARMONY  # that of the answer ends all thoughts
+            head_ids = (begin_id, *tokenizer.encode(_ANSWER, add_special_tokens=False)) if is_head else ()
+            return ReasoningFormat(name, begin_id, (*head_ids, end_id), _LABELS.get(name, ""))
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The thought at the beginning of an answer: open already, since the prompt began it, or perhaps to come."""
+    """The thought at the beginning of an answer: open already, since the prompt began it, or perhaps to come.
+
+    `head_ids` are what the prompt holds of the answer's first message, where the form has messages; `has_tools` is true
+    where a message may be a call.
+    """
 
     format: ReasoningFormat
     is_open: bool
     is_shown: bool = True
+    head_ids: tuple[int, ...] = ()
+    has_tools: bool = False
 
     @property
-    def mark(self) -> Thought:
-        """The thought as grammars know it, which begin behind it."""
-        return Thought(self.format.end_id, None if self.is_open else self.format.begin_id)
+    def mark(self) -> Thought | None:
+        """The thought as grammars know it, which begin behind it; None where the prompt has ended it."""
+        if self.format.name == HARMONY:
+            return Thought(self.format.end_ids) if self.is_open else None
+        return Thought(self.format.end_ids, None if self.is_open else self.format.begin_id)
 
 
 def thinking_after(
-    prompt_token_ids: list[int], format_: ReasoningFormat | None, tokenizer: Tokenizer, *, is_shown: bool
+    prompt_token_ids: list[int],
+    format_: ReasoningFormat | None,
+    tokenizer: Tokenizer,
+    *,
+    is_shown: bool,
+    has_tools: bool = False,
 ) -> Thinking | None:
     """Return the thought that may come after a prompt; None where none can, or the prompt has ended it."""
     if format_ is None:
         return None
+    if format_.name == HARMONY:
+        head_ids = _last_message(prompt_token_ids, tokenizer.token_id("<|start|>"))
+        return Thinking(format_, format_.end_id not in head_ids, is_shown, head_ids, has_tools)
     last = next((each for each in reversed(prompt_token_ids) if tokenizer.token_text(each).strip()), None)
     return None if last == format_.end_id else Thinking(format_, last == format_.begin_id, is_shown)
+
+
+def _last_message(prompt_token_ids: list[int], start_id: int | None) -> tuple[int, ...]:
+    """Return the message that the prompt leaves open, from its mark on."""
+    places = (place for place in range(len(prompt_token_ids) - 1, -1, -1) if prompt_token_ids[place] == start_id)
+    return tuple(prompt_token_ids[next(places, len(prompt_token_ids)) :])
+
+
+def with_one_text(turn: Mapping[str, object]) -> dict[str, object]:
+    """Return a turn as harmony's template takes it: beside calls there are either thoughts or a text."""
+    thoughts, text = turn.get("thinking"), turn.get("content")
+    if not turn.get("tool_calls") or not thoughts or not text:
+        return dict(turn)
+    return {**{key: value for key, value in turn.items() if key != "content"}, "thinking": f"{thoughts}\n\n{text}"}

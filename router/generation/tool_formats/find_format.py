@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
-from router.generation.tool_formats.tagged_format import GLM, MINIMAX, QWEN_XML, SEED
-from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
-from router.generation.tool_formats.whole_format import MISTRAL_LIST
+import re
 
+from router.generation.tool_formats.harmony_format import HARMONY
+from router.generation.tool_formats.list_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
+from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
+from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
+from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
+
+_LLAMAS_CALL = re.compile(r'\{"name": [^"{}+]{1,40}, "parameters": ')  # as its instructions show it
 # Forms and texts that all stand in a template of theirs, the more special ones first. Without a form: marks of forms
 # that are not read here, whose calls would come back as text.
-_SIGNS: tuple[tuple[ToolFormat | None, tuple[str, ...]], ...] = (
+_SIGNS: tuple[tuple[ToolFormat | None, tuple[str | re.Pattern[str], ...]], ...] = (
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL_LIST, ("[TOOL_CALLS]",)),
     (DEEPSEEK_V3, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json")),
@@ -25,6 +29,13 @@ _SIGNS: tuple[tuple[ToolFormat | None, tuple[str, ...]], ...] = (
     (LFM2, ("<|tool_call_start|>",)),
     (LFM2, ("<|tool_list_start|>",)),
     (OLMO, ("<function_calls>",)),
+    (HARMONY, ("<|channel|>", "<|message|>", "functions.")),
+    (DSML, ("｜DSML｜", "tool_calls>")),
+    (DSML_V32, ("｜DSML｜", "function_calls>")),
+    (COHERE, ("<|START_ACTION|>", '"tool_name"')),
+    (NEMOTRON, ("<TOOLCALL>",)),
+    (TOOL_CALLS, ("<tool_calls>", '"arguments"')),
+    (GRANITE, ("<|tool_call|>", "JSON list")),
     (None, ("<|channel|>",)),
     (None, ("<arg_key>",)),
     (None, ("<invoke",)),
@@ -35,8 +46,7 @@ _SIGNS: tuple[tuple[ToolFormat | None, tuple[str, ...]], ...] = (
     (None, ("<|START_ACTION|>",)),
     (HERMES, ("<tool_call>",)),
     (PYTHONIC, ("func_name1(",)),
-    (LLAMA, ('"parameters"',)),
-    (LLAMA, ("python_tag",)),
+    (LLAMA, (_LLAMAS_CALL,)),
 )
 FORMATS = {format_.name: format_ for format_, _ in _SIGNS if format_ is not None}
 
@@ -47,4 +57,8 @@ def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
         return None
     if wanted != "auto":
         return FORMATS[wanted]
-    return next((format_ for format_, signs in _SIGNS if all(sign in template for sign in signs)), None)
+    return next((format_ for format_, signs in _SIGNS if all(_stands_in(template, sign) for sign in signs)), None)
+
+
+def _stands_in(template: str, sign: str | re.Pattern[str]) -> bool:
+    return sign in template if isinstance(sign, str) else sign.search(template) is not None

@@ -8,9 +8,10 @@ from functools import partial
 
 from router.generation.tool_formats.argument_value import is_text, properties, with_definitions
 from router.generation.tool_formats.gemma_value import read_gemma_call
+from router.generation.tool_formats.list_format import read_list
 from router.generation.tool_formats.python_calls import read_python
 from router.generation.tool_formats.tool_format import arguments_schema, literal
-from router.generation.tool_formats.whole_format import Calls, WholeFormat, read_list
+from router.generation.tool_formats.whole_format import Calls, WholeFormat
 from router.requests.structured_output import schema_source
 from router.requests.tools import ToolUse
 

@@ -1,4 +1,4 @@
-"""Calls with a mark around each argument, as XML has them: Qwen3-Coder's, GLM's, MiniMax's."""
+"""Calls with a mark around each argument, as XML has them: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek's DSML."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from router.generation.tool_formats.argument_value import argument_value, is_text, properties, with_definitions
+from router.generation.tool_formats.argument_value import (
+    argument_value,
+    is_text,
+    properties,
+    types_of,
+    with_definitions,
+)
 from router.generation.tool_formats.call_body import BodyStep, CallPiece, num_held
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, NAME, ToolFormat, arguments_schema, literal
 from router.requests.structured_output import schema_source
 from router.requests.tools import Function, ToolUse
 
-KEY = "{key}"
+KEY, IS_TEXT = "{key}", "{is_text}"
+_TEXT: object = {"type": "string"}
+_ANY_VALUE: object = {"type": ["object", "array", "number", "boolean", "null", "string"]}
+_LINE_END = '"\\n"?'  # newer models leave it out
 _NO_CALL = BodyStep(0, is_done=True, is_call=False)
 
 
@@ -22,7 +31,8 @@ _NO_CALL = BodyStep(0, is_done=True, is_call=False)
 class TaggedFormat(ToolFormat):
     """Calls whose arguments stand one by one between `key`, in which KEY is the parameter's name, and `value_end`.
 
-    A text is written as it is, anything else as JSON. `body_end` ends the arguments where `end` has an outer meaning.
+    A text is written as it is, anything else as JSON; IS_TEXT in the key is true or false and says which, elsewhere the
+    parameter's schema does. `body_end` ends the arguments where `end` has an outer meaning.
     `is_padded`: a line break stands on either side of each value. `can_begin_bare`: models leave out `begin`.
     """
 
@@ -61,6 +71,10 @@ class TaggedFormat(ToolFormat):
     def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> TaggedBody:
         return TaggedBody(self, tools, self._pattern_of(self.head if has_begin else self.head[1:]))
 
+    @property
+    def _section_gap(self) -> str:
+        return _LINE_END
+
     def _call_rules(self, use: ToolUse) -> list[str]:
         rules: list[str] = []
         calls = []
@@ -68,11 +82,12 @@ class TaggedFormat(ToolFormat):
             schema = arguments_schema(function, use)
             calls.append(f"{self._head(function)} {self._arguments(rank, schema, rules)}".strip())
         newline = literal("\n" if self.body_end else "")
-        close = f"{literal(self.body_end)} {newline}".strip()
+        close = f"{self._mark(self.body_end)} {newline}".strip()
         text = ["TEXT: /(.|\\n)*/"] if not self.begin else []
-        rules += [f"value[lazy]: TEXT {literal(self._padding + self.value_end)}", 'KEY: /[^<>"\\n]{1,128}/']
-        if self.value_end in self.token_ids:
-            rules[-2] = f"value: TEXT {self._mark(self.value_end)}"
+        value = f"value[lazy]: TEXT {literal(self._padding + self.value_end)}"
+        if self._has_token(self.value_end):
+            value = f"value: {self._text_before(self.value_end)}"
+        rules += [value, 'KEY: /[^<>"\\n]{1,128}/']
         return [f"call: ({' | '.join(calls)}) {close}", *rules, *text, *self._text_rules()]
 
     @property
@@ -83,20 +98,16 @@ class TaggedFormat(ToolFormat):
         """Return the rule of all arguments of a function, and add those of its values to `rules`."""
         known = properties(schema)
         if not known:
-            return f"({self._key('KEY')} value {self._between})*" if _is_open(schema) else ""
+            return f"({self._key('KEY')} value {_LINE_END})*" if _is_open(schema) else ""
         required = schema.get("required")
         wanted = required if isinstance(required, list) else []
         parts = []
         for place, (name, inner) in enumerate(known.items()):
             value = f"value_{rank}_{place}"
-            part = f"{self._key(literal(name))} {self._value(value, with_definitions(inner, schema), rules)}"
-            part = f"{part} {self._between}".strip()
+            key = self._key(literal(name), is_text(inner))
+            part = f"{key} {self._value(value, with_definitions(inner, schema), rules)} {_LINE_END}"
             parts.append(part if name in wanted else f"({part})?")
         return " ".join(parts)
-
-    @property
-    def _between(self) -> str:
-        return literal("\n")
 
     def _value(self, rule: str, schema: object, rules: list[str]) -> str:
         """Return the rule of one value with its end."""
@@ -110,16 +121,14 @@ class TaggedFormat(ToolFormat):
             rules.append(f"{rule}: %json {schema_source('tools', schema)}")
         return f"{rule} {literal(self._padding)} {self._mark(self.value_end)}"
 
-    def _key(self, name: str) -> str:
-        parts = " ".join(name if part == KEY else self._mark(part) for part in self.key)
+    def _key(self, name: str, has_text: bool = True) -> str:
+        known = {KEY: name, IS_TEXT: literal(str(has_text).lower())}
+        parts = " ".join(known.get(part) or (self._mark(part) if part.strip() else _LINE_END) for part in self.key)
         return f"{parts} {literal(self._padding)}".strip()
 
     def _head(self, function: Function) -> str:
-        return super(TaggedFormat, self)._head(function) + f" {literal(self._after_head)}"
-
-    @property
-    def _after_head(self) -> str:
-        return "" if self.head[-1].endswith("\n") else "\n"
+        after = "" if self.head[-1].endswith("\n") else _LINE_END
+        return f"{super(TaggedFormat, self)._head(function)} {after}"
 
 
 class _Place(Enum):
@@ -165,7 +174,7 @@ class TaggedBody:
             opening = "{" if self._num_arguments == 0 else ", "
             self._num_arguments += 1
             name = key[1].strip()
-            self._schema = self._schemas.get(name)
+            self._schema = self._schema_of(self._schemas.get(name), key.groupdict().get("is_text"))
             self._place, self._is_fresh = _Place.VALUE, True
             quote = '"' if is_text(self._schema) else ""
             return BodyStep(key.end(), (CallPiece(f"{opening}{_json(name)}: {quote}"),))
@@ -173,6 +182,12 @@ class TaggedBody:
             return None
         closing = "}" if self._num_arguments else "{}"
         return BodyStep(end + len(self._format.last), (CallPiece(closing),), is_done=True)
+
+    def _schema_of(self, schema: object, said: str | None) -> object:
+        """Return the schema by which a value is read, where its key may have said that it is a text, or none."""
+        if said == "true" and (not types_of(schema) or "string" in types_of(schema)):
+            return _TEXT
+        return _ANY_VALUE if said == "false" and not types_of(schema) else schema
 
     def _read_value(self, text: str) -> BodyStep | None:
         end = self._end_of_value(text)
@@ -224,7 +239,7 @@ def _json(value: object) -> str:
 
 
 def _pattern(parts: tuple[str, ...]) -> str:
-    groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", KEY: r'([^<>"\n]{1,128}?)'}
+    groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", KEY: r'([^<>"\n]{1,128}?)', IS_TEXT: "(?P<is_text>true|false)"}
     return "".join(groups.get(part) or r"\s*" + re.escape(part.strip()) for part in parts)
 
 
@@ -264,3 +279,16 @@ MINIMAX = TaggedFormat(
     key=('<parameter name="', KEY, '">'),
     value_end="</parameter>",
 )
+_DSML = "｜DSML｜"
+DSML = TaggedFormat(
+    "dsml",
+    f'<{_DSML}invoke name="',
+    f"</{_DSML}invoke>",
+    "\n",
+    (NAME, '">'),
+    sections=(f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"),
+    core=_DSML,
+    key=(f'<{_DSML}parameter name="', KEY, '" string="', IS_TEXT, '">'),
+    value_end=f"</{_DSML}parameter>",
+)
+DSML_V32 = replace(DSML, name="dsml_v32", sections=(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"))

@@ -26,7 +26,7 @@ class ToolFormat:
 
     With an `arguments_key` head and arguments are one JSON object, of `name` and that key; an empty `begin` means then
     that the whole answer is calls if its first character is a brace. `sections` enclose all calls. Marks may be added
-    tokens, which stand in `token_ids` then.
+    tokens, which stand in `token_ids` then, or hold one, which is the `core` of each.
     """
 
     name: str
@@ -35,15 +35,18 @@ class ToolFormat:
     separator: str
     head: tuple[str, ...] = ()  # NAME stands for the function's name, _NUMBER for a number
     arguments_key: str = ""
+    optional: str = ""  # a mark and a word behind it, which may stand before the last part of the head
     tail: str = ""  # text between the arguments and `end`
     sections: tuple[str, str] | None = None
+    core: str = ""  # a token inside marks
     token_ids: Mapping[str, int] = field(default_factory=dict)
     id_length: int = 0  # characters of a call's id, where the template refuses others
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All texts that are no part of an argument or of an answer."""
-        return tuple(mark for mark in (self.begin, self.end, *self.head, *(self.sections or ())) if mark)
+        marks = (self.begin, self.end, *self.head, *(self.sections or ()), self.optional, self.core)
+        return tuple(filter(None, marks))
 
     @property
     def strays(self) -> tuple[str, ...]:
@@ -67,6 +70,16 @@ class ToolFormat:
         return uuid.uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid.uuid4().hex[:24]}"
 
     @property
+    def answer(self) -> str:
+        """The rule of an answer instead of calls; the rule `answer` is that of its text."""
+        return "answer"
+
+    @property
+    def covers_thoughts(self) -> bool:
+        """True if grammars begin with the thought, and not behind it."""
+        return False
+
+    @property
     def opening(self) -> str:
         """The first character of an answer that is calls, where calls have no mark."""
         return "{"
@@ -77,7 +90,10 @@ class ToolFormat:
         if self.arguments_key:
             return re.compile(_NAME_FIRST % self.arguments_key)
         groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
-        return re.compile(r"\s*" + "".join(groups.get(part, re.escape(part)) for part in self.head) + r"\s*(?=\{)")
+        parts = [groups.get(part, re.escape(part)) for part in self.head]
+        if self.optional:
+            parts.insert(-1, rf"(?:{re.escape(self.optional)}\w{{1,64}})?")
+        return re.compile(r"\s*" + "".join(parts) + r"\s*(?=\{)")
 
     def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:
         """Return the format for a model: marks that are added tokens of its tokenizer by their ids.
@@ -97,7 +113,7 @@ class ToolFormat:
         if use.is_required:
             start = self._calls(use)
         elif answer is not None:
-            start = f"{self._calls(use)} | answer"
+            start = f"{self._calls(use)} | {self.answer}"
         elif is_strict or not use.is_parallel:
             start = self._calls_in_text(use)
         else:
@@ -122,7 +138,14 @@ class ToolFormat:
     def _in_section(self, opening: str, begin: str, use: ToolUse) -> str:
         call = self._call(begin)
         calls = f"{call} ({literal(self.separator)} {call})*" if use.is_parallel else call
-        return f"{opening} {calls} {self._mark(self.sections[1]) if self.sections else ''}".strip()
+        if self.sections:
+            return f"{opening} {self._section_gap} {calls} {self._section_gap} {self._mark(self.sections[1])}"
+        return f"{opening} {calls}".strip()
+
+    @property
+    def _section_gap(self) -> str:
+        """The rule of what stands between calls and the marks around all of them."""
+        return ""
 
     def _call(self, begin: str) -> str:
         newline = literal("\n" if self.begin and self.arguments_key else "")
@@ -143,22 +166,43 @@ class ToolFormat:
             return []
         mark = self.sections[0] if self.sections else self.begin
         spelled = f"spelled[lazy]: TEXT {literal(mark)}"  # is read as a call too, so it must begin a valid one
-        token = f" | TEXT {self._mark(mark)}" if mark in self.token_ids else ""
+        token = f" | {self._text_before(mark)}" if self._has_token(mark) else ""
         return ["TEXT: /(.|\\n)*/", spelled, f"begin: spelled{token}"]
+
+    def _has_token(self, mark: str) -> bool:
+        return mark in self.token_ids or (self.core in self.token_ids and self.core in mark)
+
+    def _text_before(self, mark: str) -> str:
+        """Return the rule of a free text up to a mark that has a token, which no text can hold."""
+        if mark in self.token_ids:
+            return f"TEXT {self._mark(mark)}"
+        before, _, behind = mark.partition(self.core)
+        return f"/(.|\\n)*{_in_pattern(before)}/ <[{self.token_ids[self.core]}]> {literal(behind)}"
 
     def _head(self, function: Function) -> str:
         if self.arguments_key:
             return literal(f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": ')
-        parts = {NAME: literal(function.name), _NUMBER: "/[0-9]{1,3}/"}
-        return " ".join(parts.get(part) or self._mark(part) for part in self.head)
+        known = {NAME: literal(function.name), _NUMBER: "/[0-9]{1,3}/"}
+        parts = [known.get(part) or self._mark(part) for part in self.head]
+        if self.optional in self.token_ids:
+            parts.insert(-1, f"({self._mark(self.optional)} /[a-zA-Z0-9]{{9}}/)?")
+        return " ".join(parts)
 
     def _mark(self, mark: str) -> str:
-        return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else literal(mark)
+        if mark in self.token_ids or not self._has_token(mark):
+            return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else literal(mark)
+        before, _, behind = mark.partition(self.core)
+        return f"{literal(before)} <[{self.token_ids[self.core]}]> {literal(behind)}"
 
 
 def arguments_schema(function: Function, use: ToolUse) -> Mapping[str, object]:
     """Return the schema of the arguments: their own if a call is required or the function is strict."""
     return function.schema_ if use.is_required or function.strict else _ANY_ARGUMENTS
+
+
+def _in_pattern(text: str) -> str:
+    """Return the text as a pattern of a grammar spells it."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def literal(text: str) -> str:
@@ -168,7 +212,7 @@ def literal(text: str) -> str:
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "\n", arguments_key="arguments")
 LLAMA = ToolFormat("llama", "", "", "; ", arguments_key="parameters")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "", (NAME, "[ARGS]"))
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "", (NAME, "[ARGS]"), optional="[CALL_ID]", id_length=9)
 DEEPSEEK = ToolFormat(
     "deepseek",
     "<｜tool▁call▁begin｜>",

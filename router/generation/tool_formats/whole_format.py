@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from router.generation.tool_formats.argument_value import argument_value, properties
 from router.generation.tool_formats.call_body import BodyStep, CallPiece
-from router.generation.tool_formats.tool_format import ToolFormat, literal
-from router.requests.tools import ToolUse
+from router.generation.tool_formats.tool_format import ToolFormat
 
 Calls = list[tuple[str, Mapping[str, object]]]
 _BRACKETS = {"]": "[", ")": "(", "}": "{"}
@@ -48,11 +48,19 @@ class WholeBody:
             return None
         try:
             calls = self._format.read(text[:end])
-            pieces = [CallPiece(_json(arguments), name) for name, arguments in calls]
+            pieces = [CallPiece(_json(self._typed(name, arguments)), name) for name, arguments in calls]
         except (ValueError, RecursionError, MemoryError):
             calls, pieces = [], []
         is_call = bool(calls) and (bool(self._format.begin) or all(name in self._tools for name, _ in calls))
         return BodyStep(end + len(self._format.end), tuple(pieces), is_done=True, is_call=is_call)
+
+    def _typed(self, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Return the arguments with texts in quotes as what their schemas want, where models quote every value."""
+        schemas = properties(self._tools.get(name))
+        return {
+            key: argument_value(value, schemas.get(key)) if isinstance(value, str) else value
+            for key, value in arguments.items()
+        }
 
     def _end(self, text: str) -> int | None:
         if self._format.end:
@@ -100,42 +108,7 @@ class BracketExtent:
         return False
 
 
-# ---- lists of JSON objects ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ListFormat(WholeFormat):
-    """`[{"name": "f", "arguments": {...}}]` behind `begin`."""
-
-    def _calls(self, use: ToolUse) -> str:
-        return f"{self._mark(self.begin)} {self._list(use)}"
-
-    def _calls_in_text(self, use: ToolUse) -> str:
-        return f"TEXT | begin {self._list(use)}"
-
-    def _list(self, use: ToolUse) -> str:
-        more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
-        return f'"[" call {more} "]"'
-
-
-def read_list(text: str) -> Calls:
-    """Return the calls in a list of JSON objects."""
-    calls: Calls = []
-    for entry in json.loads(text):
-        match entry:
-            case {"name": str(name), "arguments": dict(arguments)}:
-                calls.append((name, arguments))
-            case _:
-                raise ValueError("an entry is no call")
-    return calls
-
-
 def _json(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
     return text
-
-
-MISTRAL_LIST = ListFormat(
-    "mistral_list", "[TOOL_CALLS]", "", ", ", arguments_key="arguments", read=read_list, id_length=9
-)

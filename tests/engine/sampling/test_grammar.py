@@ -349,14 +349,22 @@ def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
         compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))
 
 
-@pytest.mark.parametrize("begin_id", [None, THOUGHT_BEGIN])
+@pytest.mark.parametrize(
+    ("begin_id", "end_ids", "bias_each"),
+    [(None, (THOUGHT_END,), 4.0), (THOUGHT_BEGIN, (THOUGHT_END,), 4.0), (None, (THOUGHT_BEGIN, THOUGHT_END), 7.0)],
+)
 def test_a_grammar_begins_behind_a_thought(
-    folder: Path, draft_folder: Path, tokenizer: Tokenizer, begin_id: int | None
+    folder: Path,
+    draft_folder: Path,
+    tokenizer: Tokenizer,
+    begin_id: int | None,
+    end_ids: tuple[int, ...],
+    bias_each: float,
 ) -> None:
     def requests() -> list[GenerateRequest]:
-        thought = Thought(THOUGHT_END, begin_id)
+        thought = Thought(end_ids, begin_id)
         grammar = Grammar(GrammarKind.REGEX, REGEX, "guided_regex", thought)
-        bias = ((THOUGHT_BEGIN, 4.0), (THOUGHT_END, 4.0))
+        bias = ((THOUGHT_BEGIN, bias_each), (THOUGHT_END, bias_each))
         return [request(f"r{seed}", grammar, seed=seed, temperature=1.0, logit_bias=bias) for seed in range(12)]
 
     plain = run(build(folder), requests())
@@ -365,7 +373,8 @@ def test_a_grammar_begins_behind_a_thought(
         ids = list(chunk.token_ids)
         is_thought = begin_id is None or ids[0] == begin_id
         num_thoughts += is_thought
-        start = ids.index(THOUGHT_END) + 1 if is_thought else 0
+        ends = (rank for rank in range(len(ids)) if tuple(ids[:rank][-len(end_ids) :]) == end_ids)
+        start = next(ends) if is_thought else 0
         assert END_ID not in ids[:-1]
         assert re.fullmatch(REGEX, text_of(replace(chunk, token_ids=tuple(ids[start:])), tokenizer))
     assert 0 < num_thoughts <= (12 if begin_id is None else 11)

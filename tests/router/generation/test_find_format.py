@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from router.generation.tool_formats.find_format import find_format
-from router.generation.tool_formats.tagged_format import GLM, QWEN_XML
+from router.generation.tool_formats.harmony_format import HARMONY
+from router.generation.tool_formats.list_format import COHERE, MISTRAL_LIST
+from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, QWEN_XML
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL
-from router.generation.tool_formats.whole_format import MISTRAL_LIST
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,14 @@ from router.generation.tool_formats.whole_format import MISTRAL_LIST
         ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>name ```json", DEEPSEEK_V3),
         ("{{ tools }}<|tool_call_begin|>id<|tool_call_argument_begin|>", KIMI),
         ("{{ tools }}<tool_call>name<arg_key>key</arg_key><arg_value>", GLM),
-        ("{{ tools }}<|channel|>commentary to=functions.name", None),
+        ("{{ tools }}<|channel|>commentary", None),
+        ("{{ tools }}<|channel|>commentary to=functions.name<|message|>", HARMONY),
+        ('{{ tools }}<|START_ACTION|>[{"tool_name": "', COHERE),
+        ("{{ tools }}<|START_ACTION|>other", None),
+        ("{{ tools }}<｜DSML｜tool_calls>", DSML),
+        ("{{ tools }}{{ '<' + '｜DSML｜' + 'function_calls>' }}", DSML_V32),
+        ('{{ tools }}{"description": d, "parameters": p} to call write Action:', None),
+        ("{{ tools }}<|python_tag|>", None),
         ("no calls", None),
     ],
 )

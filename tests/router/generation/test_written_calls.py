@@ -14,10 +14,10 @@ from protos.messages import FinishReason, GenerateRequest, Grammar, SamplingPara
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats.list_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
-from router.generation.tool_formats.tagged_format import GLM, MINIMAX, QWEN_XML, SEED
+from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
 from router.generation.tool_formats.tool_format import ToolFormat
-from router.generation.tool_formats.whole_format import MISTRAL_LIST
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
@@ -96,6 +96,15 @@ TEMPLATES: list[tuple[ToolFormat, str]] = [
 ]
 
 
+def dsml_value(name: str, is_text: str, value: str) -> str:
+    return f'<｜DSML｜parameter name="{name}" string="{is_text}">{value}</｜DSML｜parameter>\n'
+
+
+def dsml(section: str, values: str) -> str:
+    call = f'<｜DSML｜invoke name="write">\n{values}</｜DSML｜invoke>'
+    return f"<｜DSML｜{section}>\n{call}\n</｜DSML｜{section}>"
+
+
 def pythonic() -> str:
     written = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in CALLS)
     return f"[{', '.join(written)}]"
@@ -166,6 +175,34 @@ def test_calls_that_a_template_writes_are_read_in_any_pieces(format_: ToolFormat
         (LFM2, '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', "", [("now", "{}")]),
         (OLMO, "<function_calls>now()\nnow()</function_calls>", "", [("now", "{}"), ("now", "{}")]),
         (MISTRAL_LIST, '[TOOL_CALLS] {"name": 1} so', '[TOOL_CALLS] {"name": 1} so', []),
+        (PYTHONIC, "[write(text='a', count='2')]", "", [("write", '{"text": "a", "count": 2}')]),  # in quotes
+        (
+            COHERE,
+            'So.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+            "So.",
+            [("now", "{}")],
+        ),
+        (COHERE, "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes.", []),
+        (NEMOTRON, '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>', "", [("now", "{}")]),
+        (GRANITE, '<|tool_call|>[{"name": "now", "arguments": {}}]', "", [("now", "{}")]),
+        (
+            TOOL_CALLS,  # MiniMax M1 writes one in a line
+            '<tool_calls>\n{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}\n</tool_calls>',
+            "",
+            [("now", "{}"), ("now", "{}")],
+        ),
+        (
+            DSML,  # where the schema says nothing, the mark has the value's type
+            dsml(
+                "tool_calls",
+                dsml_value("count", "true", "3")
+                + dsml_value("other", "true", "4")
+                + dsml_value("more", "false", "[5]"),
+            ),
+            "",
+            [("write", '{"count": 3, "other": "4", "more": [5]}')],
+        ),
+        (DSML_V32, dsml("function_calls", ""), "", [("write", "{}")]),
     ],
 )
 def test_texts_beside_the_rule(format_: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -191,7 +228,8 @@ def test_ids_of_calls_are_those_that_the_template_takes_back() -> None:
 
 # ---- grammars -----------------------------------------------------------------------------------------------------
 
-MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '<|"|>')
+MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '<|"|>', "｜DSML｜")
+MARKS += ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["spelled", "tokens"])
@@ -245,6 +283,20 @@ WRITTEN: list[tuple[ToolFormat, str, str, str]] = [  # a form, a good call, anot
         '<minimax:tool_call><invoke name="write">\n<parameter name="text">a</parameter>\n</invoke></minimax:tool_call>',
         '<minimax:tool_call><invoke name="now">\n</invoke></minimax:tool_call>',
         '<minimax:tool_call><invoke name="other">\n</invoke></minimax:tool_call>',
+    ),
+    (
+        DSML,
+        dsml("tool_calls", dsml_value("text", "true", "a </b") + dsml_value("count", "false", "2")),
+        dsml("tool_calls", "").replace("write", "now"),
+        dsml("tool_calls", dsml_value("text", "true", "a") + dsml_value("count", "false", "x")),
+    ),
+    (
+        COHERE,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "write", "parameters": {"text": "a"}}\n]'
+        "<|END_ACTION|>",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "write", "parameters": {}}\n]<|END_ACTION|>',
     ),
     (PYTHONIC, '[write(text="a",count=2)]', "[now()]", "[write(count=2)]"),
     (

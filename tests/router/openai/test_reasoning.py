@@ -134,7 +134,7 @@ async def test_a_grammar_begins_behind_the_thought(
     model_says(backend, "</think>{}")
     await chat(http, response_format={"type": "json_object"}, chat_template_kwargs=variables)
     begin_id, end_id = (TOKENIZER.token_id(mark) for mark in ("<think>", "</think>"))
-    assert backend.requests[0].sampling.grammar.thought == Thought(end_id, None if is_open else begin_id)
+    assert backend.requests[0].sampling.grammar.thought == Thought((end_id,), None if is_open else begin_id)
 
 
 async def test_a_grammar_begins_at_once_where_thinking_is_off(http: httpx.AsyncClient, backend: FakeBackend) -> None:
