@@ -91,6 +91,20 @@ class KVEventSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoTuneSettings:
+    """The answer to a drift alarm: the trainer of a new draft.
+
+    `command` are arguments of Python, but for `--draft` and `--output`. It trains for `minutes`; its drafts are folders
+    in `folder`. After an alarm none is answered for `pause_s`.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    minutes: float
+    pause_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
 class PairSettings:
     """The settings with which a pair's shell starts its actors and judges their health.
 
@@ -111,3 +125,4 @@ class PairSettings:
     restart_timeout_s: float = 300.0
     kv_events: KVEventSettings | None = None
     alarm_webhook: str | None = None  # gets a POST for each alarm that begins
+    auto_tune: AutoTuneSettings | None = None  # an alarm is answered by a new draft

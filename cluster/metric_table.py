@@ -16,6 +16,7 @@ from engine.stats.drift import DriftStats
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
 from protos.messages import SpeculationStats
+from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.traffic_metrics import Traffic
 from router.routing.routed_call import Route
@@ -56,7 +57,9 @@ def sample_metrics() -> MetricTexts:
     ingress.count_end("stop", 1.0, 0.5, 1, 2)
     ingress.router.record_choice(Route(0.0))
     ingress.traffic.count(Traffic(), SpeculationStats(1, 1, (0, 1)))
-    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    canary = CanaryReport("/new", "/old", CanaryOutcome.RUNNING, "", 4, 0.1, 0.0, 0.2)
+    draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
+    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0, draft=draft)
     prefill.update(engine, DirectStats())
     return MetricTexts(ingress.text(), pair.text(), prefill.text())
 

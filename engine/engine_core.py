@@ -60,6 +60,7 @@ from engine.span import Span
 from engine.stats.class_acceptance import ClassCounters, class_key
 from engine.stats.drift import DriftMonitor
 from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
+from engine.stats.goodput import GoodputMeter
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verifier import Verifier
@@ -139,6 +140,7 @@ class EngineCore:
         self.blocks = blocks
         self.last_times = StepTimes()
         self.rates = rates or RateMeter()
+        self._goodput = GoodputMeter()
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self._own_method = next((str(each) for each in speculation.config.methods if each.can_branch), "model")
@@ -257,6 +259,11 @@ class EngineCore:
             logger.exception("the step failed with %d sequences running; the engine stops", self.scheduler.num_running)
             raise
 
+    def forget_draft(self) -> None:
+        """Begin anew to learn what drafts are worth: from now on another model makes them. For the engine's thread."""
+        if self._budget is not None:
+            self._budget.forget_draft()
+
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         return EngineStats(
@@ -275,6 +282,7 @@ class EngineCore:
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_slowdown=self.rates.decode_slowdown,
             decode_tokens_per_s=self.rates.decode_tokens_per_s,
+            goodput=self._goodput.snapshot(),
             speedups={} if self._budget is None else self._budget.speedups,
             remote=self._source.stats,
             classes=self._classes.snapshot(),
@@ -449,7 +457,9 @@ class EngineCore:
     def _record(self, batch: Batch) -> None:
         self.last_times = self._timer.times()
         self._total_times += self.last_times
-        self.rates.observe(StepWork.of(batch.scheduled, self.last_times.total_s))
+        work = StepWork.of(batch.scheduled, self.last_times.total_s)
+        self.rates.observe(work)
+        self._goodput.observe(work)
 
     def _check_alive(self) -> None:
         if self._is_broken:

@@ -79,6 +79,15 @@ class NotFoundError(ServingError):
     error_type = "not_found_error"
 
 
+class ConflictError(ServingError):
+    """Something else that is under way excludes this; it may be asked for again when that has ended."""
+
+    http_status = 409
+    grpc_code = "ABORTED"
+    error_type = "conflict_error"
+    code = "conflict"
+
+
 class ModelNotFoundError(NotFoundError):
     """The request names a model that is not served here."""
 

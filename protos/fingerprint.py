@@ -38,6 +38,12 @@ def with_tokenizer(fingerprint: str, tokenizer_digest: str) -> str:
     return f"{fingerprint}-{tokenizer_digest}" if tokenizer_digest else fingerprint
 
 
+def with_draft(fingerprint: str, draft_digest: str) -> str:
+    """Return a pair's fingerprint with the digest of the draft that it runs now."""
+    digests = dict(zip(FingerprintPart, fingerprint.removeprefix(_PREFIX).split("-"), strict=False))
+    return write_fingerprint({**digests, FingerprintPart.DRAFT: draft_digest})
+
+
 def read_fingerprint(fingerprint: str) -> dict[FingerprintPart, str] | None:
     """Return the digests of a fingerprint; None where it is not one of these."""
     digests = fingerprint.removeprefix(_PREFIX).split("-")

@@ -11,6 +11,8 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any
 
+from protos.served_draft import DraftReport
+
 MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst has 0
 
 
@@ -388,3 +390,4 @@ class ModelCard:
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     alarms: tuple[str, ...] = ()  # of the replica that gave the card: what has fallen, in words
     fingerprint: str = ""  # changes with weights, draft, kernels and settings of the text; empty: as model_version
+    draft: DraftReport | None = None  # of the replica that gave the card, where its draft can be replaced

@@ -30,7 +30,8 @@ _LONGEST_PASS_S = 1.0  # that counts as silence of the draft
 class ChannelProposer:
     """Implements `engine.proposer.Proposer` over the socket at `path`.
 
-    It has `NO_DRAFT` while the draft is away or late, or was not asked. For the engine's thread alone.
+    It has `NO_DRAFT` while the draft is away or late, or was not asked. For the engine's thread alone. `on_new_draft`
+    is called where a process greets with another model than the one before; its owner may set it.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,6 +43,8 @@ class ChannelProposer:
         self._opens: list[SyncedSequence] = []
         self._asked_at_s = 0.0
         self._generation = 0
+        self._draft_version = ""
+        self.on_new_draft: Callable[[], None] = lambda: None
         self._missed_at_s: float | None = None
         self._stats = DraftChannelStats()
 
@@ -146,7 +149,13 @@ class ChannelProposer:
         if self._generation != self._link.generation:
             self._generation = self._link.generation
             self._stats.silent_s, self._missed_at_s = 0.0, None
+            self._note_version(self._link.draft_version)
             self._start_over()
+
+    def _note_version(self, version: str) -> None:
+        before, self._draft_version = self._draft_version, version
+        if before not in ("", version):
+            self.on_new_draft()
 
     def _keep(self, message: Offers) -> None:
         for offer in message.offers:

@@ -17,7 +17,7 @@ _SEND_TIMEOUT_S = 0.05
 
 
 class DraftLink:
-    """One connection at a time; `generation` grows with every draft process that has greeted.
+    """One connection at a time; `generation` grows with every draft process that has greeted, with `draft_version`.
 
     A draft is there from its `Hello` until its socket ends or stops taking frames. While it is away every call returns
     at once, and a new connection is tried at most ten times a second.
@@ -26,6 +26,7 @@ class DraftLink:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.generation = 0
         self.is_connected = False
+        self.draft_version = ""
         self._path = path
         self._clock = clock
         self._connection: FrameConnection[DraftMessage] | None = None
@@ -80,6 +81,7 @@ class DraftLink:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ConnectionLostError(f"it speaks protocol {hello.protocol_version}, not {PROTOCOL_VERSION}")
         self.is_connected = True
+        self.draft_version = hello.draft_version
         self.generation += 1
         logger.info("draft connected: version=%s generation=%d", hello.draft_version, self.generation)
 

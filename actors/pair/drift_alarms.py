@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.request import Request, urlopen
 
 from engine.stats.drift import DriftStats
@@ -20,6 +20,7 @@ class DriftAlarms:
     """Belongs to the shell's loop. Without an `address` nothing is sent; what cannot be sent is logged and dropped."""
 
     def __init__(self, address: str | None, replica: str) -> None:
+        self.on_alarm: Callable[[], None] = lambda: None  # called for each alarm that begins
         self._address = address
         self._replica = replica
         self._num_alarms: dict[str, int] = {}
@@ -36,6 +37,7 @@ class DriftAlarms:
         for each in classes:
             if each.num_alarms > self._num_alarms.get(each.name, 0):
                 self._announce(each)
+                self.on_alarm()
             self._num_alarms[each.name] = each.num_alarms
 
     def _announce(self, stats: DriftStats) -> None:

@@ -19,6 +19,7 @@ from actors.process.actor_thread import ActorThread
 from actors.process.socket_folder import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
+from protos.served_draft import DraftOrder, DraftReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,10 @@ class LocalPair(PairShell):
     async def kill_drafts(self) -> int:
         """Return 0: the draft has no process of its own."""
         return 0
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        """Raise RequestError: the draft has no process of its own."""
+        return [await self.order_draft(order)]
 
     async def metrics_texts(self) -> Sequence[str]:
         """Return this pair's metrics in Prometheus text format."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.admission import Admission
+from actors.pair.auto_tune import AutoTune
 from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_actors import PairActors
+from actors.pair.pair_draft import PairDraft
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.ray_metrics import RayMetrics
@@ -27,6 +30,8 @@ from actors.process.process_logging import configure_logging
 from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
+from engine.stats.goodput import GoodputStats
+from protos.served_draft import DraftReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ class Pair(PairShell):
         prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
         configure_logging(is_replica=True)
+        self._settings = settings
         self._admission = Admission(settings.max_requests)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._metrics = PairMetrics(replica_id)
@@ -56,6 +62,9 @@ class Pair(PairShell):
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
+        self._draft = await self._exchangeable_draft(replica_id)
+        if self._draft is not None and settings.auto_tune is not None:
+            self._drift_alarms.on_alarm = AutoTune(settings.auto_tune, self._draft).ring
         replica = serve.get_replica_context()
         self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
@@ -66,6 +75,17 @@ class Pair(PairShell):
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
         self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)
+
+    async def _exchangeable_draft(self, replica_id: str) -> PairDraft | None:
+        model = self._settings.draft.model
+        if self._settings.draft_share is None or model is None:
+            return None
+        digest = await self._actors.draft_digest()
+        report = DraftReport(replica_id, model.path, digest, time.time(), is_deployed=True)
+        return PairDraft(self._actors, report, self._goodput)
+
+    async def _goodput(self) -> tuple[GoodputStats, ...]:
+        return (await self._client.ping(self._ping_timeout_s)).engine.goodput
 
     async def kill_draft(self) -> bool:
         return self._actors.restart_draft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -12,6 +13,7 @@ from prometheus_client.samples import Sample
 from actors.shell_messages import Pong
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.stats.histogram import HistogramStats
+from protos.served_draft import CanaryOutcome, DraftReport
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -27,11 +29,13 @@ class PairMetrics(Collector):
         self._replica = replica
         self._pong: Pong | None = None
         self._num_refused = 0
+        self._draft: DraftReport | None = None
 
-    def update(self, pong: Pong, num_refused: int) -> None:
-        """Take in the target's present numbers."""
+    def update(self, pong: Pong, num_refused: int, draft: DraftReport | None = None) -> None:
+        """Take in the target's present numbers, and the draft that runs, if it may be exchanged."""
         self._pong = pong
         self._num_refused = num_refused
+        self._draft = draft
 
     def text(self) -> str:
         """Return all metrics in Prometheus text format."""
@@ -54,6 +58,7 @@ class PairMetrics(Collector):
         yield from _cache(self._pong)
         yield from _requests(self._pong)
         yield _counter("num_requests_refused", "Requests refused because the pair was full.", self._num_refused)
+        yield from _served_draft(self._draft)
 
 
 def _speculation(pong: Pong) -> Iterable[Family]:
@@ -126,6 +131,30 @@ def _drift(pong: Pong) -> Iterable[Family]:
         yield family
     num_alarms = {each.name: each.num_alarms for each in classes}
     yield _counters("spec_decode_drift_alarms", "Alarms so far, by class of requests.", "class", num_alarms)
+
+
+def _served_draft(draft: DraftReport | None) -> Iterable[Family]:
+    """Yield the draft that runs, and its canary: its outcome so far, and the gain that was measured."""
+    info = GaugeMetricFamily("outrider_draft_info", "1 for the draft model that runs.", labels=["draft", "digest"])
+    state = GaugeMetricFamily(
+        "outrider_draft_canary", "1 for the state of the latest canary: a draft tried by turns.", labels=["outcome"]
+    )
+    gain = GaugeMetricFamily(
+        "outrider_draft_canary_gain",
+        "Goodput of the canary over that of the old draft, less 1, and its bounds.",
+        labels=["bound"],
+    )
+    pairs = GaugeMetricFamily("outrider_draft_canary_pairs", "Pairs of blocks that the latest canary has measured.")
+    if draft is not None:
+        info.add_metric([PurePath(draft.path).name, draft.digest], 1)
+    canary = None if draft is None else draft.canary
+    for outcome in CanaryOutcome:
+        state.add_metric([outcome], canary is not None and canary.outcome is outcome)
+    for bound in ("gain", "low", "high"):
+        if canary is not None and (value := getattr(canary, bound)) is not None:
+            gain.add_metric([bound], value)
+    pairs.add_metric([], 0 if canary is None else canary.num_pairs)
+    yield from (info, state, gain, pairs)
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:

@@ -8,10 +8,14 @@ from dataclasses import replace
 
 from actors.pair.admission import Admission
 from actors.pair.drift_alarms import DriftAlarms
+from actors.pair.pair_draft import PairDraft, require_exchangeable
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
+from actors.settings import PairSettings
 from actors.shell_messages import Pong
+from protos.fingerprint import with_draft
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 
 _SIGN_OF_LIFE_S = 5.0
 
@@ -19,11 +23,13 @@ _SIGN_OF_LIFE_S = 5.0
 class PairShell:
     """Lets requests in and carries their tokens out. A child sets the attributes before the first request."""
 
+    _settings: PairSettings
     _admission: Admission
     _client: TargetClient
     _metrics: PairMetrics
     _ping_timeout_s: float
     _drift_alarms: DriftAlarms | None = None
+    _draft: PairDraft | None = None  # where it has a process of its own
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
@@ -57,7 +63,11 @@ class PairShell:
     async def describe(self) -> ModelCard:
         """Return the card of the model, with the alarms that ring here. Raises UnavailableError without a target."""
         alarms = () if self._drift_alarms is None else self._drift_alarms.ringing
-        return replace(self._client.require_card(), alarms=alarms)
+        card = replace(self._client.require_card(), alarms=alarms)
+        if self._draft is None:
+            return card
+        draft = self._draft.report
+        return replace(card, fingerprint=with_draft(card.fingerprint, draft.digest), draft=draft)
 
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
@@ -69,7 +79,20 @@ class PairShell:
         """Kill the draft's process, as a fault would; return False where the draft has none."""
         return False
 
+    async def order_draft(self, order: DraftOrder) -> DraftReport:
+        """Carry out an order about the draft, and return the one that runs then.
+
+        Raises:
+            RequestError: the draft has no process of its own, or the order cannot be carried out.
+            ConflictError: another order is under way.
+            DeadlineExceededError: the new draft was not up in time; the old one is, or will be.
+        """
+        require_exchangeable(self._settings.draft, has_process=self._draft is not None)
+        assert self._draft is not None, "as required"
+        return await self._draft.carry_out(order)
+
     def _on_pong(self, pong: Pong) -> None:
         if self._drift_alarms is not None:
             self._drift_alarms.update(pong.engine.drift)
-        self._metrics.update(pong, self._admission.num_refused)
+        draft = None if self._draft is None else self._draft.report
+        self._metrics.update(pong, self._admission.num_refused, draft)

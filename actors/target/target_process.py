@@ -59,6 +59,8 @@ def serve_target(
     kv_events = KVEventBuffer()
     proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, draft)
     core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=draft)
+    if isinstance(draft, ChannelProposer):
+        draft.on_new_draft = core.forget_draft
     if settings.kv_events is not None:
         publish_kv_events(settings.kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):

@@ -13,6 +13,7 @@ from cluster.cli.bench import bench
 from cluster.cli.chat import chat
 from cluster.cli.check import check
 from cluster.cli.console import report_error
+from cluster.cli.draft import draft
 from cluster.cli.env import env
 from cluster.cli.plan import plan
 from cluster.cli.replay import replay
@@ -37,6 +38,7 @@ app.command()(replay)
 app.command()(top)
 app.command("try")(try_drafts)
 app.command()(env)
+app.add_typer(draft, name="draft")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.stats.class_acceptance import ClassStats
 from engine.stats.drift import DriftStats
+from engine.stats.goodput import GoodputStats
 from engine.stats.histogram import HistogramStats
 from engine.stats.step_times import StepTimes
 
@@ -137,6 +138,7 @@ class EngineStats:
     prefill_times: HistogramStats = field(
         default_factory=HistogramStats
     )  # seconds from there to its first tokens, without transfers
+    goodput: tuple[GoodputStats, ...] = ()
     num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 
 
 class Backend(Protocol):
@@ -32,6 +33,14 @@ class Backend(Protocol):
 
     async def kill_drafts(self) -> int:
         """Kill the draft's process of every pair that has one, as a fault would; return their number."""
+        ...
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        """Carry out an order about the draft of every pair; return the drafts that run then.
+
+        Raises:
+            ServingError: a pair's own; the others may have carried the order out.
+        """
         ...
 
     async def metrics_texts(self) -> Sequence[str]:

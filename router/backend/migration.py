@@ -27,6 +27,7 @@ from protos.errors import (
     UnavailableError,
 )
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 from router.backend.backend import Backend
 from router.backend.refusal_gate import RefusalGate
 from router.config import IngressLimits
@@ -67,6 +68,9 @@ class MigratingBackend:
 
     async def kill_drafts(self) -> int:
         return await self._inner.kill_drafts()
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        return await self._inner.order_drafts(order)
 
     async def metrics_texts(self) -> Sequence[str]:
         return await self._inner.metrics_texts()

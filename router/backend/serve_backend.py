@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
 
@@ -102,6 +103,20 @@ class ServeBackend:
         except (Exception, asyncio.CancelledError) as error:
             raise _as_serving_error(error) from error
         return sum(result is True for result in results)
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        """Carry out an order on every pair. Raises the error of one that fails, with the number of those."""
+        try:
+            results = await self._handle.broadcast("order_draft", order).results_async(return_exceptions=True)
+        except (Exception, asyncio.CancelledError) as error:
+            raise _as_serving_error(error) from error
+        failures = [_as_serving_error(result) for result in results if isinstance(result, BaseException)]
+        if not failures:
+            return list(results)
+        first = failures[0]
+        if isinstance(first, ServingError) and len(results) > 1:
+            raise type(first)(f"{len(failures)} of {len(results)} pairs: {first.message}", param=first.param)
+        raise first
 
     async def metrics_texts(self) -> Sequence[str]:
         """Return the metrics of all replicas that answer, pairs first."""

@@ -17,6 +17,7 @@ from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
 from router.config import IngressConfig
+from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation
 from router.generation.tool_formats.find_format import find_format
 from router.generation.tool_formats.tool_format import HERMES, ToolFormat
@@ -63,6 +64,7 @@ class GenerationService:
         migrating = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
         self._gate = migrating.gate
         self.backend = self._traced(migrating)
+        self.drafts = DraftAdmin(self.backend, self._forget_card)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import ConfigError
 from protos.messages import FirstTokenTimes, GenerateRequest, ModelCard, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 from router.backend.backend import Backend
 
 if TYPE_CHECKING:
@@ -137,6 +138,9 @@ class TracedBackend:
 
     async def kill_drafts(self) -> int:
         return await self._backend.kill_drafts()
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        return await self._backend.order_drafts(order)
 
     async def metrics_texts(self) -> Sequence[str]:
         return await self._backend.metrics_texts()

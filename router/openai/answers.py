@@ -68,11 +68,49 @@ class DetokenizeAnswer(TypedDict):
     prompt: str
 
 
+class CanaryAnswer(TypedDict):
+    """A draft that is tried against another; `gain` is new over old goodput less 1, null while it is not known."""
+
+    name: str
+    old_name: str
+    outcome: Literal["running", "kept", "rolled_back", "stopped"]
+    reason: str
+    num_pairs: int
+    gain: float | None
+    low: float | None
+    high: float | None
+
+
+class RunningDraft(TypedDict):
+    """The draft model that a pair runs; `name` is its folder's, `digest` its part of `system_fingerprint`."""
+
+    name: str
+    digest: str
+    since: int  # Unix time
+    is_deployed: bool  # false after an exchange, until deploy.yaml names it too
+    canary: NotRequired[CanaryAnswer]  # the latest
+    tuning: NotRequired[str]  # what has become of the latest drift alarm, where `tune.auto` answers it
+
+
+class PairDraftAnswer(RunningDraft):
+    """The draft of one pair, as admins see it."""
+
+    replica: str
+    path: str
+
+
+class DraftsAnswer(TypedDict):
+    """The answer of `/admin/drafts` and of the orders below it: the draft of every pair."""
+
+    drafts: list[PairDraftAnswer]
+
+
 class HealthAnswer(TypedDict):
-    """The answer of the probes; `alarms` are those of the pair, where it has any."""
+    """The answer of the probes; `alarms` are those of the pair, if any, `draft` is one that can be exchanged."""
 
     status: Literal["ok"]
     alarms: NotRequired[list[str]]
+    draft: NotRequired[RunningDraft]
 
 
 class KilledDrafts(TypedDict):

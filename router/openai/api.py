@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
 from protos.errors import OverloadedError, RequestError, ServingError
+from protos.served_draft import TryDraft
 from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
@@ -23,6 +24,7 @@ from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, K
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import unless_disconnected
+from router.openai.draft_answers import drafts_answer, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.headers import NameIgnoredFields, add_cors
@@ -34,7 +36,7 @@ from router.openai.response_writer import ResponseWriter
 from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
-from router.requests.admin_request import KillDrafts
+from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.foreign_turn import ForeignTurn
@@ -173,14 +175,36 @@ class OpenAIApi:
         """Answer 200 while a pair answers; a busy pair is healthy."""
         answer = HealthAnswer(status="ok")
         with suppress(OverloadedError):
-            if alarms := (await self._service.fresh_card()).alarms:
-                answer["alarms"] = list(alarms)
+            card = await self._service.fresh_card()
+            if card.alarms:
+                answer["alarms"] = list(card.alarms)
+            if card.draft is not None:
+                answer["draft"] = running_draft(card.draft)
         return JSONResponse(answer)
 
     async def kill_drafts(self, request: Request) -> Response:
         """Kill the drafts, to see that the text goes on; for admins, and in JSON, which other sites cannot send."""
         await self._body(request, KillDrafts)
         return JSONResponse(KilledDrafts(num_drafts=await self._service.kill_drafts()))
+
+    async def drafts(self) -> Response:
+        """List the draft of every pair; for admins."""
+        return JSONResponse(drafts_answer(await self._service.drafts.show()))
+
+    async def swap_drafts(self, request: Request) -> Response:
+        """Have every pair run another draft; for admins."""
+        body = await read_body(request, SwapDrafts, self._max_body_bytes, is_strict=True)
+        return JSONResponse(drafts_answer(await self._service.drafts.swap(body.path, body.wait_s)))
+
+    async def try_drafts(self, request: Request) -> Response:
+        """Have every pair try another draft against its own; for admins."""
+        body = await read_body(request, TryDrafts, self._max_body_bytes, is_strict=True)
+        return JSONResponse(drafts_answer(await self._service.drafts.canary(TryDraft(**body.model_dump()))))
+
+    async def stop_canaries(self, request: Request) -> Response:
+        """End all trials of drafts; for admins."""
+        await read_body(request, StopCanaries, self._max_body_bytes, is_strict=True)
+        return JSONResponse(drafts_answer(await self._service.drafts.stop_canary()))
 
     async def metrics(self) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""
@@ -218,11 +242,15 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
         ("/admin/drafts/kill", api.kill_drafts),
+        ("/admin/drafts/swap", api.swap_drafts),
+        ("/admin/drafts/canary", api.try_drafts),
+        ("/admin/drafts/canary/stop", api.stop_canaries),
     ):
         app.add_api_route(path, post, methods=["POST"], response_model=None)
     for path, get in (
         ("/v1/models", api.models),
         ("/v1/models/{model_id:path}", api.model),
+        ("/admin/drafts", api.drafts),
         ("/live", api.live),
         ("/ready", api.health),
         ("/health", api.health),

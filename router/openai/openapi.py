@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from router.openai.answers import (
     DetokenizeAnswer,
+    DraftsAnswer,
     ErrorAnswer,
     HealthAnswer,
     InputTokens,
@@ -26,7 +27,7 @@ from router.openai.chat_writer import Chat, ChatChunk
 from router.openai.completion_writer import TextCompletion
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.responses.responses_request import ResponsesRequest
-from router.requests.admin_request import KillDrafts
+from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.generation_fields import NOT_SERVED
@@ -101,6 +102,20 @@ OPERATIONS: Mapping[str, Operation] = {
         "Turn token ids into text", DetokenizeAnswer, DetokenizeRequest, example={"tokens": [1, 2]}
     ),
     "/admin/drafts/kill": Operation("Kill the draft processes; the text goes on", KilledDrafts, KillDrafts),
+    "/admin/drafts/swap": Operation(
+        "Have every pair run another draft; the text goes on",
+        DraftsAnswer,
+        SwapDrafts,
+        example={"path": "/models/draft"},
+    ),
+    "/admin/drafts/canary": Operation(
+        "Have every pair try another draft against its own; the text goes on",
+        DraftsAnswer,
+        TryDrafts,
+        example={"path": "/models/draft"},
+    ),
+    "/admin/drafts/canary/stop": Operation("End all trials of drafts", DraftsAnswer, StopCanaries),
+    "/admin/drafts": Operation("List the draft of every pair", DraftsAnswer),
     "/v1/models": Operation("List the model that is served", ModelList),
     "/v1/models/{model_id}": Operation("Describe the model that is served", ServedModel),
     "/live": Operation("Tell whether this process answers", HealthAnswer),

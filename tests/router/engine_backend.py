@@ -10,6 +10,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.served_draft import DraftOrder, DraftReport
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
@@ -65,6 +66,9 @@ class EngineBackend:
 
     async def kill_drafts(self) -> int:
         return 0
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        return ()
 
     async def metrics_texts(self) -> Sequence[str]:
         return ()

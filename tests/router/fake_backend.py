@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from protos.errors import ServingError
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -15,6 +16,7 @@ from protos.messages import (
     TokenChunk,
     TokenLogprobs,
 )
+from protos.served_draft import DraftOrder, DraftReport
 
 CARD = ModelCard(
     vocab_size=300,
@@ -57,6 +59,9 @@ class FakeBackend:
     texts: Sequence[str] = ()
     requests: list[GenerateRequest] = field(default_factory=list)
     num_drafts_to_kill: int = 0
+    drafts: Sequence[DraftReport] = ()
+    draft_orders: list[DraftOrder] = field(default_factory=list)
+    draft_failure: ServingError | None = None
     num_running: int = 0
     num_closed: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,6 +125,12 @@ class FakeBackend:
 
     async def kill_drafts(self) -> int:
         return self.num_drafts_to_kill
+
+    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
+        self.draft_orders.append(order)
+        if self.draft_failure is not None:
+            raise self.draft_failure
+        return self.drafts
 
     async def metrics_texts(self) -> Sequence[str]:
         return self.texts

@@ -5,15 +5,21 @@ The tests run in order: a redeploy lets the pair finish its streams, and the las
 
 import copy
 import json
+import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import load_file, save_file
 
 from bench.served.abuse import attack
 from bench.served.attacks import ATTACKS, Face
@@ -33,6 +39,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 LONG = 3000  # tokens of a stream that outlasts a redeploy, or the restart of a killed draft
 START = 200  # tokens after which a disturbance begins
 REST = 1000  # tokens that a stream still has to bring after it
+PLAIN = {"speculation": {"enabled": False}}
 
 
 def target_path(served: ServedPair) -> Path:
@@ -182,6 +189,33 @@ def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair, long_t
     eventually(lambda: served.stream(temperature=1.0).speculation["num_accepted_draft_tokens"] > 0)
 
 
+def test_drafts_are_exchanged_and_an_unfit_one_refused_while_streams_go_on(served: ServedPair, tmp_path: Path):
+    """Of every stream beside the exchanges the tokens are compared with those of the target alone."""
+    draft, other, spoilt = target_path(served).parent / "draft", tmp_path / "other", tmp_path / "spoilt"
+    write_changed(draft, other, lambda weight: weight + 0.02 * torch.randn_like(weight))
+    write_changed(draft, spoilt, lambda weight: weight * torch.nan)
+    plain = {seed: served.stream(seed=seed, temperature=1.0, max_tokens=REST, extra_body=PLAIN) for seed in (1, 2)}
+    before = httpx.get(f"{served.url}/health", timeout=30.0).json()["draft"]
+    with streaming(served, tuple(plain)) as streams:
+        refused = swap(served, spoilt)
+        num_connections = served.metric("outrider_draft_num_connections")
+        answer = swap(served, other)
+        eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections)
+        fingerprint = served.client.completions.create(model=MODEL, prompt="a", max_tokens=1).system_fingerprint
+        back = swap(served, draft)
+        eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections + 1)
+        num_streams = len(streams)
+        eventually(lambda: len(streams) > num_streams)
+    assert refused.status_code == 400
+    assert "NaN" in refused.json()["error"]["message"]
+    [exchanged], [now] = answer.json()["drafts"], back.json()["drafts"]
+    assert (exchanged["path"], exchanged["is_deployed"]) == (str(other), False)
+    assert exchanged["digest"] in (fingerprint or "")
+    assert (now["path"], now["digest"], now["is_deployed"]) == (str(draft), before["digest"], True)
+    assert now["digest"] != exchanged["digest"]
+    assert [seed for seed, tokens in streams if tokens != plain[seed].token_ids] == []
+
+
 def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair, long_text: list[int]):
     actual = served.stream(once(START, lambda: served.kill("TargetActor")), temperature=1.0, max_tokens=START + REST)
     assert actual.token_ids == long_text[: START + REST]
@@ -217,6 +251,39 @@ def test_a_stream_outlives_the_shutdown(served: ServedPair, cluster: SharedClust
     stopping.join()
     assert actual.token_ids == long_text[: START + REST]
     cluster.start()  # for the tests of other files
+
+
+def swap(served: ServedPair, folder: Path) -> httpx.Response:
+    body = {"path": str(folder), "wait_s": 120}
+    return httpx.post(f"{served.url}/admin/drafts/swap", json=body, timeout=300.0)
+
+
+def write_changed(source: Path, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Copy a checkpoint, with its embeddings changed."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = change(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@contextmanager
+def streaming(served: ServedPair, seeds: tuple[int, ...]) -> Iterator[list[tuple[int, list[int]]]]:
+    """Stream one text after the other for each seed meanwhile; the list grows by each that has ended."""
+    ended: list[tuple[int, list[int]]] = []
+    is_over = threading.Event()
+
+    def run(seed: int) -> None:
+        while not is_over.is_set():
+            ended.append((seed, served.stream(seed=seed, temperature=1.0, max_tokens=REST).token_ids))
+
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(run, seed) for seed in seeds]
+        try:
+            yield ended
+        finally:
+            is_over.set()
+    for each in running:
+        each.result()
 
 
 def redeploy(served: ServedPair, **changes: object) -> None:

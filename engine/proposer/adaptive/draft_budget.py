@@ -94,6 +94,13 @@ class DraftBudget:
         """False while drafts are switched off for the class of such requests."""
         return self._gate(class_of(sequence)).is_open
 
+    def forget_draft(self) -> None:
+        """Another draft has come: what is known of the one before is no guide. The target's costs stay."""
+        self._acceptance = AcceptanceTable(self._max_length)
+        self._draft_cost = DraftCost()
+        self._gates = {}
+        self._is_speculating = True
+
     def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
         """Learn from a pass of these sequences and of so many rows of prompts besides.
 

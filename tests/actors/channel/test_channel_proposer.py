@@ -22,10 +22,10 @@ class ScriptedDraft:
         self.listener = FrameListener(path)
         self.connection: FrameConnection | None = None
 
-    def greet(self, version: int = PROTOCOL_VERSION) -> None:
+    def greet(self, version: int = PROTOCOL_VERSION, model: str = "draft-1") -> None:
         self.connection = self.listener.accept(Round, 20.0)
         assert self.connection is not None
-        self.connection.send(Hello(version, "draft-1"), 1.0)
+        self.connection.send(Hello(version, model), 1.0)
 
     def rounds(self, timeout_s: float = 0.05) -> list[Round]:
         assert self.connection is not None
@@ -235,6 +235,21 @@ def test_a_new_draft_is_told_every_committed_token(channel, draft, folder, seque
     assert channel.propose([make_scheduled(sequence)]) == [Draft((20,))]
     assert channel.stats.num_connections == 2
     reborn.die()
+
+
+def test_another_model_is_news_and_the_same_one_is_none(channel, draft, folder):
+    news: list[str] = []
+    channel.on_new_draft = lambda: news.append("new")
+    for model, number in (("draft-1", 0), ("draft-2", 1), ("draft-2", 1)):
+        draft.die()
+        channel.flush()
+        draft = ScriptedDraft(folder / "draft.sock")
+        time.sleep(0.15)
+        channel.flush()
+        draft.greet(model=model)
+        channel.flush()
+        assert len(news) == number
+    draft.die()
 
 
 def test_a_sequence_the_draft_lost_is_opened_again(channel, draft, sequence):

@@ -8,6 +8,7 @@ from engine.stats.drift import DriftStats
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.histogram import Histogram
 from engine.stats.step_times import StepTimes
+from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.exposition import merge_metrics
 
 CONTRACT = {
@@ -78,6 +79,20 @@ def test_drift_is_told_by_class():
     assert f"outrider_spec_decode_drift_alarm{labels} 1.0" in lines
     assert f"outrider_spec_decode_drift_alarms{labels} 2.0" in lines
     assert f"outrider_spec_decode_recent_acceptance{labels} 0.4" in lines
+
+
+def test_the_draft_that_runs_and_its_trial_are_told():
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes())
+    canary = CanaryReport("/m/new", "/m/old", CanaryOutcome.KEPT, "", 7, 0.1, 0.02, 0.2)
+    metrics = PairMetrics()
+    draft = DraftReport("r1", "/m/new", "abcd", 0.0, is_deployed=False, canary=canary)
+    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0, draft=draft)
+    lines = metrics.text().splitlines()
+    assert 'outrider_draft_info{digest="abcd",draft="new"} 1.0' in lines
+    assert 'outrider_draft_canary{outcome="kept"} 1.0' in lines
+    assert 'outrider_draft_canary{outcome="running"} 0.0' in lines
+    assert 'outrider_draft_canary_gain{bound="low"} 0.02' in lines
+    assert "outrider_draft_canary_pairs 7.0" in lines
 
 
 def test_queue_times_are_a_histogram():

@@ -12,7 +12,17 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.errors import UnavailableError
+from protos.errors import ConflictError, UnavailableError
+from protos.served_draft import (
+    CanaryOutcome,
+    CanaryReport,
+    CheckDraft,
+    DraftReport,
+    ShowDraft,
+    StopCanary,
+    SwapDraft,
+    TryDraft,
+)
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
@@ -143,6 +153,68 @@ async def test_a_draft_is_not_killed_by_a_form_of_another_site_nor_where_there_i
     assert (form.status_code, none.status_code) == (400, 400)
     assert "application/json" in form.json()["error"]["message"]
     assert "nothing to kill" in none.json()["error"]["message"]
+
+
+DRAFT = DraftReport("pair-1", "/models/new", "0011aabb", 1700000000.5, is_deployed=False)
+
+
+async def test_an_admin_exchanges_the_drafts_once_all_pairs_find_them_fit(
+    backend: FakeBackend, service: GenerationService
+) -> None:
+    backend.drafts = [DRAFT]
+    for is_open, status in ((False, 403), (True, 200)):
+        async with app_client(service, ApiKeys(is_open_admin=is_open), "") as http:
+            listed = await http.get("/admin/drafts")
+            answer = await http.post("/admin/drafts/swap", json={"path": "/models/new", "wait_s": 5})
+        assert (listed.status_code, answer.status_code) == (status, status)
+    assert backend.draft_orders == [ShowDraft(), CheckDraft("/models/new"), SwapDraft("/models/new", 5.0)]
+    draft = {"name": "new", "digest": "0011aabb", "since": 1700000000, "is_deployed": False}
+    assert answer.json() == listed.json() == {"drafts": [{**draft, "replica": "pair-1", "path": "/models/new"}]}
+    backend.card = replace(backend.card, draft=DRAFT)
+    async with app_client(service, ApiKeys(), "") as http:
+        assert (await http.get("/health")).json()["draft"] == draft
+
+
+async def test_an_admin_tries_a_draft_and_stops_the_trial(backend: FakeBackend, service: GenerationService) -> None:
+    canary = CanaryReport("/models/new", "/models/old", CanaryOutcome.RUNNING, "", 2, 0.1)
+    backend.drafts = [replace(DRAFT, canary=canary)]
+    for is_open, status in ((False, 403), (True, 200)):
+        async with app_client(service, ApiKeys(is_open_admin=is_open), "") as http:
+            answer = await http.post("/admin/drafts/canary", json={"path": "/models/new", "block_s": 5})
+            stopped = await http.post("/admin/drafts/canary/stop", json={})
+        assert (answer.status_code, stopped.status_code) == (status, status)
+    order = TryDraft("/models/new", 120.0, 5.0, 7200.0, 0.05, 0.05, 0.05, 30)
+    assert backend.draft_orders == [CheckDraft("/models/new"), order, ShowDraft(), StopCanary()]
+    told = {"name": "new", "old_name": "old", "outcome": "running", "reason": "", "num_pairs": 2, "gain": 0.1}
+    assert answer.json()["drafts"][0]["canary"] == {**told, "low": None, "high": None}
+    backend.drafts = [DRAFT]
+    async with app_client(service, ApiKeys(is_open_admin=True), "") as http:
+        assert "nothing to stop" in (await http.post("/admin/drafts/canary/stop", json={})).text
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"path": "models/new"}, "path"),
+        ({}, "path"),
+        ({"path": "/a", "wait_s": 0}, "wait_s"),
+        ({"path": "/a", "wait": 5}, "wait"),
+    ],
+)
+async def test_a_swap_of_drafts_with_a_wrong_body_is_refused(
+    backend: FakeBackend, service: GenerationService, body: dict[str, object], text: str
+) -> None:
+    async with app_client(service, ApiKeys(is_open_admin=True), "") as http:
+        answer = await http.post("/admin/drafts/swap", json=body)
+    assert (answer.status_code, backend.draft_orders) == (400, [])
+    assert text in answer.json()["error"]["message"]
+
+
+async def test_a_second_swap_of_drafts_is_a_conflict(backend: FakeBackend, service: GenerationService) -> None:
+    backend.draft_failure = ConflictError("under way")
+    async with app_client(service, ApiKeys(is_open_admin=True), "") as http:
+        answer = await http.post("/admin/drafts/swap", json={"path": "/a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
 
 
 def app_client(service: GenerationService, api_keys: ApiKeys, key: str) -> httpx.AsyncClient:

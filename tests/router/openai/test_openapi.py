@@ -18,7 +18,8 @@ from router.openai.openapi import OPERATIONS, openapi_document
 
 DOCUMENT = openapi_document(is_strict=False)
 POSTS = sorted(path for path, operation in OPERATIONS.items() if operation.body and not path.startswith("/admin"))
-GETS = sorted(path.replace("{model_id}", "fake") for path, operation in OPERATIONS.items() if operation.body is None)
+READ = [path for path, operation in OPERATIONS.items() if operation.body is None and not path.startswith("/admin")]
+GETS = sorted(path.replace("{model_id}", "fake") for path in READ)
 
 
 def schema_of(path: str, status: str = "200", kind: str = "application/json") -> dict[str, Any]:

@@ -72,6 +72,15 @@ def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
     assert sum(late) < 0.02 * 8 * len(late)
 
 
+def test_another_draft_is_not_judged_by_the_one_before() -> None:
+    budget = new_budget()
+    SimulatedPair(lambda index, step: 0.1, HEAVY_DRAFT).run(8, 600, budget)
+    budget.forget_draft()
+    pair = SimulatedPair(lambda index, step: 0.9, HEAVY_DRAFT)
+    pair.run(8, 30, budget)
+    assert np.mean(pair.lengths[-20:]) > 8 * 2
+
+
 def test_a_draft_that_has_become_good_is_found_out() -> None:
     pair = SimulatedPair(lambda index, step: 0.1 if step < 200 else 0.9, ROOFLINE, request_tokens=10**9)
     pair.run(4, 1500, new_budget())

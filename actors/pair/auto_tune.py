@@ -1,0 +1,151 @@
+"""The answer to a drift alarm without a hand: a draft is trained on the log of the traffic, tried, and kept or not.
+
+The trainer is a program of its own (`outrider tune`), known here by its arguments and exit status alone; it gives way
+to all others. Its draft goes the way of any other: checked, tried by turns, kept if it is faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from actors.pair.pair_draft import PairDraft
+from actors.settings import AutoTuneSettings
+from protos.errors import ServingError
+from protos.served_draft import CheckDraft, TryDraft
+
+logger = logging.getLogger(__name__)
+
+NO_GAIN = 3  # the trainer's exit status where no training has made a better draft
+_PREFIX = "draft-"
+_MAX_DRAFTS = 3  # that are kept on disk, besides those that are in use
+_LOCK_POLL_S = 1.0
+_GRACE = 3.0  # times its minutes, for a trainer that gives way to others
+_LEAST_GRACE_S = 600.0
+
+
+class AutoTune:
+    """Trains and tries a draft for one pair, once at a time, and not again within a pause.
+
+    Pairs of one node share the folder of drafts: one trains, the others try what it has made since their alarms.
+    """
+
+    def __init__(
+        self, settings: AutoTuneSettings, draft: PairDraft, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._draft = draft
+        self._clock = clock
+        self._folder = Path(settings.folder)
+        self._answered_at_s: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def ring(self) -> None:
+        """An alarm has begun: answer it, unless another one is answered or was within `pause_s`."""
+        now_s = self._clock()
+        if self._task is not None and not self._task.done():
+            return
+        if self._answered_at_s is not None and now_s - self._answered_at_s < self._settings.pause_s:
+            logger.info("the drift alarm is not answered: one was less than %.0f s ago", self._settings.pause_s)
+            return
+        self._answered_at_s = now_s
+        self._task = asyncio.create_task(self._answer(), name="auto-tune")
+
+    async def _answer(self) -> None:
+        """Train and try a draft, and say what has become of it; nothing that fails here touches the serving."""
+        try:
+            self._say("training")
+            path = await self._new_draft(time.time())
+            if path is None:
+                return
+            self._say(f"{path.name} is checked")
+            await self._draft.carry_out(CheckDraft(str(path)))
+            await self._draft.carry_out(TryDraft(str(path)))
+            self._say(f"{path.name} is tried")
+        except ServingError as error:
+            self._say(f"given up: {error.message}", logging.ERROR)
+        except OSError as error:
+            self._say(f"given up: {error}; free or repair {self._folder}", logging.ERROR)
+
+    async def _new_draft(self, rang_at_s: float) -> Path | None:
+        """Return a draft that was made after the alarm, by this pair or another of the node; None for none."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            with _lock(self._folder / "lock") as is_mine:
+                if is_mine:
+                    made = [each for each in self._drafts() if each.stat().st_mtime >= rang_at_s]
+                    return max(made, default=None) or await self._train()
+            await asyncio.sleep(_LOCK_POLL_S)
+
+    async def _train(self) -> Path | None:
+        """Run the trainer to its end. Returns None where it has made no better draft, or failed."""
+        self._remove_old()
+        output = self._folder / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
+        log = output.with_suffix(".log")
+        arguments = (
+            sys.executable,
+            *self._settings.command,
+            "--draft",
+            self._draft.report.path,
+            "--output",
+            str(output),
+        )
+        logger.info("a draft is trained: %s", " ".join(arguments))
+        with log.open("wb") as stream:
+            trainer = await asyncio.create_subprocess_exec(
+                *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream, env=_environment()
+            )
+            try:
+                async with asyncio.timeout(max(_LEAST_GRACE_S, _GRACE * 60 * self._settings.minutes)):
+                    status = await trainer.wait()
+            except TimeoutError:
+                self._say(f"the training took too long and was ended; see {log}", logging.ERROR)
+                return None
+            finally:
+                with suppress(ProcessLookupError):
+                    trainer.kill()
+        if status == NO_GAIN:
+            self._say("no training has made a better draft")
+        elif status or not output.is_dir():
+            self._say(f"the training failed with status {status}; see {log}", logging.ERROR)
+        return output if status == 0 and output.is_dir() else None
+
+    def _drafts(self) -> list[Path]:
+        return sorted(each for each in self._folder.glob(f"{_PREFIX}*") if (each / "config.json").is_file())
+
+    def _remove_old(self) -> None:
+        """Remove the oldest drafts, but none that runs or is the one of deploy.yaml."""
+        used = {self._draft.report.path, self._draft.deployed_path}
+        unused = [each for each in self._drafts() if str(each) not in used]
+        for each in unused[: max(0, len(unused) - _MAX_DRAFTS)]:
+            shutil.rmtree(each, ignore_errors=True)
+            each.with_suffix(".log").unlink(missing_ok=True)
+
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
+        logger.log(level, "drift alarm: %s", text)
+        self._draft.note_tuning(text)
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[bool]:
+    """Yield True with the lock, or False where another process has it."""
+    with file.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment in which the trainer finds this process's packages, wherever Ray has put them."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}

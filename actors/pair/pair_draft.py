@@ -1,0 +1,218 @@
+"""The draft model of one pair, which may be exchanged while the pair serves: one order at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Protocol
+
+from actors.pair.canary import Canary
+from actors.settings import DraftSettings
+from engine.stats.goodput import GoodputStats
+from engine.stats.goodput_trial import Verdict
+from protos.errors import ConflictError, RequestError, ServingError
+from protos.messages import SpeculationMethod
+from protos.served_draft import (
+    CanaryOutcome,
+    CanaryReport,
+    CheckDraft,
+    DraftOrder,
+    DraftReport,
+    ShowDraft,
+    StopCanary,
+    SwapDraft,
+    TryDraft,
+)
+
+logger = logging.getLogger(__name__)
+
+_RETURN_S = 600.0  # for the old draft to be up again
+
+Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
+
+
+class DraftProcess(Protocol):
+    """The process of a pair's draft model."""
+
+    async def check_draft(self, path: str) -> None:
+        """Return if the checkpoint at `path` could be the draft, which drafts meanwhile. Raises RequestError."""
+        ...
+
+    async def replace_draft(self, path: str, wait_s: float) -> str:
+        """Start the process anew with the checkpoint at `path`, and return its digest once it serves.
+
+        Raises:
+            RequestError: it cannot be loaded.
+            DeadlineExceededError: it does not serve within `wait_s`.
+        """
+        ...
+
+
+class PairDraft:
+    """Carries out orders about the draft of a pair. The target is not told: to it a draft left, and another came.
+
+    Args:
+        process: of the draft.
+        report: of the draft that runs, which is deploy.yaml's.
+        goodput: returns the target's sums, for canaries. It may raise UnavailableError or TimeoutError.
+        clock: Unix time in seconds.
+        sleep: waits for some seconds, in a canary.
+    """
+
+    def __init__(
+        self,
+        process: DraftProcess,
+        report: DraftReport,
+        goodput: Goodput,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.report = report
+        self._process = process
+        self.deployed_path = report.path
+        self._goodput = goodput
+        self._clock = clock
+        self._sleep = sleep
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def carry_out(self, order: DraftOrder) -> DraftReport:
+        """Carry out an order, to its end even where the caller leaves, and return the draft that runs then.
+
+        A canary has only begun then.
+
+        Raises:
+            ConflictError: another order is under way.
+            ServingError: the order failed; the draft from before it runs, or starts.
+        """
+        match order:
+            case ShowDraft():
+                return self.report
+            case StopCanary():
+                await self._stop_canary()
+                return self.report
+        self._require_idle()
+        match order:
+            case CheckDraft(path):
+                work = self._process.check_draft(path)
+            case SwapDraft():
+                work = self._swap(order)
+            case TryDraft(path):
+                if path == self.report.path:
+                    raise RequestError(f"The draft {path!r} runs already; try another one.", param="path")
+                work = self._try(order)
+        self._under_way = asyncio.create_task(work, name="draft-order")
+        if isinstance(order, TryDraft):
+            await asyncio.sleep(0)  # it has said that it runs
+        else:
+            await asyncio.shield(self._under_way)
+        return self.report
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._under_way is not None and not self._under_way.done()
+
+    @property
+    def _has_canary(self) -> bool:
+        canary = self.report.canary
+        return self._is_busy and canary is not None and canary.outcome is CanaryOutcome.RUNNING
+
+    def _require_idle(self) -> None:
+        if self._has_canary:
+            raise ConflictError(
+                f"A canary runs on pair {self.report.replica}; wait for its end, or stop it (POST "
+                "/admin/drafts/canary/stop)."
+            )
+        if self._is_busy:
+            raise ConflictError(
+                f"The draft of pair {self.report.replica} is being exchanged or checked; send the order again when "
+                "that has ended (GET /admin/drafts shows the draft that runs)."
+            )
+
+    async def _swap(self, order: SwapDraft) -> None:
+        old = self.report
+        self.report = replace(old, canary=None)
+        try:
+            await self._run(order.path, order.wait_s)
+        except ServingError as error:
+            logger.error("the draft %s does not come up, %s comes back: %s", order.path, old.path, error)
+            await self._bring_back(old.path)
+            raise
+
+    async def _run(self, path: str, wait_s: float) -> None:
+        """Start the process with the draft at `path`. Raises ServingError if it is not up within `wait_s`."""
+        logger.info("the draft is exchanged: %s for %s, within %.0f s", path, self.report.path, wait_s)
+        digest = await self._process.replace_draft(path, wait_s)
+        since_s, is_deployed = self._clock(), path == self.deployed_path
+        self.report = replace(self.report, path=path, digest=digest, since_s=since_s, is_deployed=is_deployed)
+        logger.info("the draft is %s, digest %s", path, digest)
+
+    async def _bring_back(self, path: str) -> None:
+        try:
+            await self._run(path, _RETURN_S)
+        except ServingError:
+            logger.exception("the draft %s is not up again either: the target decodes without one", path)
+
+    async def _try(self, order: TryDraft) -> None:
+        """Try a draft, and leave the better one running, whatever happens."""
+        old_path = self.report.path
+
+        async def run(path: str) -> None:
+            if path != self.report.path:
+                await self._run(path, order.wait_s)
+
+        canary = Canary(order, old_path, run, self._goodput, self._note, sleep=self._sleep)
+        outcome, failure = CanaryOutcome.ROLLED_BACK, ""
+        try:
+            async with asyncio.timeout(order.deadline_s):
+                if await canary.decide() is Verdict.KEEP:
+                    await run(order.path)
+                    outcome = CanaryOutcome.KEPT
+                else:
+                    await run(old_path)
+        except TimeoutError:
+            failure = f"no verdict within {order.deadline_s:.0f} s"
+        except ServingError as error:
+            failure = error.message
+        except asyncio.CancelledError:
+            outcome, failure = CanaryOutcome.STOPPED, "an admin has stopped it"
+        if failure:
+            await self._bring_back(old_path)
+        report = canary.described(outcome, failure or canary.reason)
+        logger.warning("canary %s against %s: %s", order.path, old_path, report)
+        self._note(report)
+
+    async def _stop_canary(self) -> None:
+        """End the canary, if there is one, and return when the old draft runs."""
+        if not self._has_canary or self._under_way is None:
+            return
+        if not self._under_way.cancelling():
+            self._under_way.cancel()
+        await asyncio.wait({self._under_way})
+
+    def note_tuning(self, text: str) -> None:
+        """Have the report tell what becomes of a drift alarm."""
+        self.report = replace(self.report, tuning=text)
+
+    def _note(self, canary: CanaryReport) -> None:
+        self.report = replace(self.report, canary=canary)
+
+
+def require_exchangeable(draft: DraftSettings, *, has_process: bool) -> None:
+    """Raise RequestError where a pair's drafts have no process that could be replaced, with the reason."""
+    if has_process:
+        return
+    if draft.kind is SpeculationMethod.MODEL:
+        raise RequestError(
+            "The draft model computes in the target's process here, and is exchanged with it alone; deploy with "
+            "draft.process: own (and without --no-ray) to exchange it while the pair serves."
+        )
+    if draft.kind.can_branch:
+        raise RequestError(
+            f"draft.kind is '{draft.kind}': its drafts are made on the target's own passes, in the target's process "
+            "and CUDA graphs; set draft.path in deploy.yaml and deploy anew."
+        )
+    raise RequestError(f"draft.kind is '{draft.kind}', which has no weights; there is no draft model to exchange.")

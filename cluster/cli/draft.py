@@ -1,0 +1,128 @@
+"""`outrider draft`: the draft models of a running server, shown and exchanged while it serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import typer
+from rich.table import Table
+from typer import Argument, Option
+
+from cluster.cli.console import console
+from cluster.cli.server import API_KEY, URL
+from protos.errors import ConfigError
+from protos.served_draft import TryDraft
+
+draft = typer.Typer(help="Show and exchange the drafts of a running server.", no_args_is_help=True)
+
+_SHOW_TIMEOUT_S = 30.0
+_CHECK_AND_RETURN_S = 1000.0  # the server's own limits, beside the wait for the new draft
+
+_TRIAL = TryDraft("")
+
+Url = Annotated[str, Option(help="base address of the server")]
+Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
+
+
+@draft.command()
+def show(url: Url = URL, api_key: Key = API_KEY) -> None:
+    """Show the draft of every pair."""
+    _print(_call(url, api_key, "/admin/drafts", None, _SHOW_TIMEOUT_S))
+
+
+@draft.command()
+def swap(
+    path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
+    url: Url = URL,
+    api_key: Key = API_KEY,
+    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="the old draft comes back after this time")] = 120.0,
+) -> None:
+    """Have every pair run another draft, while its streams go on."""
+    body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s}
+    _print(_call(url, api_key, "/admin/drafts/swap", body, wait_s + _CHECK_AND_RETURN_S))
+
+
+@draft.command("try")
+def canary(
+    path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
+    url: Url = URL,
+    api_key: Key = API_KEY,
+    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="for a draft to be up")] = _TRIAL.wait_s,
+    block_s: Annotated[float, Option(min=0.1, max=3600.0, help="of decoding with one draft")] = _TRIAL.block_s,
+    max_pairs: Annotated[int, Option(min=4, max=1000, help="of blocks; then the old draft stays")] = _TRIAL.max_pairs,
+    min_gain: Annotated[float, Option(max=10.0, help="that is worth it; 0.05 is 5% more goodput")] = _TRIAL.min_gain,
+    false_keep: Annotated[float, Option(max=0.5, help="chance to keep one that is no faster")] = _TRIAL.false_keep,
+    false_rollback: Annotated[
+        float, Option(max=0.5, help="chance to give one up that gains min-gain")
+    ] = _TRIAL.false_rollback,
+    deadline_s: Annotated[float, Option(min=1.0, max=604_800.0, help="of the whole trial")] = _TRIAL.deadline_s,
+) -> None:
+    """Try another draft against the present one by turns, and keep the faster; `show` tells how it goes."""
+    body = {
+        "path": str(path.expanduser().absolute()),
+        "wait_s": wait_s,
+        "block_s": block_s,
+        "deadline_s": deadline_s,
+        "min_gain": min_gain,
+        "false_keep": false_keep,
+        "false_rollback": false_rollback,
+        "max_pairs": max_pairs,
+    }
+    _print(_call(url, api_key, "/admin/drafts/canary", body, _CHECK_AND_RETURN_S))
+
+
+@draft.command()
+def stop(url: Url = URL, api_key: Key = API_KEY) -> None:
+    """End a trial, and run the old draft."""
+    _print(_call(url, api_key, "/admin/drafts/canary/stop", {}, _CHECK_AND_RETURN_S))
+
+
+def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[dict[str, Any]]:
+    """Return the drafts that the server answers with. Raises ConfigError with its reason where it refuses."""
+    address = url.rstrip("/").removesuffix("/v1") + path
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(address, data, headers), timeout=timeout_s) as response:
+            drafts: list[dict[str, Any]] = json.load(response)["drafts"]
+            return drafts
+    except HTTPError as error:
+        raise ConfigError(_reason(error)) from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no drafts come from {url}: {error}; start a server, or give --url") from None
+
+
+def _reason(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {error.code} {error.reason}"
+
+
+def _print(drafts: list[dict[str, Any]]) -> None:
+    table = Table()
+    for name in ("pair", "draft", "digest", "since", "trial"):
+        table.add_column(name)
+    for each in drafts:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["since"]))
+        path = each["path"] if each["is_deployed"] else f"{each['path']} (deploy.yaml has another)"
+        table.add_row(each["replica"], path, each["digest"], since, _trial(each))
+    console.print(table)
+
+
+def _trial(draft: dict[str, Any]) -> str:
+    """Return a trial in words: its state, the gain that was measured, and the bounds of that."""
+    canary = draft.get("canary")
+    if canary is None:
+        return str(draft.get("tuning", "none"))
+    text = f"{canary['name']} {canary['outcome'].replace('_', ' ')}, {canary['num_pairs']} pairs of blocks"
+    if canary["gain"] is not None:
+        text += f", gain {canary['gain']:+.1%}"
+    if canary["low"] is not None:
+        text += f" ({canary['low']:+.1%} to {canary['high']:+.1%})"
+    return f"{text}: {canary['reason']}" if canary["reason"] else text

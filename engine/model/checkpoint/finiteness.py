@@ -1,0 +1,35 @@
+"""A refusal of weights that are no numbers, as a training that diverged leaves them."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from engine.model.checkpoint.weight_files import tensor_headers
+from protos.errors import ConfigError
+
+_FLOATS = ("BF16", "F16", "F32", "F64")  # scales of quantized weights are among them
+
+
+def refuse_not_finite(folder: Path) -> None:
+    """Raise ConfigError if a weight in `folder` is NaN or infinite; reads one tensor at a time.
+
+    Raises:
+        ConfigError: of such a tensor, or of a file that is missing, cut short or no safetensors file.
+    """
+    headers = tensor_headers(folder)
+    if not headers:
+        raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors")
+    floats = [(header.file, name) for name, header in sorted(headers.items()) if header.dtype in _FLOATS]
+    for file, entries in groupby(sorted(floats), key=lambda entry: entry[0]):
+        with safe_open(file, framework="pt") as tensors:
+            for _, name in entries:
+                tensor = tensors.get_tensor(name)
+                if num_wrong := int(tensor.numel() - torch.isfinite(tensor).sum()):
+                    raise ConfigError(
+                        f"{num_wrong} of {tensor.numel()} values of {name!r} in {str(file)!r} are NaN or infinite: the "
+                        "checkpoint is damaged, or its training diverged; write it anew"
+                    )

@@ -1,0 +1,91 @@
+"""The admin's orders about the drafts of all pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from protos.errors import RequestError, UnavailableError
+from protos.served_draft import (
+    CanaryOutcome,
+    CheckDraft,
+    DraftOrder,
+    DraftReport,
+    ShowDraft,
+    StopCanary,
+    SwapDraft,
+    TryDraft,
+)
+from router.api_keys import current_client
+from router.backend.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+_SHOW_TIMEOUT_S = 10.0
+_CHECK_TIMEOUT_S = 330.0  # the pairs' own limit comes first
+_RETURN_S = 630.0  # for the pairs to bring old drafts back
+
+
+class DraftAdmin:
+    """Passes orders on to every pair; `on_change` is called when other drafts may run than before."""
+
+    def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
+        self._backend = backend
+        self._on_change = on_change
+
+    async def show(self) -> Sequence[DraftReport]:
+        """Return the draft of every pair.
+
+        Raises:
+            PermissionDeniedError: the client is no admin.
+            RequestError: drafts have no process of their own.
+        """
+        current_client.get().require_admin()
+        return await self._order(ShowDraft(), _SHOW_TIMEOUT_S)
+
+    async def swap(self, path: str, wait_s: float) -> Sequence[DraftReport]:
+        """Have every pair run the draft at `path`, once all have found it fit; return the drafts that run then.
+
+        Raises:
+            PermissionDeniedError: the client is no admin.
+            RequestError: drafts have no process of their own, or a pair refuses the checkpoint.
+            ConflictError: another order is under way.
+            DeadlineExceededError: the new draft was not up within `wait_s` on a pair, which brings the old one back.
+        """
+        current_client.get().require_admin()
+        await self._order(CheckDraft(path), _CHECK_TIMEOUT_S)
+        logger.warning("an admin exchanges the drafts for %s", path)
+        try:
+            return await self._order(SwapDraft(path, wait_s), wait_s + _RETURN_S)
+        finally:
+            self._on_change()
+
+    async def canary(self, order: TryDraft) -> Sequence[DraftReport]:
+        """Have every pair try a draft against its own, once all have found it fit; return as soon as they have begun.
+
+        Raises: as `swap`.
+        """
+        current_client.get().require_admin()
+        await self._order(CheckDraft(order.path), _CHECK_TIMEOUT_S)
+        logger.warning("an admin tries the draft %s", order.path)
+        return await self._order(order, _SHOW_TIMEOUT_S)
+
+    async def stop_canary(self) -> Sequence[DraftReport]:
+        """End the canaries of all pairs, which run their old drafts again.
+
+        Raises:
+            PermissionDeniedError: the client is no admin.
+            RequestError: there is none.
+        """
+        canaries = [report.canary for report in await self.show()]
+        if not any(each is not None and each.outcome is CanaryOutcome.RUNNING for each in canaries):
+            raise RequestError("No draft is tried on any pair; there is nothing to stop.")
+        return await self._order(StopCanary(), _RETURN_S)
+
+    async def _order(self, order: DraftOrder, timeout_s: float) -> Sequence[DraftReport]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._backend.order_drafts(order)
+        except TimeoutError:
+            raise UnavailableError(f"The pairs have not answered within {timeout_s:.0f} s.") from None

@@ -1,0 +1,102 @@
+"""The draft of a pair is exchanged one order at a time, and comes back where the new one does not come up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from actors.pair.pair_draft import PairDraft, require_exchangeable
+from actors.settings import DraftSettings
+from engine.stats.goodput import GoodputStats
+from protos.errors import ConflictError, DeadlineExceededError, RequestError
+from protos.messages import SpeculationMethod
+from protos.served_draft import CheckDraft, DraftReport, ShowDraft, SwapDraft
+
+OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
+
+
+@dataclass
+class FakeProcess:
+    """Runs whatever path it is told, but for those that are `late`; each start waits for `gate`."""
+
+    late: set[str] = field(default_factory=set)
+    started: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def check_draft(self, path: str) -> None:
+        if path == "/nan":
+            raise RequestError("weights are NaN")
+
+    async def replace_draft(self, path: str, wait_s: float) -> str:
+        self.started.append(path)
+        await self.gate.wait()
+        if path in self.late:
+            raise DeadlineExceededError("not up")
+        return path.strip("/")
+
+
+async def no_goodput() -> tuple[GoodputStats, ...]:
+    raise AssertionError("no canary runs")
+
+
+@pytest.fixture
+def process() -> FakeProcess:
+    process = FakeProcess(late={"/late"})
+    process.gate.set()
+    return process
+
+
+async def test_a_swap_runs_the_new_draft_and_says_since_when(process: FakeProcess) -> None:
+    draft = PairDraft(process, OLD, no_goodput, lambda: 99.0)
+    new = DraftReport("pair-1", "/new", "new", 99.0, is_deployed=False)
+    assert await draft.carry_out(SwapDraft("/new", 5.0)) == new
+    assert await draft.carry_out(ShowDraft()) == new == draft.report
+    assert (await draft.carry_out(SwapDraft("/old", 5.0))).is_deployed
+
+
+async def test_the_old_draft_comes_back_where_the_new_one_is_late(process: FakeProcess) -> None:
+    draft = PairDraft(process, OLD, no_goodput, lambda: 99.0)
+    with pytest.raises(DeadlineExceededError):
+        await draft.carry_out(SwapDraft("/late", 5.0))
+    assert process.started == ["/late", "/old"]
+    assert draft.report == replace(OLD, since_s=99.0)
+
+
+async def test_a_draft_that_is_refused_leaves_the_process_alone(process: FakeProcess) -> None:
+    draft = PairDraft(process, OLD, no_goodput)
+    with pytest.raises(RequestError, match="NaN"):
+        await draft.carry_out(CheckDraft("/nan"))
+    assert (process.started, draft.report) == ([], OLD)
+
+
+async def test_a_second_order_is_a_conflict_and_the_first_ends_without_its_caller(process: FakeProcess) -> None:
+    process.gate.clear()
+    draft = PairDraft(process, OLD, no_goodput)
+    caller = asyncio.create_task(draft.carry_out(SwapDraft("/new", 5.0)))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    with pytest.raises(ConflictError, match="pair-1"):
+        await draft.carry_out(SwapDraft("/other", 5.0))
+    assert await draft.carry_out(ShowDraft()) == OLD
+    process.gate.set()
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "draft-order"))
+    assert (process.started, draft.report.path) == (["/new"], "/new")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (SpeculationMethod.MODEL, "draft.process: own"),
+        (SpeculationMethod.EAGLE3, "'eagle3'.*target's process"),
+        (SpeculationMethod.SELF, "'self'.*target's process"),
+        (SpeculationMethod.SUFFIX, "'suffix', which has no weights"),
+        (SpeculationMethod.NONE, "'none', which has no weights"),
+    ],
+)
+def test_drafts_without_a_process_are_not_exchanged(kind: SpeculationMethod, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        require_exchangeable(DraftSettings(kind), has_process=False)

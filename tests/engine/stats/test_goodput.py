@@ -1,0 +1,40 @@
+"""Goodput is compared under equal load, and prompts are no part of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.stats.goodput import GoodputMeter, GoodputStats, log_ratio, seconds_of, since
+from engine.stats.rates import StepWork
+
+
+def work(num_sequences: int, num_tokens: int, seconds: float, num_prefill: int = 0) -> StepWork:
+    return StepWork(num_prefill, num_sequences, 100, num_tokens, seconds)
+
+
+def test_steps_add_up_by_the_number_of_sequences_and_prompts_do_not_count() -> None:
+    meter = GoodputMeter()
+    decoding = (work(1, 3, 0.1), work(1, 2, 0.1), work(5, 9, 0.4), work(7, 8, 0.4))
+    for each in (*decoding, work(5, 5, 1.0, num_prefill=64), work(0, 0, 1.0)):
+        meter.observe(each)
+    assert meter.snapshot() == (GoodputStats(1, 5, 0.2), GoodputStats(4, 17, 0.8))
+    assert seconds_of(meter.snapshot()) == pytest.approx(1.0)
+
+
+def test_a_block_is_the_difference_of_two_snapshots_unless_the_engine_is_another() -> None:
+    begin, end = (GoodputStats(1, 5, 1.0),), (GoodputStats(1, 9, 3.0), GoodputStats(4, 7, 2.0))
+    assert since(begin, end) == (GoodputStats(1, 4, 2.0), GoodputStats(4, 7, 2.0))
+    assert since(end, begin) is None
+    assert since(begin, (GoodputStats(1, 2, 0.5),)) is None
+
+
+def test_a_busier_block_is_no_faster_draft() -> None:
+    """Both drafts commit 10 tokens a second for one sequence and 20 for four; one block had more of the latter."""
+    calm = (GoodputStats(1, 90, 9.0), GoodputStats(4, 20, 1.0))
+    busy = (GoodputStats(1, 10, 1.0), GoodputStats(4, 180, 9.0))
+    assert log_ratio(busy, calm) == pytest.approx(0.0)
+    faster = (GoodputStats(1, 12, 1.0), GoodputStats(4, 216, 9.0))
+    assert log_ratio(faster, calm) == pytest.approx(math.log(1.2))
+    assert log_ratio((GoodputStats(8, 12, 1.0),), calm) is None
