@@ -27,7 +27,7 @@ from tests.router.grpc_channel import grpc_channel
 
 TEMPLATES = {
     "hermes": "{% for tool in tools or [] %}{{ tool.function.name }}: <tool_call>{% endfor %}",
-    "llama": '{% for tool in tools or [] %}{{ tool.function.name }}: "parameters"{% endfor %}',
+    "llama": '{% for tool in tools or [] %}{{ tool.function.name }}: {"name": name, "parameters": object}{% endfor %}',
     "none": "",
 }
 MESSAGES = (
