@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import ray
 from ray import serve
-from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+from ray.exceptions import RayTaskError
+from ray.serve._private.api import serve_start
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
 from cluster.devices import order_devices
@@ -27,7 +25,6 @@ from protos.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.5
-_REQUEST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,6 @@ class LocalCluster:
     """`start`, `deploy`, `wait_running`, `stop`. A second `stop` is fine, and stops a cluster half started."""
 
     def __init__(self) -> None:
-        self._dashboard = ""
         self._folder: TemporaryDirectory[str] | None = None
 
     def start(
@@ -59,11 +55,14 @@ class LocalCluster:
         num_cpus: int | None = None,
         ingress: IngressSection = IngressSection(),
         gpus_per_pair: int | None = None,
+        *,
+        has_dashboard: bool = False,
     ) -> None:
         """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone.
 
         TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
-        `gpus_per_pair` of them. Its processes start in an empty folder: Ray puts the current one before all others on
+        `gpus_per_pair` of them. Its dashboard is for other terminals: nothing here needs it, and it is nine processes.
+        Its processes start in an empty folder: Ray puts the current one before all others on
         their path, where a user's `engine` or `models` would take the place of ours.
         """
         set_variables()
@@ -71,19 +70,33 @@ class LocalCluster:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         self._folder = TemporaryDirectory(prefix="outrider-ray-", ignore_cleanup_errors=True)
         with chdir(self._folder.name):
-            context = ray.init(
+            ray.init(
                 address="local",
                 num_cpus=num_cpus,
                 namespace="serve",
-                include_dashboard=True,
+                include_dashboard=has_dashboard,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-        self._dashboard = context.dashboard_url or ""
 
     def deploy(self, file: DeployFile) -> None:
-        """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder."""
-        put_deployment(self._dashboard, file.deployment)
+        """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder.
+
+        Raises:
+            ConfigError: Serve refused it.
+        """
+        try:
+            config = ServeDeploySchema.model_validate(with_absolute_paths(file.deployment))
+            client = serve_start(
+                http_options=config.http_options.model_dump(),
+                grpc_options=config.grpc_options.model_dump(),
+                global_logging_config=config.logging_config,
+                controller_options=config.controller_options,
+                proxy_location=config.proxy_location,
+            )
+            client.deploy_apps(config)
+        except (ValueError, RayTaskError) as error:
+            raise ConfigError(f"Serve refused the deployment: {error}") from None
 
     def wait_running(self, on_wait: Callable[[AppStatus], None]) -> None:
         """Return when every replica serves; call `on_wait` with the status twice a second.
@@ -131,30 +144,6 @@ class LocalCluster:
         waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
         messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
-
-
-def put_deployment(dashboard: str, deployment: dict[str, Any]) -> None:
-    """Hand a deployment to Serve by Ray's dashboard, whose host and port are given, with paths that hold in any folder.
-
-    Raises:
-        ConfigError: Serve refused it, or the dashboard does not answer.
-    """
-    request = urllib.request.Request(
-        f"http://{dashboard}/api/serve/applications/",
-        data=json.dumps(with_absolute_paths(deployment)).encode(),
-        headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
-        method="PUT",
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S):
-            pass
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"Serve refused the deployment: {error.read().decode(errors='replace')}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"Ray's dashboard at {dashboard} did not take the deployment within {_REQUEST_TIMEOUT_S:.0f} s "
-            f"({error}); look into /tmp/ray/session_latest/logs"
-        ) from None
 
 
 def _reason(message: str) -> str:

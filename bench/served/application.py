@@ -19,15 +19,21 @@ STOP_TIMEOUT_S = 60.0
 class ServedApplication:
     """`cluster.cli serve` with one deploy.yaml; ready when /health answers 200.
 
-    `wrapper` is a command that executes the one behind it, in surroundings of its own; `environment` is added to ours.
+    `wrapper` is a command that executes the one behind it, in surroundings of its own; `environment` is added to ours,
+    and `options` to the command.
     """
 
     def __init__(
-        self, deploy_yaml: Path, base_url: str, wrapper: Sequence[str] = (), environment: Mapping[str, str] = {}
+        self,
+        deploy_yaml: Path,
+        base_url: str,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+        options: Sequence[str] = (),
     ) -> None:
         self._base_url = base_url
         self._log = deploy_yaml.with_suffix(".log").open("wb")
-        command = [*wrapper, sys.executable, "-m", "cluster.cli", "serve", str(deploy_yaml)]
+        command = [*wrapper, sys.executable, "-m", "cluster.cli", "serve", str(deploy_yaml), *options]
         variables = {**os.environ, **environment}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=variables)
 

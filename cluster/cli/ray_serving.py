@@ -57,7 +57,7 @@ class InterruptedStartError(Exception):
     """Ctrl-C while the deployment was starting."""
 
 
-def serve_on_ray(file: DeployFile, view: LoadingView) -> None:
+def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = False) -> None:
     """Serve until Ctrl-C; `view` shows the start, and is stopped then.
 
     Raises:
@@ -69,10 +69,11 @@ def serve_on_ray(file: DeployFile, view: LoadingView) -> None:
     began_s = time.monotonic()
     try:
         report("[1/3] starting a Ray cluster on this machine")
-        cluster.start(ingress=file.config.ingress, gpus_per_pair=most_gpus(placement_request(file.config)))
+        num_gpus = most_gpus(placement_request(file.config))
+        cluster.start(ingress=file.config.ingress, gpus_per_pair=num_gpus, has_dashboard=has_dashboard)
         interrupt.listen()
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
-        with interrupt.breaking():  # Ctrl-C reaches Ray's dashboard too, which then may never answer
+        with interrupt.breaking():  # Ctrl-C reaches Ray's processes too, which then may never answer
             cluster.deploy(file)
         cluster.wait_running(partial(_follow, interrupt, view))
         view.stop()

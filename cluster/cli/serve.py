@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +59,9 @@ def serve(
     no_ray: Annotated[
         bool, Option("--no-ray", help="one pair in this process: less memory, no restart of a target that dies")
     ] = False,
+    dashboard: Annotated[
+        bool, Option("--dashboard", help="Ray's own page and API, for `serve status` and `serve deploy` from elsewhere")
+    ] = False,
     print_: Annotated[bool, Option("--print", help="print the deploy.yaml that would run, and start nothing")] = False,
 ) -> None:
     """Serve a model, or a deploy.yaml, on this machine until Ctrl-C."""
@@ -80,12 +85,14 @@ def serve(
     if print_:
         print(to_yaml(file.deployment), end="")
         return
-    _run(model, file, no_ray)
+    if no_ray and dashboard:
+        raise ConfigError("--dashboard is Ray's, and with --no-ray there is none; leave one of them out")
+    _run(model, file, _serve_in_process if no_ray else partial(serve_on_ray, has_dashboard=dashboard))
 
 
 def _refuse_options(context: typer.Context) -> None:
     """Refuse options beside a deploy.yaml, which has all of them: two sources of one key would be ambiguous."""
-    given = [name for name, value in context.params.items() if name not in ("model", "no_ray", "print_")]
+    given = [name for name, value in context.params.items() if name not in ("model", "no_ray", "dashboard", "print_")]
     sources = {name: context.get_parameter_source(name) for name in given}
     strange = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if strange:
@@ -95,13 +102,13 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-def _run(model: str, file: DeployFile, no_ray: bool) -> None:
+def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, LoadingView], None]) -> None:
     check_gpus(file.config)
     check_ports(file)
     try:
         with loading_view(console) as view:
             fetch_models(model, file.config)
-            (_serve_in_process if no_ray else serve_on_ray)(check_deployment(file), view)
+            serve_file(check_deployment(file), view)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +47,7 @@ class TwoNodes(LocalCluster):
             head_node_args={"num_cpus": num_cpus, "include_dashboard": True, "dashboard_port": free_port()},
         )
         self._second: Any = self._cluster.add_node(num_cpus=0, resources={NODE: 1})
-        context = ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
-        self._dashboard = context.dashboard_url or ""
+        ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
 
     def add_gpu_node(self) -> None:
         """Add a node that says it has two GPUs; no process can compute on them."""
@@ -109,6 +110,15 @@ def test_a_killed_prefill_node_costs_no_token(served: Served) -> None:
     asking.join()
     assert answers == expected
     assert texts(pair, "without", num=8) == expected
+
+
+@pytest.mark.ray
+def test_the_dashboard_takes_no_call_without_the_token(nodes: SharedCluster) -> None:
+    """Here, because the other tests' cluster has none."""
+    url = f"http://{ray._private.worker.global_worker.node.webui_url}/api/serve/applications/"  # type: ignore[attr-defined]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=10)
+    assert refused.value.code == 401
 
 
 @pytest.fixture

@@ -23,13 +23,14 @@ from ray._private.authentication.http_token_authentication import get_auth_heade
 
 from bench.served.application import ServedApplication
 from bench.served.chaos.processes import MARK, Processes, new_mark
-from cluster.local_cluster import put_deployment
+from cluster.deploy_file import with_absolute_paths
 from cluster.ports import free_port
 from cluster.serve_environment import set_variables
 
 MODEL = "chaos"
 POLL_S = 0.25
 RECOVERY_TIMEOUT_S = 180.0
+_REQUEST_TIMEOUT_S = 120.0
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 400_000_000  # Ray's object store: it would else want a third of the memory, and not find it there
 _MOUNT = f'mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm && exec "$@"'
@@ -78,7 +79,7 @@ class World:
         (self._folder / "sitecustomize.py").write_text(_CLOCK)
         path = self._folder / "deploy.yaml"
         path.write_text(yaml.safe_dump(self.deployment, sort_keys=False))
-        self._application = ServedApplication(path, self.base_url, _wrapper(), self._environment())
+        self._application = ServedApplication(path, self.base_url, _wrapper(), self._environment(), ("--dashboard",))
         self.processes = Processes(self._application.pid, self._mark)
         self._application.wait_until_ready()
         self.await_running()
@@ -116,7 +117,7 @@ class World:
         change(deployment["applications"][0]["args"])
         if overrides:
             deployment["applications"][0]["deployments"] = list(overrides)
-        put_deployment(self.dashboard(), deployment)
+        _put_deployment(self.dashboard(), deployment)
         self.await_running()
 
     def await_running(self) -> None:
@@ -202,6 +203,18 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _put_deployment(dashboard: str, deployment: dict[str, Any]) -> None:
+    """Hand a deployment to Serve by Ray's dashboard, as `serve deploy` does, with paths that hold in any folder."""
+    request = urllib.request.Request(
+        f"http://{dashboard}/api/serve/applications/",
+        data=json.dumps(with_absolute_paths(deployment)).encode(),
+        headers={"Content-Type": "application/json", **get_auth_headers_if_auth_enabled({})},
+        method="PUT",
+    )
+    with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S):
+        pass
 
 
 def _answers(address: str) -> bool:
