@@ -34,7 +34,7 @@ HOMES = {
         "router/routing/serve_router.py",
     ),
     "torch": ("engine/", "actors/"),
-    "transformers": ("engine/", "actors/"),
+    "transformers": ("engine/", "actors/", "router/generation/response_template.py"),
     "fastapi": ("router/",),
     "pydantic": ("router/", "cluster/config.py", "cluster/schema/", "cluster/deploy_file.py"),
     "grpc": ("router/", "protos/outrider_pb2_grpc.py"),

@@ -8,8 +8,7 @@ from typing import Self
 
 from protos.messages import GenerateRequest, TokenChunk, TokenSource
 from router.generation.choice_text import ChoiceText
-from router.generation.delta import Delta, join_deltas
-from router.generation.tool_calls import ToolCallParser
+from router.generation.delta import Delta, DeltaReader, join_deltas
 from router.generation.usage import UsageMeter
 from router.metrics.ingress_metrics import TokenClock
 from router.requests.generate_params import GenerateParams
@@ -25,7 +24,7 @@ class Choice:
     batches: AsyncGenerator[Sequence[TokenChunk], None]  # the pair's stream; closed with this one
     text: ChoiceText
     echo: Delta | None  # the prompt, until it has been sent
-    tool_calls: ToolCallParser | None  # None where the model may call no tools
+    reader: DeltaReader | None  # of calls; None where the model may call no tools
     meter: UsageMeter
     clock: TokenClock
     has_prompt_logprobs: bool = False
@@ -59,7 +58,7 @@ class Choice:
         if self.has_prompt_logprobs:
             delta = replace(delta, prompt_logprobs=(None, *batch[0].prompt_logprobs))
             self.has_prompt_logprobs = False
-        return delta if self.tool_calls is None else self.tool_calls.read(delta)
+        return delta if self.reader is None else self.reader.read(delta)
 
 
 def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tokenizer: Tokenizer) -> Delta:

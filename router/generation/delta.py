@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from protos.messages import FinishReason, TokenLogprobs
 
@@ -40,6 +41,14 @@ class Delta:
     num_reasoning_tokens: int = 0  # of the tokens, marks of the thought included
     stop_string: str | None = None  # the one that ended the text
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
+
+
+class DeltaReader(Protocol):
+    """Tells the parts of one choice's text apart."""
+
+    def read(self, delta: Delta) -> Delta:
+        """Return the delta with what is certain to be content, thought or call by then."""
+        ...
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

@@ -6,13 +6,14 @@ import asyncio
 import time
 from contextlib import aclosing
 from functools import partial
+from typing import TYPE_CHECKING
 
 from protos.messages import GenerateRequest
 from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
-from router.generation.delta import Delta, join_deltas
+from router.generation.delta import Delta, DeltaReader, join_deltas
 from router.generation.fan_in import Stream, fan_in, following, leading
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
@@ -22,6 +23,9 @@ from router.metrics.traffic_metrics import Traffic
 from router.requests.generate_params import GenerateParams
 from router.tokenizer.detokenizer import make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from router.generation.response_template import ResponseTemplate
 
 
 class Generation:
@@ -37,8 +41,9 @@ class Generation:
         metrics: IngressMetrics,
         system_fingerprint: str,
         model_id: str,
-        tool_format: ToolFormat | None = None,
+        answers: ToolFormat | ResponseTemplate | None = None,
     ) -> None:
+        """`answers` are how the model writes its calls, or all that it writes."""
         self.id = params.request_id
         self.fields = params.fields
         self.model_id = model_id
@@ -50,7 +55,8 @@ class Generation:
         self._backend = backend
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._tool_format = tool_format
+        self._tool_format = answers if isinstance(answers, ToolFormat) else None
+        self._response_template = None if isinstance(answers, ToolFormat) or not params.is_chat else answers
         self._traffic = Traffic(current_client.get().tenant, "chat" if params.is_chat else "completion")
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
 
@@ -97,7 +103,7 @@ class Generation:
             batches,
             text,
             echo,
-            self._tool_calls(),
+            self._reader(request),
             self._meter,
             self._metrics.token_clock(len(request.prompt_token_ids), self._traffic),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
@@ -105,11 +111,15 @@ class Generation:
 
     def _new_detokenizer(self) -> DetokenizerMaker:
         """Return the maker of detokenizers that show what the client wants, and the marks of calls that are read."""
-        is_skipping = self.fields.skip_special_tokens is not False
+        is_skipping = self.fields.skip_special_tokens is not False and self._response_template is None
         kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_schemas else ()
         return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))
 
-    def _tool_calls(self) -> ToolCallParser | None:
-        if self._tool_format is None or not self._params.tool_schemas:
+    def _reader(self, request: GenerateRequest) -> DeltaReader | None:
+        schemas = self._params.tool_schemas
+        if self._response_template is not None:
+            prompt = () if self._params.thinking else request.prompt_token_ids
+            return self._response_template.reader(self._tokenizer.decode(prompt, skip_special_tokens=False), schemas)
+        if self._tool_format is None or not schemas:
             return None
-        return ToolCallParser(self._tool_format, self._params.tool_schemas)
+        return ToolCallParser(self._tool_format, schemas)

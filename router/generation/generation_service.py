@@ -20,7 +20,7 @@ from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation
 from router.generation.tool_formats.find_format import find_format
-from router.generation.tool_formats.tool_format import HERMES, ToolFormat
+from router.generation.tool_formats.tool_format import HERMES
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedBackend, tracer_from_environment
 from router.requests.chat_message import ChatMessageFields
@@ -37,6 +37,8 @@ from router.tokenizer.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+    from router.generation.response_template import ResponseTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +76,20 @@ class GenerationService:
         format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
         is_read = format_ is not None and (self._has_messages or not format_.covers_thoughts)
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
+        self._response_template = self._read_response_template()
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
 
     def _traced(self, backend: Backend) -> Backend:
         return backend if self.tracer is None else TracedBackend(backend, self.tracer, self.config.model_id)
+
+    def _read_response_template(self) -> ResponseTemplate | None:
+        """Return the tokenizer's own description of answers, where the form of their calls is not read here."""
+        if self._format is not None or self.files.response_template is None:
+            return None
+        from router.generation.response_template import ResponseTemplate  # loads transformers
+
+        return ResponseTemplate(self.files.response_template)
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` if a model is named and is not the one served here."""
@@ -195,11 +206,16 @@ class GenerationService:
 
     def _grammar(self, body: ChatCompletionRequest, thinking: Thinking | None) -> Grammar | None:
         """Return the grammar of a chat's answer, which begins behind its thought."""
-        use = body.tool_use
-        format_ = None if use is None else self._tool_format()
-        grammar = body.grammar if use is None or format_ is None else format_.grammar(use, body.grammar)
-        covers_thoughts = body.allowed_token_ids is not None or (format_ is not None and format_.covers_thoughts)
-        if grammar is None or thinking is None or covers_thoughts:
+        use, format_ = body.tool_use, self._format
+        if use is None:
+            grammar = body.grammar
+        elif format_ is None:
+            _check_free(use, body.grammar)
+            return None
+        else:
+            grammar = format_.grammar(use, body.grammar)
+        covers_thoughts = use is not None and format_ is not None and format_.covers_thoughts
+        if grammar is None or thinking is None or covers_thoughts or body.allowed_token_ids is not None:
             return grammar
         return replace(grammar, thought=thinking.mark)
 
@@ -208,7 +224,7 @@ class GenerationService:
         self.check_model(body.model)
         variables = body.template_variables
         if body.tool_use is not None:
-            self._tool_format()
+            self._check_tools()
             variables["tools"] = body.tool_use.for_template
         return await self.encode_chat(
             body.messages,
@@ -219,16 +235,16 @@ class GenerationService:
             add_special_tokens=bool(body.add_special_tokens),
         )
 
-    def _tool_format(self) -> ToolFormat:
-        """Return the form of the model's calls. Raises `RequestError` if its template has no tools."""
-        if self._format is None:
+    def _check_tools(self) -> None:
+        """Raise `RequestError` if the model's template has no tools, or calls in a form that is not read."""
+        template = self.files.chat_template.source if self.files.chat_template else ""
+        if self._format is None and (self._response_template is None or "tools" not in template):
             raise RequestError(
                 f"The chat template of {self.config.model_id!r} has no tools, or calls in a form that is not "
                 "read here; leave tools out, or set ingress.tool_format, or ingress.prompt_tools for a template that "
                 "has none.",
                 param="tools",
             )
-        return self._format
 
     async def encode_chat(
         self,
@@ -304,10 +320,22 @@ class GenerationService:
             requests,
             backend=self.backend,
             tokenizer=self.files.tokenizer,
-            tool_format=self._format,
+            answers=self._format or self._response_template,
             metrics=self.metrics,
             model_id=self.config.model_id,
             system_fingerprint=with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
+        )
+
+
+def _check_free(use: ToolUse, answer: Grammar | None) -> None:
+    """Raise `RequestError` for what only a grammar of calls can promise."""
+    is_strict = any(function.strict for function in use.callable_) or len(use.callable_) < len(use.tools)
+    if use.is_required or is_strict or not use.is_parallel or answer is not None:
+        raise RequestError(
+            "This model's calls are read by its tokenizer's response_template, for which there is no grammar: "
+            "tool_choice, strict, parallel_tool_calls and response_format cannot be promised beside tools. Leave them "
+            "out, or set ingress.tool_format.",
+            param="tool_choice",
         )
 
 

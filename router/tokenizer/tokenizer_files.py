@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,15 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Everything that the frontends read from a checkpoint; `chat_template` is None where the model has none."""
+    """Everything that the frontends read from a checkpoint; `chat_template` is None where the model has none.
+
+    `response_template` describes the model's answers, for transformers' `ResponseParser`; few tokenizers have one.
+    """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     digest: str = ""  # of both
+    response_template: Mapping[str, object] | None = None
 
 
 def load_tokenizer_files(path: str, chat_template: str | None = None) -> TokenizerFiles:
@@ -48,6 +53,7 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
         tokenizer=_load_tokenizer(folder),
         chat_template=ChatTemplate(template, special_tokens) if template else None,
         digest=digest(_text(folder / "tokenizer.json"), template or "", repr(sorted(special_tokens.items()))),
+        response_template=answers if isinstance(answers := config.get("response_template"), dict) else None,
     )
 
 
