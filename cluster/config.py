@@ -17,6 +17,7 @@ from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, Targe
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
 from cluster.schema.section import EngineSection, reported
 from cluster.schema.speculation import DraftMode, SpeculationSection
+from cluster.schema.tune import TuneSection
 from engine.config import DraftVocabulary, EngineConfig, check_text_drafts
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
@@ -35,6 +36,7 @@ class DeployConfig(EngineSection):
     prefill: PrefillSection = PrefillSection()
     router: RouterSection = RouterSection()
     ingress: IngressSection = IngressSection()
+    tune: TuneSection = TuneSection()
 
     def to_engine(self) -> EngineConfig:
         """Return a pair's engine as deploy.yaml has it: no path is looked for yet, and threads left out stay open."""
@@ -46,6 +48,7 @@ class DeployConfig(EngineSection):
             head=self.draft.head,
             min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
             overlap=self.target.overlapped_passes == "auto",
+            log=self.tune.to_engine(),
         )
 
     def conflicts(self) -> Iterator[str]:

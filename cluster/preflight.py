@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from importlib.metadata import version
 from typing import Any
 
@@ -42,6 +43,26 @@ def check_ports(file: DeployFile) -> None:
                 f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml, "
                 "or --port and --grpc-port (an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
             )
+
+
+def check_log(config: DeployConfig) -> None:
+    """Raise ConfigError where the log that drafts are tuned on has no folder, or its disk less room than it may take.
+
+    The folder is made where there is none.
+    """
+    folder, section = config.tune.folder, config.tune
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"tune.log {str(folder)!r} cannot be had: {error}; give another folder") from error
+    if free < section.max_gib * _GIB:
+        raise ConfigError(
+            f"tune.max_gib is {section.max_gib:g}, and the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB "
+            "for it; lower tune.max_gib, or give a folder on another disk"
+        )
 
 
 def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> None:

@@ -72,6 +72,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             cache=prefill_cache_config(config),
             head=engine.head if keeps_head else None,
             scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
+            log=None,
         ),
         niceness=_prefill_niceness(config, placement),
         kv_transport=config.prefill.kv_transport,

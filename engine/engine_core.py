@@ -31,7 +31,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
 from engine.model.cuda_graphs.buckets import sized
-from engine.model.loader import tokenizer_file
+from engine.model.loader import model_version, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.proposer import HeadProposer, Proposer
@@ -59,8 +59,10 @@ from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
 from engine.stats.class_acceptance import ClassCounters, class_key
 from engine.stats.drift import DriftMonitor
-from engine.stats.engine_stats import DraftCounters, EngineStats, ReasoningStats
+from engine.stats.engine_stats import DraftCounters, EngineStats, PositionLogStats, ReasoningStats
 from engine.stats.goodput import GoodputMeter
+from engine.stats.position_log.position_log import PositionLog
+from engine.stats.position_log.shard import LoggedModel
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verifier import Verifier
@@ -109,6 +111,7 @@ class EngineCore:
     Attributes:
         on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
         on_drafted: called, before a pass that has drafts of requests that want to see them, with a chunk of each.
+        position_log: what is told of verified positions; None: nothing is. Its owner may set it; `close` closes it.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class EngineCore:
         self._goodput = GoodputMeter()
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
+        self.position_log: PositionLog | None = None
         self._own_method = next((str(each) for each in speculation.config.methods if each.can_branch), "model")
         self._source = source or NoPrefillSource()
         self._steps = speculation.steps
@@ -193,7 +197,11 @@ class EngineCore:
         scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
         speculation = _speculation(config, runner, scheduler, proposer, step_writer)
         grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
-        return cls(runner, scheduler, blocks, speculation, source=source, rates=rates, grammars=grammars)
+        core = cls(runner, scheduler, blocks, speculation, source=source, rates=rates, grammars=grammars)
+        if config.log is not None:
+            logged = LoggedModel(model_version(config.model.path), runner.vocab_size)
+            core.position_log = PositionLog(config.log, logged)
+        return core
 
     @property
     def has_work(self) -> bool:
@@ -243,7 +251,7 @@ class EngineCore:
         """
         chunk = self.scheduler.abort(request_id)
         if chunk is not None:
-            self._proposer.close(request_id)
+            self._forget(request_id)
         return chunk
 
     def step(self) -> list[TokenChunk]:
@@ -290,12 +298,15 @@ class EngineCore:
             queue_times=self.scheduler.queue_times.snapshot(),
             prefill_times=self.scheduler.prefill_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
+            log=PositionLogStats() if self.position_log is None else self.position_log.stats,
         )
 
     def close(self) -> None:
         """Abort everything that waits or runs; a second call finds nothing to do."""
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
+        if self.position_log is not None:
+            self.position_log.close()
 
     def _step(self) -> list[TokenChunk]:
         self._timer = StepTimer()
@@ -371,8 +382,12 @@ class EngineCore:
         score_prompts(issued.logits, issued.batch, issued.num_drafts)
         if not tasks:
             return []
+        log = self.position_log
+        copied = None if log is None else log.copy(issued.logits, tasks, issued.num_drafts)
         drawn = self._overlap.issue_next(issued, tasks)
         verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
+        if log is not None and copied is not None:
+            log.record(copied, tasks, verified)
         for task, draft, outcome in zip(tasks, issued.drafts, verified, strict=True):
             if outcome.is_exact and draft.num_valid > 0:
                 self._count(task.sequence, draft, outcome)
@@ -452,7 +467,13 @@ class EngineCore:
             self._proposer.commit(grown)
         for chunk in chunks:
             if chunk.finish_reason is not None:
-                self._proposer.close(chunk.request_id)
+                self._forget(chunk.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Let proposer and log go of a sequence that has ended; its tokens are all there."""
+        self._proposer.close(request_id)
+        if self.position_log is not None:
+            self.position_log.end(request_id)
 
     def _record(self, batch: Batch) -> None:
         self.last_times = self._timer.times()

@@ -25,6 +25,7 @@ _OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the te
     "weight": lambda value: bool(_NUMBER.fullmatch(value)) and float(value) > 0,
     "max_priority": lambda value: value.removeprefix("-").isdecimal(),
     "admin": lambda value: value == "true",
+    "tune_log": lambda value: value == "false",
 }
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
@@ -56,7 +57,7 @@ class Client:
     """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing.
 
     Where tenants wait, each gets tokens in proportion to its `weight`. `max_priority` is the lowest number (lower is
-    sooner) that it may ask for; None: any.
+    sooner) that it may ask for; None: any. Unless `is_logged`, no token of its requests is written to a log.
     """
 
     tenant: str = ""
@@ -64,6 +65,7 @@ class Client:
     is_admin: bool = False
     weight: float = 1.0
     max_priority: int | None = None
+    is_logged: bool = True
 
     def secret(self, text: str) -> str:
         """Return a client's salt or name of a conversation such that no other tenant can have the same one."""
@@ -163,7 +165,9 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"ingress.api_keys_file {str(path)!r} cannot be read: {error}") from error
         entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        clients = dict(self._client_of(entry, f"ingress.api_keys_file {str(path)!r}") for entry in entries)
+        clients = _with_refusals(
+            dict(self._client_of(entry, f"ingress.api_keys_file {str(path)!r}") for entry in entries)
+        )
         if not clients:
             raise ConfigError(
                 f"ingress.api_keys_file {str(path)!r} holds no key; put one per line, or leave the setting out"
@@ -179,7 +183,7 @@ class ApiKeys:
         if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
             raise ConfigError(
                 f"{name} has {' '.join(options)!r} behind a key, with a wrong {wrong[0]!r}; it may have tenant=NAME, "
-                "tokens_per_minute=N, weight=N (more than 0), max_priority=N and admin=true"
+                "tokens_per_minute=N, weight=N (more than 0), max_priority=N, admin=true and tune_log=false"
             )
         tenant = given.get("tenant", digest)
         limit = given.get("tokens_per_minute")
@@ -189,6 +193,7 @@ class ApiKeys:
             is_admin="admin" in given,
             weight=float(given.get("weight", 1.0)),
             max_priority=int(given.get("max_priority", 0)),
+            is_logged="tune_log" not in given,
         )
 
     def _rate(self, tenant: str, limit: int) -> TokenRate:
@@ -197,6 +202,12 @@ class ApiKeys:
         if known is None or known[0] != limit:
             known = self._rates[tenant] = (limit, TokenRate(limit, self._clock))
         return known[1]
+
+
+def _with_refusals(clients: dict[str, Client]) -> dict[str, Client]:
+    """Return the clients such that no key of a tenant is logged if one of them says so."""
+    refusing = {client.tenant for client in clients.values() if not client.is_logged}
+    return {digest: replace(client, is_logged=client.tenant not in refusing) for digest, client in clients.items()}
 
 
 def _stamp_of(path: Path) -> tuple[int, int]:

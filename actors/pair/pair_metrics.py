@@ -55,6 +55,7 @@ class PairMetrics(Collector):
         yield from _classes(self._pong)
         yield from _drift(self._pong)
         yield from _reasoning(self._pong)
+        yield from _log(self._pong)
         yield from _cache(self._pong)
         yield from _requests(self._pong)
         yield _counter("num_requests_refused", "Requests refused because the pair was full.", self._num_refused)
@@ -165,6 +166,15 @@ def _reasoning(pong: Pong) -> Iterable[Family]:
     num_tokens = {"accepted": stats.num_accepted_tokens, "rejected": stats.num_rejected_tokens}
     yield _counters("reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", "outcome", num_tokens)
     yield _counter("reasoning_step_score", "Sum of the scores of judged reasoning steps, 0 to 9.", stats.total_score)
+
+
+def _log(pong: Pong) -> Iterable[Family]:
+    """Yield the metrics of the log that drafts are tuned on."""
+    log = pong.engine.log
+    yield _counter("tune_log_positions", "Verified positions written to the log.", log.num_positions)
+    yield _counter("tune_log_dropped", "Passes of requests left out, for the writer was late.", log.num_dropped)
+    yield _counter("tune_log_bytes", "Bytes written to the log, those removed since included.", log.num_bytes)
+    yield _gauge("tune_log_stopped", "1 when the log has stopped, for a full disk; requests go on.", log.is_stopped)
 
 
 def _cache(pong: Pong) -> Iterable[Family]:

@@ -20,6 +20,7 @@ from cluster.cli.replay import replay
 from cluster.cli.serve import serve
 from cluster.cli.top import top
 from cluster.cli.try_drafts import try_drafts
+from cluster.cli.tune import tune
 from protos.errors import ServingError
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command()(plan)
 app.command()(replay)
 app.command()(top)
 app.command("try")(try_drafts)
+app.command()(tune)
 app.command()(env)
 app.add_typer(draft, name="draft")
 

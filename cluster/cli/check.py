@@ -14,7 +14,7 @@ from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.gguf_models import convert_gguf_models
 from cluster.model_files import check_models
 from cluster.model_path import resolve_model_path
-from cluster.preflight import check_memory
+from cluster.preflight import check_log, check_memory
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.tokenizer.chat_template import ChatTemplate
@@ -38,7 +38,8 @@ def check_deployment(file: DeployFile) -> DeployFile:
     """Return `file` with GGUF files converted, after a report of what its operator should know.
 
     Raises:
-        ConfigError: a model is missing or not read, keys are unreadable, or there is too little memory.
+        ConfigError: a model is missing or not read, keys are unreadable, or there is too little memory, or too little
+            room for a log.
     """
     config = convert_gguf_models(file.config, report)
     for note in check_models(config):
@@ -46,6 +47,7 @@ def check_deployment(file: DeployFile) -> DeployFile:
     ApiKeys.from_file(config.ingress.api_keys_file)
     if (template := config.ingress.chat_template) is not None:
         ChatTemplate(Path(template).expanduser().read_text(encoding="utf-8"), {})
+    check_log(config)
     check_memory(config)
     return replace(file, config=config)
 

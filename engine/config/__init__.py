@@ -1,6 +1,7 @@
 """The configuration of an engine: frozen dataclasses, checked when they are made."""
 
 from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
+from engine.config.log_config import PositionLogConfig
 from engine.config.model_config import (
     AttentionKind,
     GraphConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "KVDtype",
     "ModelConfig",
     "ModelDtype",
+    "PositionLogConfig",
     "Quantization",
     "SamplingSource",
     "SchedulerConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.config.log_config import PositionLogConfig
 from engine.config.model_config import HeadConfig, ModelConfig
 from engine.config.speculation_config import SpeculationConfig
 from protos.errors import ConfigError
@@ -87,6 +88,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     head: HeadConfig | None = None  # drafts from the target's hidden states, instead of a draft model
     min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer
+    log: PositionLogConfig | None = None  # what the target finds likely, of requests that allow it
     overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens
 
     def __post_init__(self) -> None:

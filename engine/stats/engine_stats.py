@@ -93,6 +93,16 @@ class ReasoningStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionLogStats:
+    """Sums of the log of verified positions (`engine.stats.position_log`), which a full disk stops for good."""
+
+    num_positions: int = 0  # in files, those that were removed since included
+    num_dropped: int = 0  # the writer was late
+    num_bytes: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RemotePrefillStats:
     """Sums since the engine started."""
 
@@ -130,6 +140,7 @@ class EngineStats:
     )  # by class of requests (`engine.proposer.adaptive.speculation_gate`)
     remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
     reasoning: ReasoningStats = field(default_factory=ReasoningStats)
+    log: PositionLogStats = field(default_factory=PositionLogStats)
     classes: tuple[ClassStats, ...] = ()
     drift: tuple[DriftStats, ...] = ()
     queue_times: HistogramStats = field(

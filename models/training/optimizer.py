@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class Muon:
     def __init__(self, parameters: list[Parameter]) -> None:
         self._momenta = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
 
+    @property
+    def momenta(self) -> list[Tensor]:
+        """The running means of the gradients, in the order of the parameters."""
+        return [momentum for _, momentum in self._momenta]
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Move every parameter by its orthogonalised momentum."""
@@ -85,6 +91,16 @@ class PairedOptimizer:
         matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
         others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
         return cls(matrices, others, matrix_lr, embedding_lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` of a new optimizer of the same parameters goes on from."""
+        return {"muon": self._muon.momenta, "adam": self._adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        for momentum, saved in zip(self._muon.momenta, state["muon"], strict=True):
+            momentum.copy_(saved)
+        self._adam.load_state_dict(state["adam"])
 
     def step(self, progress: float) -> None:
         """One update at `progress` in [0, 1] of the budget; the gradients are cleared afterwards."""

@@ -30,6 +30,7 @@ class Budget:
     short_window_tokens: int = 512
     long_window_tokens: int = 1024
     max_tokens: int | None = None
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,16 @@ class TrainingReport:
 
 
 class Clock:
-    """Progress of a run in [0, 1], by time or by tokens, whichever is further."""
+    """Progress of a run in [0, 1], by time or by tokens, whichever is further.
 
-    def __init__(self, budget: Budget) -> None:
+    A run that goes on has had `seconds` and `num_steps` before.
+    """
+
+    def __init__(self, budget: Budget, seconds: float = 0.0, num_steps: int = 0) -> None:
         self._budget = budget
-        self._start = time.monotonic()
-        self.num_steps = 0
-        self.num_tokens = 0
+        self._start = time.monotonic() - seconds
+        self.num_steps = num_steps
+        self.num_tokens = num_steps * budget.tokens_per_step
 
     @property
     def seconds(self) -> float:
@@ -79,12 +83,14 @@ def train(
     step_loss: Callable[[float], Tensor],
     budget: Budget,
     save: Callable[[], None],
+    clock: Clock | None = None,
 ) -> TrainingReport:
     """Step until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
 
-    `save` is called every few minutes and at the end.
+    `save` is called every few minutes and at the end. `clock` is that of a run that goes on; None: a new one.
     """
-    clock, saved_at, mean_loss = Clock(budget), 0.0, 0.0
+    clock = clock or Clock(budget)
+    saved_at, mean_loss = clock.seconds, 0.0
     while (progress := clock.progress) < 1.0:
         loss = step_loss(progress)
         loss.backward()
@@ -94,7 +100,7 @@ def train(
         mean_loss += (loss.item() - mean_loss) / min(clock.num_steps, LOG_EVERY_STEPS)
         if clock.num_steps % LOG_EVERY_STEPS == 0:
             _log_step(clock, mean_loss)
-        if clock.seconds - saved_at > CHECKPOINT_EVERY_S:
+        if clock.seconds - saved_at > budget.checkpoint_every_s:
             save()
             saved_at = clock.seconds
     save()

@@ -135,8 +135,8 @@ class GenerationFields(Constraints):
     user: str | None = None
 
     # Accepted, because they change nothing in the answer.
+    store: bool | None = None  # false: nothing of it goes into the log that drafts are tuned on
     metadata: dict[str, str] | None = None
-    store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None

@@ -100,6 +100,7 @@ def _request(
         returns_sources=bool(params.fields.return_token_sources),
         returns_guesses=params.fields.has_draft_events,
         model_version=card.model_version,
+        is_logged=client.is_logged and params.fields.store is not False,
     )
 
 

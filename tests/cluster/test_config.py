@@ -1,12 +1,22 @@
 """deploy.yaml is checked whole at start, and its errors say where, what and what instead."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.config import parse_config
-from engine.config import EngineConfig, HeadConfig, HeadKind, ModelConfig, StepConfig, TreeConfig, TreeKind
+from engine.config import (
+    EngineConfig,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    PositionLogConfig,
+    StepConfig,
+    TreeConfig,
+    TreeKind,
+)
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
@@ -37,6 +47,7 @@ def test_every_key_of_the_public_contract_is_known():
             "prefill": {"num_replicas": 0, "kv_transport": "object_store", "niceness": 5},
             "router": {"policy": "round_robin", "others_weight": 0, "index_timeout_ms": 20},
             "ingress": {"num_replicas": 2, "api_keys_file": "keys", "limits": {"max_body_bytes": 65536}},
+            "tune": {"log": "positions", "max_gib": 2, "share": 0.5},
         }
     )
     assert config.pair.max_replicas == 3
@@ -350,3 +361,14 @@ def test_target_and_draft_on_one_gpu_divide_its_share():
 def test_off_without_quotes_is_the_word():
     config = parse_config(MINIMAL | {"target": {**MINIMAL["target"], "cuda_graphs": False, "overlapped_passes": False}})
     assert (config.target.cuda_graphs, config.target.overlapped_passes) == ("off", "off")
+
+
+def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
+    assert parse_config(MINIMAL).to_engine().log is None
+    log = parse_config(MINIMAL | {"tune": {"log": str(tmp_path), "max_gib": 0.5}}).to_engine().log
+    assert log == PositionLogConfig(str(tmp_path), 1 << 29, share=0.1)
+    assert "share is for a log, and there is none" in error_of(tune={"share": 0.5})
+    assert "args.tune.share" in error_of(tune={"log": "here", "share": 1.5})
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file; give a folder" in error_of(tune={"log": str(file)})

@@ -12,7 +12,7 @@ import pytest
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.ports import free_port
-from cluster.preflight import check_driver, check_memory, check_ports
+from cluster.preflight import check_driver, check_log, check_memory, check_ports
 from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
@@ -105,3 +105,16 @@ def test_a_driver_older_than_torchs_cuda_is_refused_and_any_newer_one_is_not():
     check_driver(old, "2.11.0+cu121")
     check_driver(H100S, "2.11.0+cu130")
     check_driver(NO_GPU, "2.11.0+cu130")
+
+
+def test_a_log_needs_a_folder_and_room(model: Path, tmp_path: Path):
+    def check(**tune: object) -> None:
+        check_log(parse_config({"model_id": "m", "target": {"path": str(model)}, "tune": tune}))
+
+    check()
+    check(log=str(tmp_path / "new" / "log"), max_gib=0.1)
+    assert (tmp_path / "new" / "log").is_dir()
+    with pytest.raises(ConfigError, match=r"tune.max_gib is 1024, and the disk of tune.log .* lower tune.max_gib"):
+        check(log=str(tmp_path / "new" / "log"), max_gib=1024)
+    with pytest.raises(ConfigError, match=r"tune.log .* cannot be had"):
+        check(log=str(model / "config.json" / "below"))

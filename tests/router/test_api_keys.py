@@ -87,7 +87,16 @@ def test_a_tenant_that_has_used_its_tokens_waits_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["tenants=one", "tokens_per_minute=0", "tokens_per_minute=x", "acme", "weight=0", "max_priority=low"]
+    "options",
+    [
+        "tenants=one",
+        "tokens_per_minute=0",
+        "tokens_per_minute=x",
+        "acme",
+        "weight=0",
+        "max_priority=low",
+        "tune_log=true",
+    ],
 )
 def test_a_wrong_option_of_a_key_is_refused(tmp_path: Path, options: str) -> None:
     with pytest.raises(ConfigError, match="tenant=NAME"):

@@ -73,11 +73,18 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    tokens_per_s: float
+class Run:
+    """The traffic once: its generated tokens, their time, and the metrics around them."""
+
+    num_tokens: int
     before: Reading
     after: Reading
     seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.num_tokens / self.seconds
 
 
 def run_trial(trial: Trial) -> list[Measured]:
@@ -95,7 +102,7 @@ def run_trial(trial: Trial) -> list[Measured]:
 
 async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[Measured]:
     async with running_service(config, settings) as service:
-        replay = _Replay(service)
+        replay = Replay(service)
         await replay.run(trial.requests, 1, 0, None)  # memory and kernels are ready; a request that is refused is found
         measured: list[Measured] = []
         for num_streams in trial.streams:
@@ -110,7 +117,7 @@ async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -
         return measured
 
 
-def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequence[_Run], speedup: float) -> Measured:
+def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequence[Run], speedup: float) -> Measured:
     last = runs[-1]
     return Measured(
         draft=draft,
@@ -128,7 +135,7 @@ def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequ
     )
 
 
-class _Replay:
+class Replay:
     """Sends requests to the application itself, without a socket."""
 
     def __init__(self, service: GenerationService) -> None:
@@ -138,7 +145,7 @@ class _Replay:
 
     async def run(
         self, requests: Sequence[LoggedRequest], num_streams: int, num_tokens: int, verify: str | None
-    ) -> _Run:
+    ) -> Run:
         """Replay all requests, so many at a time, with K drafts (0: none).
 
         A salt per run keeps cached prompts and remembered texts of one run out of the next.
@@ -150,7 +157,7 @@ class _Replay:
         began_s = time.perf_counter()
         counts = await asyncio.gather(*(self._send(request, speculation, free) for request in requests))
         seconds, num_generated = time.perf_counter() - began_s, sum(counts)
-        return _Run(num_generated / seconds, before, await self._metrics(), seconds)
+        return Run(num_generated, before, await self._metrics(), seconds)
 
     async def _send(self, request: LoggedRequest, speculation: dict[str, Any], free: asyncio.Semaphore) -> int:
         salt = f"trial {self._num_runs} {request.body.get('cache_salt', '')}"

@@ -20,7 +20,8 @@ _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type
 class ResponsesRequest(Body):
     """The body, as OpenAI's clients send it; `seed`, `cache_salt` and `speculation` are ours.
 
-    `store` may ask for anything: no response is kept, and each says so.
+    `store` may ask for anything: no response is kept, and each says so. False also keeps its tokens out of the log that
+    drafts are tuned on.
     """
 
     model: str | None = None
@@ -84,6 +85,7 @@ class ResponsesRequest(Body):
             "seed": self.seed,
             "cache_salt": self.cache_salt,
             "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
+            "store": self.store,
         }
         return ForeignTurn(chat, [f"tools.{rank}" for rank, tool in tools if tool.get("type") != "function"])
 

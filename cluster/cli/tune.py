@@ -1,0 +1,138 @@
+"""`outrider tune`: a draft trained on what its target said in a deployment, or says to a log of requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
+
+from cluster.cli.console import console, report
+from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
+from cluster.cli.trial.log_traffic import log_traffic
+from cluster.cli.trial.traffic import read_traffic
+from cluster.model_path import resolve_model_path
+from protos.errors import ConfigError
+
+NO_GAIN = 3  # the exit status where no training has made a better draft
+_FULL_RATES = "0.002,0.006,0.02"
+_LOW_RANK_RATES = "0.0005,0.002,0.006"
+_NICENESS = 19
+_LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
+
+
+def tune(
+    target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
+    draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to begin with: a folder, or demo")],
+    output: Annotated[Path, Option(help="the folder of the new draft; it must not exist")],
+    log: Annotated[Path | None, Option(help="the folder of deploy.yaml's tune.log")] = None,
+    traffic: Annotated[
+        Path | None,
+        Option(metavar="log.jsonl", help="instead of --log: OpenAI requests that the target answers first"),
+    ] = None,
+    minutes: Annotated[float, Option(min=0.01, help="of training and measuring")] = 10.0,
+    steps: Annotated[
+        int | None, Option(min=1, help="of training, if they are done before the minutes are over")
+    ] = None,
+    threads: Annotated[int, Option(min=1, help="of this machine's; the process gives way to all others")] = 1,
+    rank: Annotated[int, Option(min=0, help="of low-rank changes (LoRA); 0 trains all weights")] = 0,
+    learning_rates: Annotated[
+        str | None, Option(help=f"to compare; by default {_FULL_RATES}, of low-rank changes {_LOW_RANK_RATES}")
+    ] = None,
+    seeds: Annotated[int, Option(min=1, help="to compare, of each learning rate")] = 1,
+    num_tokens: Annotated[int, Option(min=1, max=64, help="K of the drafts whose worth is measured")] = 4,
+    max_requests: Annotated[int, Option(min=1, help="of --traffic that are answered")] = 2000,
+    max_tokens: Annotated[int, Option(min=1, help="longest answer to a request of --traffic")] = 128,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="of --traffic: any key of deploy.yaml's args; repeatable"),
+    ] = None,
+) -> None:
+    """Train a draft on the log of its deployment; write it if it is better, and end with 3 if none is."""
+    if (log is None) == (traffic is None):
+        raise ConfigError("give either --log, the folder of a deployment's log, or --traffic, a file of requests")
+    rates = _rates(learning_rates or (_LOW_RANK_RATES if rank else _FULL_RATES))
+    target_path = _folder(target, "target")
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
+    # Not at the top: it loads torch, which few commands do.
+    from models.tuning.tuning import TuneSettings, check_output, working_folder
+    from models.tuning.tuning import tune as tune_draft
+
+    output = output.expanduser().absolute()
+    check_output(output)
+    if traffic is not None:
+        log = working_folder(output) / "log"
+        deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
+        log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
+    assert log is not None, "one of the two is given"
+    wanted = TuneSettings(
+        log=log.expanduser().absolute(),
+        target=target_path,
+        draft=Path(_folder(draft, "draft")),
+        output=output,
+        minutes=minutes,
+        learning_rates=rates,
+        num_seeds=seeds,
+        rank=rank or None,
+        num_tokens=num_tokens,
+        num_steps=steps,
+    )
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    try:
+        with _progress() as on_progress:
+            is_better = tune_draft(wanted, report, on_progress)
+    except OSError as error:
+        raise ConfigError(
+            f"the tuning's files cannot be written: {error}; free room, and give the same command again: it goes on"
+        ) from error
+    if not is_better:
+        raise typer.Exit(NO_GAIN)
+    report(f"written: {output}; set draft.path to it")
+
+
+def _folder(model: str, part: str) -> str:
+    if model in BUNDLED:
+        path = BUNDLED[model][part].get("path")
+        if path is None:
+            raise ConfigError(f"--{part} {model}: it has no {part} model of its own; give a folder")
+        return resolve_model_path(str(path))
+    return located(model)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--learning-rates {text!r} holds no numbers; write e.g. {_FULL_RATES}") from error
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--learning-rates {text!r} must be above 0; write e.g. {_FULL_RATES}")
+    return tuple(dict.fromkeys(rates))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Yield what shows the training: a bar in a terminal, a line for each tenth elsewhere."""
+    if not console.is_terminal:
+        yield _Lines().show
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+        task = bars.add_task("training", total=1.0)
+        yield lambda name, share: bars.update(task, description=name, completed=share)
+
+
+class _Lines:
+    """Progress in lines."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def show(self, name: str, share: float) -> None:
+        if share >= self._next:
+            report(f"{share:4.0%} {name}")
+            self._next = share - share % _LINE_SHARE + _LINE_SHARE

@@ -1,0 +1,159 @@
+"""The log as windows of tokens with the target's distributions in them: those that train, and those that measure."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.stats.position_log.folder import log_files
+from engine.stats.position_log.shard import LoggedModel, LoggedRequest, read_model, read_shard
+from protos.errors import ConfigError
+
+WINDOW_TOKENS = 512
+_HELD_OUT = 10  # one request of so many measures
+_MAX_HELD_OUT_POSITIONS = 8192
+_MAX_TRAINING_POSITIONS = 1 << 20
+_MIN_POSITIONS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a request. Row i of a model that reads `token_ids` [T] is compared where `rows` [N] has i.
+
+    There the target chose `chosen_ids` [N], and found `top_ids` [N, k] int32 likely, of `top_logprobs` [N, k] float16.
+    """
+
+    token_ids: Tensor
+    rows: Tensor
+    chosen_ids: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+@dataclass(slots=True)
+class Part:
+    """Some of a log's requests, no more positions of them than are of use."""
+
+    max_positions: int
+    requests: list[LoggedRequest] = field(default_factory=list)
+    num_positions: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_positions >= self.max_positions
+
+    def add(self, request: LoggedRequest) -> None:
+        """Take an older request in, if there is use for it."""
+        if not self.is_full and len(request.positions):
+            self.requests.append(request)
+            self.num_positions += len(request.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The requests of a log that train, and others that measure; a request is always on the same side."""
+
+    training: Part = field(default_factory=lambda: Part(_MAX_TRAINING_POSITIONS))
+    held_out: Part = field(default_factory=lambda: Part(_MAX_HELD_OUT_POSITIONS))
+
+    @property
+    def is_full(self) -> bool:
+        """True if there is no use for older requests."""
+        return self.training.is_full and self.held_out.is_full
+
+    @property
+    def num_positions(self) -> int:
+        return self.training.num_positions + self.held_out.num_positions
+
+    def add(self, request: LoggedRequest) -> None:
+        """Take an older request in."""
+        is_measuring = zlib.crc32(request.token_ids.tobytes()) % _HELD_OUT == 0
+        (self.held_out if is_measuring else self.training).add(request)
+
+
+def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None]) -> Log:
+    """Return the latest requests that `target` answered; report what of the folder is left out.
+
+    Raises:
+        ConfigError: the folder has no log, none of this target, or too little of it.
+    """
+    files = log_files(folder) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no log; give the folder of deploy.yaml's tune.log, after some traffic (files are written "
+            "every five seconds)"
+        )
+    log, num_strange = Log(), 0
+    for file in reversed(files):
+        try:
+            if read_model(file) != target:
+                num_strange += 1
+            elif log.is_full:
+                break
+            else:
+                for request in reversed(read_shard(file)):
+                    log.add(request)
+        except ConfigError as error:
+            report(f"left out: {error}")
+    if num_strange == len(files):
+        raise ConfigError(
+            f"all {len(files)} files of {folder} are of a target with other weights; give the one that wrote them as "
+            "--target"
+        )
+    if num_strange:
+        report(f"{num_strange} of {len(files)} files are left out: they are of a target with other weights")
+    if log.num_positions < _MIN_POSITIONS or not log.held_out.requests or not log.training.requests:
+        raise ConfigError(
+            f"{folder} has {log.num_positions} positions in all, which is too "
+            f"little to train on and measure; wait for at least {_MIN_POSITIONS} of some dozens of requests, or "
+            "raise tune.share"
+        )
+    return log
+
+
+def windows_of(request: LoggedRequest, num_tokens: int = WINDOW_TOKENS) -> Iterator[Window]:
+    """Yield windows of at most `num_tokens` that hold each position of a request once, with half a window before it."""
+    rows = request.positions.astype(np.int64) - 1  # row i tells token i + 1
+    for begin in range(0, len(request.token_ids), num_tokens // 2):
+        first = begin + (num_tokens // 2 if begin else 0)
+        chosen = (rows >= first) & (rows < begin + num_tokens)
+        if not chosen.any():
+            continue
+        places = rows[chosen]
+        yield Window(
+            token_ids=_tensor(request.token_ids[begin : places[-1] + 1]),
+            rows=_tensor(places - begin),
+            chosen_ids=_tensor(request.token_ids[places + 1]),
+            top_ids=torch.from_numpy(request.top_ids[chosen]),
+            top_logprobs=torch.from_numpy(request.top_logprobs[chosen]),
+        )
+
+
+def read_batch(model: torch.nn.Module, windows: Sequence[Window]) -> Tensor:
+    """Return the model's logits [N, V] at the rows of all windows, one window after another."""
+    longest = max(len(window.token_ids) for window in windows)
+    ids = torch.zeros(len(windows), longest, dtype=torch.long)
+    for index, window in enumerate(windows):
+        ids[index, : len(window.token_ids)] = window.token_ids  # attention is causal: what is behind does not count
+    device = next(model.parameters()).device
+    wanted = torch.cat([window.rows for window in windows]).unique()  # rising
+    found = model(ids.to(device), use_cache=False, logits_to_keep=wanted.to(device)).logits  # [B, W, V]
+    owners = torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
+    rows = torch.searchsorted(wanted, torch.cat([window.rows for window in windows]))
+    logits: Tensor = found[owners.to(device), rows.to(device)]
+    return logits
+
+
+def known_ids(top_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return the target's ids as int64, those of its padding that a draft does not have as the draft's last."""
+    return top_ids.long().clamp(max=vocab_size - 1)
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))

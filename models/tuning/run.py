@@ -1,0 +1,160 @@
+"""One training of the draft, in a file from which it goes on after the process was killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.training.optimizer import PairedOptimizer
+from models.training.train import Budget, Clock, train
+from models.tuning.checkpoint import DraftFolder
+from models.tuning.lesson import DivergedError, LogLesson
+from models.tuning.log_windows import Window
+from models.tuning.low_rank import add_low_rank, merge_low_rank
+
+_OTHERS_RATE = 0.2  # of embeddings and norms, over that of the matrices; as in the demo draft's own training
+_TOKENS_PER_STEP = 2048
+_CHECKPOINT_EVERY_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to train the draft, and the part of the tuning's minutes and steps that it gets.
+
+    `rank` None: all weights, else low-rank changes of them.
+    """
+
+    learning_rate: float
+    seed: int
+    share: float
+    minutes: float
+    num_steps: int | None = None
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rate {self.learning_rate:g}, seed {self.seed}, {self.share:.0%}"
+
+
+class Run:
+    """The training of one candidate.
+
+    Args:
+        candidate: how to train.
+        draft: where it begins.
+        file: its state; written every twenty seconds.
+        device: where it computes.
+    """
+
+    def __init__(self, candidate: Candidate, draft: DraftFolder, file: Path, device: torch.device) -> None:
+        self.candidate = candidate
+        self._draft = draft
+        self._file = file
+        self._budget = Budget(
+            candidate.minutes,
+            device,
+            _TOKENS_PER_STEP,
+            max_tokens=None if candidate.num_steps is None else candidate.num_steps * _TOKENS_PER_STEP,
+            checkpoint_every_s=_CHECKPOINT_EVERY_S,
+        )
+        self._state: dict[str, Any] = {"seconds": 0.0, "num_steps": 0, "is_done": False, "has_diverged": False}
+        if file.is_file():
+            self._state = torch.load(file, map_location=device, weights_only=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if there is a state to go on from."""
+        return self.num_steps > 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return int(self._state["num_steps"])
+
+    def train(self, windows: Sequence[Window], on_progress: Callable[[float], None]) -> None:
+        """Train until the minutes are over, those before a restart included; done once, a second call does nothing."""
+        if self._state["is_done"]:
+            return
+        torch.manual_seed(self.candidate.seed)
+        model = self._draft.load().train()
+        parameters, optimizer = self._prepare(model)
+        if self.has_begun:
+            _fill(parameters, self._state["weights"])
+            optimizer.load_state_dict(self._state["optimizer"])
+        clock = Clock(self._budget, self._state["seconds"], self._state["num_steps"])
+        lesson = LogLesson(model, windows, self._budget, self.candidate.seed, clock.num_steps)
+
+        def save() -> None:
+            self._save(clock, parameters, optimizer)
+
+        def step_loss(progress: float) -> torch.Tensor:
+            on_progress(progress)
+            return lesson(progress)
+
+        try:
+            train(model, optimizer, step_loss, self._budget, save, clock)
+        except DivergedError:
+            self._state = {
+                "seconds": clock.seconds,
+                "num_steps": clock.num_steps,
+                "is_done": True,
+                "has_diverged": True,
+            }
+            self._write()
+
+    def trained(self) -> nn.Module | None:
+        """Return the trained draft, its weights rounded as they would be written; None if they are no numbers."""
+        if self._state["has_diverged"]:
+            return None
+        torch.manual_seed(self.candidate.seed)
+        model = self._draft.load()
+        parameters, _ = self._prepare(model)
+        if not all(bool(torch.isfinite(weight).all()) for weight in self._state["weights"]):
+            return None
+        _fill(parameters, self._state["weights"])
+        merge_low_rank(model)
+        return self._draft.rounded(model)
+
+    def _prepare(self, model: nn.Module) -> tuple[list[nn.Parameter], PairedOptimizer]:
+        """Return what is trained of the model, and its optimizer."""
+        rate, rank = self.candidate.learning_rate, self.candidate.rank
+        if rank is not None:
+            added = add_low_rank(model, rank)
+            return added, PairedOptimizer([], added, rate, rate)
+        named = dict(model.named_parameters())
+        embeddings = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings())}  # type: ignore[operator]
+        matrices = [each for each in named.values() if each.ndim == 2 and id(each) not in embeddings]
+        chosen = {id(each) for each in matrices}
+        others = [each for each in named.values() if id(each) not in chosen]
+        return [*matrices, *others], PairedOptimizer(matrices, others, rate, _OTHERS_RATE * rate)
+
+    def _save(self, clock: Clock, parameters: Sequence[nn.Parameter], optimizer: PairedOptimizer) -> None:
+        self._state = {
+            "seconds": clock.seconds,
+            "num_steps": clock.num_steps,
+            "is_done": clock.progress >= 1.0,
+            "has_diverged": False,
+            "weights": [parameter.detach() for parameter in parameters],
+            "optimizer": optimizer.state_dict(),
+        }
+        self._write()
+
+    def _write(self) -> None:
+        partial = self._file.with_suffix(".partial")
+        content = BytesIO()  # a full disk is an OSError of the write behind it, and of no kind in torch
+        torch.save(self._state, content)
+        partial.write_bytes(content.getbuffer())
+        os.replace(partial, self._file)
+
+
+@torch.no_grad()
+def _fill(parameters: Sequence[nn.Parameter], weights: Sequence[torch.Tensor]) -> None:
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)

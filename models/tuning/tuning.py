@@ -1,0 +1,218 @@
+"""A draft tuned on its deployment's log: several short trainings, a long one of the best, and the best of them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from engine.model.loader import model_version
+from engine.stats.position_log.shard import LoggedModel
+from models.tuning.checkpoint import DraftFolder
+from models.tuning.log_windows import Log, read_log, windows_of
+from models.tuning.run import Candidate, Run
+from models.tuning.score import Score, score_draft
+from protos.errors import ConfigError
+
+_TRIALS_SHARE = 0.3  # of the minutes, for all short trainings together
+_LONG_SHARE = 0.6  # for the long one; the rest is for measuring
+_GAIN = 1.01  # a smaller one may be chance
+
+OnProgress = Callable[[str, float], None]  # the run, and the share of all training that is done
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSettings:
+    """What to tune, on what, and how: `rank` None trains all weights; K = `num_tokens` is that of the score.
+
+    `num_steps` may end trainings before the minutes do.
+    """
+
+    log: Path
+    target: str
+    draft: Path
+    output: Path
+    minutes: float
+    learning_rates: tuple[float, ...]
+    num_seeds: int
+    rank: int | None
+    num_tokens: int
+    num_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A trained draft's score; `run` None: the draft as it was."""
+
+    score: Score
+    run: Run | None = None
+
+
+class Workplace:
+    """The folder beside the output in which runs keep their state until all is done.
+
+    Raises:
+        ConfigError: the output exists, or another tuning's state is in the way.
+    """
+
+    def __init__(self, settings: TuneSettings) -> None:
+        self.folder = working_folder(settings.output)
+        check_output(settings.output)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        arguments = {name: str(value) for name, value in asdict(settings).items()}
+        file = self.folder / "arguments.json"
+        if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != arguments:
+            raise ConfigError(f"{self.folder} has the state of a tuning with other options; finish it, or remove that")
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(arguments), encoding="utf-8")
+        os.replace(partial, file)
+
+    def remove(self) -> None:
+        """Forget all runs."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError if the output's folder is taken, or cannot be made."""
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; give another folder, or remove it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be made: {error}") from error
+
+
+def working_folder(output: Path) -> Path:
+    """Return the folder of what is kept of a tuning that has not ended."""
+    return output.with_name(f"{output.name}.tuning")
+
+
+def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> bool:
+    """Train, and write the best draft to the output if it is better than the present one; return true if so.
+
+    Killed at any point, a call with the same settings goes on where it was.
+
+    Raises:
+        ConfigError: the log or the draft cannot be used, or the output exists.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = _logged_model(settings.target)
+    draft = DraftFolder(settings.draft, settings.target, device)
+    log = read_log(settings.log, target, report)
+    workplace = Workplace(settings)
+    before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
+    report(f"{log.num_positions} positions, of which {before.score.num_positions} measure and train no draft")
+    report(_line("the present draft", before.score))
+    scored = _Tuning(settings, draft, log, workplace, device, report, on_progress).run()
+    best = max([before, *scored], key=lambda each: each.score.tokens_per_pass)
+    model = None if best.run is None else best.run.trained()
+    if model is None or best.score.tokens_per_pass < _GAIN * before.score.tokens_per_pass:
+        report("no training has made a draft that is better on this traffic; nothing is written")
+    else:
+        draft.write(model, settings.output, _figures(settings, log, before, best))
+        report(_line("the best draft", best.score))
+    workplace.remove()
+    return settings.output.exists()
+
+
+def _logged_model(target: str) -> LoggedModel:
+    try:
+        vocab_size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
+        return LoggedModel(model_version(target), int(vocab_size))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--target {target} is no model whose log could be known: {error}") from error
+
+
+def _figures(settings: TuneSettings, log: Log, before: Scored, after: Scored) -> dict[str, Any]:
+    """Return the content of tuning.json."""
+    assert after.run is not None
+    return {
+        "draft": str(settings.draft),
+        "log": str(settings.log),
+        "num_positions": log.num_positions,
+        "num_tokens": settings.num_tokens,
+        "before": asdict(before.score),
+        "after": asdict(after.score),
+        "training": {**asdict(after.run.candidate), "num_steps": after.run.num_steps},
+    }
+
+
+class _Tuning:
+    """The runs of one tuning, their scores as they end."""
+
+    def __init__(
+        self,
+        settings: TuneSettings,
+        draft: DraftFolder,
+        log: Log,
+        workplace: Workplace,
+        device: torch.device,
+        report: Report,
+        on_progress: OnProgress,
+    ) -> None:
+        self._settings, self._draft, self._log = settings, draft, log
+        self._workplace, self._device = workplace, device
+        self._report, self._on_progress = report, on_progress
+        self._windows = [window for request in log.training.requests for window in windows_of(request)]
+        self._share_done = 0.0
+
+    def run(self) -> list[Scored]:
+        """Train all, and return the scores of those that have not diverged."""
+        settings = self._settings
+        ways = [(rate, seed) for rate in settings.learning_rates for seed in range(settings.num_seeds)]
+        if len(ways) == 1:
+            return self._scored([self._run(*ways[0], _TRIALS_SHARE + _LONG_SHARE)])
+        trials = self._scored([self._run(*way, _TRIALS_SHARE / len(ways)) for way in ways])
+        if not trials:
+            return []
+        chosen = _begun(self._long_runs(ways)) or self._long_of(trials)
+        return [*trials, *self._scored([chosen])]
+
+    def _long_of(self, trials: Sequence[Scored]) -> Run:
+        best = max(trials, key=lambda each: each.score.tokens_per_pass).run
+        assert best is not None
+        return self._run(best.candidate.learning_rate, best.candidate.seed, _LONG_SHARE)
+
+    def _long_runs(self, ways: Sequence[tuple[float, int]]) -> list[Run]:
+        return [self._run(*way, _LONG_SHARE) for way in ways]
+
+    def _run(self, rate: float, seed: int, share: float) -> Run:
+        settings = self._settings
+        num_steps = None if settings.num_steps is None else max(1, round(share * settings.num_steps))
+        candidate = Candidate(rate, seed, share, share * settings.minutes, num_steps, settings.rank)
+        return Run(candidate, self._draft, self._workplace.folder / f"{rate:g}-{seed}-{share:.3f}.state", self._device)
+
+    def _scored(self, runs: Sequence[Run]) -> list[Scored]:
+        """Train and measure, one after the other."""
+        scored = []
+        for run in runs:
+            self._train(run)
+            model = run.trained()
+            if model is None:
+                self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, for its loss is no number")
+                continue
+            scored.append(Scored(score_draft(model, self._log.held_out.requests, self._settings.num_tokens), run))
+            self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", scored[-1].score))
+        return scored
+
+    def _train(self, run: Run) -> None:
+        begin, share = self._share_done, run.candidate.share / (_TRIALS_SHARE + _LONG_SHARE)
+        run.train(self._windows, lambda progress: self._on_progress(run.candidate.name, begin + share * progress))
+        self._share_done += share
+
+
+def _begun(runs: Sequence[Run]) -> Run | None:
+    """Return the run that an earlier process has begun; its log may have chosen another one."""
+    return next((run for run in runs if run.has_begun), None)
+
+
+def _line(name: str, score: Score) -> str:
+    return f"{name}: acceptance {score.acceptance:.3f}, {score.tokens_per_pass:.2f} tokens per pass"

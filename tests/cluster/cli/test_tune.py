@@ -1,0 +1,83 @@
+"""`outrider tune`: from a file of requests, or a log, to the folder of a draft."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.__main__ import main
+from cluster.cli.trial import log_traffic as traffic_module
+from cluster.cli.tune import NO_GAIN
+from models.tuning import tuning
+from tests.serve.tiny_models import write_pair
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give either --log"),
+        (["--log", "here", "--traffic", "there"], "give either --log"),
+        (["--log", "nowhere"], "nowhere holds no log"),
+        (["--log", "x", "--learning-rates", "fast"], "--learning-rates 'fast' holds no numbers"),
+        (["--log", "x", "--learning-rates", "0"], "must be above 0"),
+        (["--log", "x", "--draft", "smollm2"], "has no draft model of its own"),
+        (["--log", "x", "--target", "nowhere"], "there is no model 'nowhere'"),
+        (["--traffic", "nothing.jsonl"], "nothing.jsonl is not read"),
+    ],
+)
+def test_options_are_checked_before_anything_is_trained(
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["tune", "--target", "demo", "--draft", "demo", "--output", str(tmp_path / "new"), *options]
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def one_thread(max_workers: int, mp_context: object) -> ThreadPoolExecutor:
+    """In the place of a child, which would import torch again."""
+    return ThreadPoolExecutor(max_workers)
+
+
+def test_requests_become_a_log_and_a_draft_that_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic_module, "ProcessPoolExecutor", one_thread)
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    write_pair(tmp_path)
+    traffic = tmp_path / "log.jsonl"
+    fields = {"max_tokens": 24, "temperature": 1, "ignore_eos": True}
+    requests = [{"prompt": [3, 4 + index % 4, 1 + index % 30], "seed": index, **fields} for index in range(60)]
+    requests.append({"prompt": [9, 9, 9], "store": False})
+    traffic.write_text("\n".join(json.dumps(request) for request in requests))
+    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    options = ["--traffic", str(traffic), "--steps", "24", "--output", str(tmp_path / "new")]
+    options += ["--set", "cache.num_blocks=64", "--set", "cache.memory_gib=null"]
+    assert main(["tune", *pair, *options]) == 0
+    said = capsys.readouterr().out
+    assert f"written: {tmp_path / 'new'}" in said
+    assert "1440 positions" in said, "60 answers of 24 tokens, and nothing of the one that is not to be stored"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tuning.json"} <= {
+        file.name for file in (tmp_path / "new").iterdir()
+    }
+
+
+def test_the_status_says_that_no_training_has_helped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tuning, "tune", lambda *_: False)
+    arguments = ["tune", "--target", "demo", "--draft", "demo", "--output", str(tmp_path / "new"), "--log", "x"]
+    assert main(arguments) == NO_GAIN
+    assert "written" not in capsys.readouterr().out

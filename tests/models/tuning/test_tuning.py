@@ -1,0 +1,181 @@
+"""A draft tuned on a log is better on what it has not seen, or is not written; a run that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from engine.model.loader import model_version
+from engine.stats.position_log.folder import LogFolder
+from engine.stats.position_log.shard import LoggedModel, LoggedRequest, write_shard
+from engine.stats.position_log.top_rows import top_logprobs
+from models.demo_pair.acceptance import count_rounds
+from models.training.rollout import generate
+from models.tuning.log_windows import windows_of
+from models.tuning.low_rank import add_low_rank, merge_low_rank
+from models.tuning.score import expected_passes
+from models.tuning.tuning import TuneSettings, tune, working_folder
+from protos.errors import ConfigError
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+NUM_PROMPT_TOKENS = 4
+NUM_STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folders = write_pair(tmp_path_factory.mktemp("pair"), noise=0.4)
+    write_log(folders.target.parent / "log", folders.target)
+    return folders
+
+
+def write_log(folder: Path, target: Path) -> None:
+    """What the target writes itself, half of it greedy, and what it finds likely there."""
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = torch.randint(0, VOCAB_SIZE, (40, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    requests = []
+    for temperature in (0.0, 1.0):
+        written = generate(model, prompts, 24, temperature, seed=1)
+        with torch.no_grad():
+            logits = model(written).logits[:, NUM_PROMPT_TOKENS - 1 : -1]
+        requests += [logged(ids.numpy(), rows.numpy(), temperature) for ids, rows in zip(written, logits, strict=True)]
+    write_shard(LogFolder(folder, 1 << 30).new_file(), LoggedModel(model_version(str(target)), VOCAB_SIZE), requests)
+
+
+def logged(token_ids: np.ndarray, logits: np.ndarray, temperature: float) -> LoggedRequest:
+    positions = np.arange(NUM_PROMPT_TOKENS, len(token_ids), dtype=np.int32)
+    return LoggedRequest(
+        "free", temperature, 1.0, token_ids.astype(np.int32), positions, *top_logprobs(logits, VOCAB_SIZE)
+    )
+
+
+def settings(pair: Folders, output: Path, **changes: object) -> TuneSettings:
+    return replace(
+        TuneSettings(
+            log=pair.target.parent / "log",
+            target=str(pair.target),
+            draft=pair.draft,
+            output=output,
+            minutes=5.0,
+            learning_rates=(0.005, 0.02),
+            num_seeds=1,
+            rank=None,
+            num_tokens=3,
+            num_steps=NUM_STEPS,
+        ),
+        **changes,
+    )
+
+
+def run(settings: TuneSettings, on_progress: Callable[[str, float], None] = lambda *_: None) -> tuple[bool, list[str]]:
+    lines: list[str] = []
+    return tune(settings, lines.append, on_progress), lines
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_tuned_draft_is_better_on_what_it_has_not_seen(pair: Folders, tmp_path: Path, rank: int | None) -> None:
+    is_better, _ = run(settings(pair, tmp_path / "new", rank=rank, learning_rates=(0.02,)))
+    assert is_better
+    report = json.loads((tmp_path / "new" / "tuning.json").read_text(encoding="utf-8"))
+    assert report["after"]["tokens_per_pass"] > 1.05 * report["before"]["tokens_per_pass"]
+    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    assert tuned.config.to_dict() == LlamaForCausalLM.from_pretrained(pair.draft).config.to_dict() | {
+        "_name_or_path": tuned.config._name_or_path
+    }
+    assert [file.name for file in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_run_that_was_killed_goes_on(pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(Exception): ...
+
+    def kill(name: str, share: float) -> None:
+        if share > 0.5:  # the trials are done, the long run is not
+            raise KilledError
+
+    monkeypatch.setattr("models.tuning.run._CHECKPOINT_EVERY_S", 0.0)
+
+    wanted = settings(pair, tmp_path / "new")
+    with pytest.raises(KilledError):
+        run(wanted, kill)
+    assert not wanted.output.exists()
+    with pytest.raises(ConfigError, match="with other options"):
+        run(replace(wanted, num_tokens=4))
+    shares: list[float] = []
+    is_better, _ = run(wanted, lambda _, share: shares.append(share))
+    assert is_better
+    assert min(shares) > 0.4, "nothing was done again"
+
+
+def test_nothing_is_written_where_no_training_helps(pair: Folders, tmp_path: Path) -> None:
+    is_better, lines = run(settings(pair, tmp_path / "new", draft=pair.target, learning_rates=(1e-6,), num_steps=1))
+    assert not is_better
+    assert "nothing is written" in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_diverges_is_dropped(pair: Folders, tmp_path: Path) -> None:
+    is_better, lines = run(settings(pair, tmp_path / "new", learning_rates=(1e38,)))
+    assert not is_better
+    assert any("dropped after" in line for line in lines)
+
+
+def test_logs_that_cannot_be_used_are_refused(pair: Folders, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no log"):
+        run(settings(pair, tmp_path / "new", log=tmp_path))
+    write_checkpoint(tmp_path / "other", seed=5)
+    with pytest.raises(ConfigError, match="of a target with other weights"):
+        run(settings(pair, tmp_path / "new", target=str(tmp_path / "other")))
+    write_checkpoint(tmp_path / "wide", seed=5, vocab_size=4096)
+    with pytest.raises(ConfigError, match="vocab"):
+        run(settings(pair, tmp_path / "new", draft=tmp_path / "wide"))
+    with pytest.raises(ConfigError, match="no heads"):
+        run(settings(pair, tmp_path / "new", draft=DEMO / "eagle3"))
+    with pytest.raises(ConfigError, match="is no model"):
+        run(settings(pair, tmp_path / "new", draft=DEMO / "medusa"))
+    with pytest.raises(ConfigError, match="exists"):
+        run(settings(pair, tmp_path / "other"))
+    assert not working_folder(tmp_path / "new").exists()
+
+
+def test_windows_hold_each_position_once_with_the_tokens_before_it() -> None:
+    logits = np.random.default_rng(0).normal(size=(96, VOCAB_SIZE)).astype(np.float32)
+    request = logged(np.arange(100), logits, 0.0)
+    windows = list(windows_of(request, num_tokens=16))
+    found = [int(window.token_ids[row]) + 1 for window in windows for row in window.rows]
+    assert found == list(range(NUM_PROMPT_TOKENS, 100))
+    assert all(
+        window.chosen_ids.tolist() == [int(window.token_ids[row]) + 1 for row in window.rows] for window in windows
+    )
+    assert all(min(window.rows.tolist()) >= 7 for window in windows[1:])
+
+
+def test_expected_passes_are_those_of_a_decoder_and_of_its_mean() -> None:
+    agrees = [True, False, True, True, True, True, False, False, True]
+    rounds = count_rounds([*agrees, False, False], 2)  # the last pass ends behind the text
+    assert expected_passes([float(each) for each in agrees], 2) == len(rounds) == 5
+    tokens_per_pass = (1 - 0.5**4) / (1 - 0.5)  # arXiv:2211.17192, equation 1
+    assert 2000 / expected_passes([0.5] * 2000, 3) == pytest.approx(tokens_per_pass, rel=0.01)
+
+
+def test_low_rank_changes_begin_at_nothing_and_become_weights(pair: Folders) -> None:
+    model = LlamaForCausalLM.from_pretrained(pair.draft, dtype=torch.float32).eval()
+    ids = torch.arange(12)[None]
+    before = model(ids).logits.detach()
+    added = add_low_rank(model, 4)
+    torch.testing.assert_close(model(ids).logits, before)
+    with torch.no_grad():
+        for parameter in added:
+            parameter.add_(0.05)
+    changed = model(ids).logits.detach()
+    assert not torch.allclose(changed, before)
+    merge_low_rank(model)
+    torch.testing.assert_close(model(ids).logits, changed, atol=1e-4, rtol=1e-4)
+    assert not any("linear" in name for name in model.state_dict())
