@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.draft.draft_choice import DraftStart, read_choice, with_draft_at
 from actors.process.actor_thread import ActorThread
 from actors.process.process_logging import configure_logging
+from actors.process.quick_imports import quick_imports
 from actors.settings import PairSettings
 from protos.errors import ServingError
 from protos.fingerprint import digest
@@ -41,7 +42,8 @@ class DraftActor:
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         # Here and not above: this class is known to shells and to Serve's builder, which must not load torch for it.
-        from actors.draft.draft_process import serve_draft
+        with quick_imports():
+            from actors.draft.draft_process import serve_draft
 
         serve_draft(self._settings, self._folder, is_ready)
 

@@ -16,6 +16,7 @@ from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog
 from actors.process.actor_thread import ActorThread
+from actors.process.quick_imports import quick_imports
 from actors.process.socket_folder import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
@@ -47,7 +48,8 @@ class LocalPair(PairShell):
             ServingError: it could not start.
         """
         # Here and not above: it loads torch, whose threads follow the environment of the first import.
-        from actors.target.target_process import serve_target
+        with quick_imports():
+            from actors.target.target_process import serve_target
 
         thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
         await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)

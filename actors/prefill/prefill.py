@@ -11,6 +11,7 @@ from ray import serve
 from actors.engine_loop.index_reporter import ReportSink
 from actors.prefill.prefill_metrics import PrefillMetrics
 from actors.process.process_logging import configure_logging
+from actors.process.quick_imports import quick_imports
 from actors.settings import PrefillSettings
 
 if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
@@ -31,7 +32,8 @@ class Prefill:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: PrefillSettings, open_index: Callable[[str], ReportSink]
     ) -> None:
-        from actors.prefill.prefill_engine import PrefillEngine
+        with quick_imports():
+            from actors.prefill.prefill_engine import PrefillEngine
 
         configure_logging(is_replica=True)
         replica = serve.get_replica_context()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.process.actor_thread import ActorThread
 from actors.process.process_logging import configure_logging
+from actors.process.quick_imports import quick_imports
 from actors.settings import PairSettings
 
 if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
@@ -39,6 +40,7 @@ class TargetActor:
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         # Here and not above: this class is known to shells and to Serve's builder, which must not load torch for it.
-        from actors.target.target_process import serve_target
+        with quick_imports():
+            from actors.target.target_process import serve_target
 
         serve_target(self._settings, self._folder, self._prefill, is_ready)

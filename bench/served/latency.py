@@ -89,7 +89,7 @@ class Case:
         if self.model == "padded":
             args["target"] |= {"path": str(padded_target().resolve()), "dtype": "bfloat16"}
             args["draft"]["dtype"] = "bfloat16"
-        elif self.model in PAIRS:
+        elif self.is_smollm2 and self.model in PAIRS:  # `demo` is there as the one that is padded
             args["target"] |= {"path": str(padded_target(name=self.model).resolve()), "dtype": "bfloat16"}
         if self.threads != _DEFAULT:
             args["target"]["num_threads"] = int(self.threads)

@@ -85,11 +85,11 @@ def test_limits_reach_the_engine(model: str):
     assert settings.draft.cache.memory_bytes == 1 << 29
 
 
-@pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False)])
+@pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False), ("eagle3", True)])
 def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
     kind: str, is_in_prefill: bool, model: str
 ):
-    draft = {"kind": kind} | ({"path": model} if kind == "medusa" else {})
+    draft = {"kind": kind} | ({} if kind == "mtp" else {"path": model})
     _, pair = deployments({"model_id": "m", "target": {"path": model}, "draft": draft, "prefill": {"num_replicas": 1}})
     settings = settings_of(pair)
     assert settings.engine.head == HeadConfig(HeadKind(kind), draft.get("path"))

@@ -1,11 +1,15 @@
-"""One cluster for all tests of served applications, and the application with the tiny pair."""
+"""One cluster for all tests of served applications, and the application with the tiny pair.
+
+An application runs until a file asks for another one: files that share one follow each other.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cluster.local_cluster import LocalCluster
-from tests.serve.served_pair import ServedPair, SharedCluster, free_port
+from tests.serve.served_pair import ServedPair, SharedCluster
 from tests.serve.tiny_models import write_pair
 
 STEPS = {"judge": "likelihood", "think": None, "step_end": ".", "max_step_tokens": 12}  # for requests that ask
@@ -18,7 +22,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]
     for name in ("engine", "models", "cluster"):
         (home / name).mkdir()
         (home / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
-    shared = SharedCluster(local, (free_port(), free_port()), home)
+    shared = SharedCluster(local, home)
     try:
         shared.start()
         yield shared
@@ -26,9 +30,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]
         local.stop()
 
 
-@pytest.fixture(scope="module")
-def served(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny pair; no test writes to it."""
     folder = tmp_path_factory.mktemp("tiny")
     write_pair(folder)
-    with cluster.serving(folder, speculation={"adaptive": False, "steps": STEPS}) as served_pair:
-        yield served_pair
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
+    return cluster.serve(tiny_pair, speculation={"adaptive": False, "steps": STEPS})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import psutil
 import ray
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
 
 from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.local_cluster import LocalCluster
@@ -105,37 +106,48 @@ def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
 
 
 def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    """Wait until something becomes true."""
-    deadline_s = time.monotonic() + timeout_s
+    """Wait until something becomes true, and ask ever more rarely: what is waited for wants the same cores."""
+    deadline_s, pause_s = time.monotonic() + timeout_s, 0.1
     while not is_so():
         assert time.monotonic() < deadline_s, f"not so after {timeout_s} s"
-        time.sleep(0.1)
+        time.sleep(pause_s)
+        pause_s = min(1.0, 1.3 * pause_s)
 
 
-@dataclass(frozen=True, slots=True)
 class SharedCluster:
-    """One cluster for the applications of all tests, one after the other: each start takes half a minute."""
+    """One cluster for the applications of all tests, one after the other: each start takes half a minute.
 
-    local: LocalCluster
-    ports: tuple[int, int]  # HTTP, gRPC: Serve keeps those of its first application
-    home: Path  # the folder in which it is started
+    Args:
+        local: the cluster, not started.
+        home: the folder in which it is started.
+    """
+
+    def __init__(self, local: LocalCluster, home: Path) -> None:
+        self.local = local
+        self.ports = (free_port(), free_port())  # HTTP, gRPC: Serve keeps those of its first application
+        self._home = home
+        self._served: ServedPair | None = None
 
     def start(self) -> None:
-        with chdir(self.home):
+        with chdir(self._home):
             self.local.start(num_cpus=3)
 
-    @contextmanager
-    def serving(self, folder: Path, **changes: Any) -> Iterator[ServedPair]:
-        """Serve the pair in `folder`, with `changes` to the bundled deploy.yaml's args."""
+    def serve(self, folder: Path, **changes: Any) -> ServedPair:
+        """Serve the pair in `folder`, with `changes` to the bundled deploy.yaml's args, unless it is what runs.
+
+        A cluster that a test has stopped is started again.
+        """
         file = write_deploy_file(folder, self.ports, **changes)
-        try:
-            self.local.deploy(file)
-            self.local.wait_running(lambda status: None)
-            yield ServedPair(self.local, file)
-        finally:
-            if ray.is_initialized():  # a test may have stopped all
-                self.local.undeploy()
-                _kill_index()
+        if not ray.is_initialized():
+            self.start()
+        if self._served is not None and self._served.file == file and serve.status().applications:
+            return self._served
+        self.local.undeploy()
+        _kill_index()
+        self.local.deploy(file)
+        self.local.wait_running(lambda status: None)
+        self._served = ServedPair(self.local, file)
+        return self._served
 
 
 def _kill_index() -> None:

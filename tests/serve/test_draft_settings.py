@@ -1,6 +1,5 @@
 """Settings of the draft over HTTP: adaptive lengths, and a draft with another tokenizer, which is detected at start."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ NUM_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
-def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
+def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> ServedPair:
     folder = tmp_path_factory.mktemp("foreign")
     write_foreign_pair(folder)
-    with cluster.serving(folder, speculation={"adaptive": True, "num_tokens": 3, "max_num_tokens": 6}) as served_pair:
-        eventually(lambda: served_pair.metric("outrider_draft_connected") == 1)
-        yield served_pair
+    served_pair = cluster.serve(folder, speculation={"adaptive": True, "num_tokens": 3, "max_num_tokens": 6})
+    eventually(lambda: served_pair.metric("outrider_draft_connected") == 1)
+    return served_pair
 
 
 def generate(served: ServedPair, temperature: float, seed: int = 4, **speculation: Any) -> Stream:

@@ -1,41 +1,52 @@
-"""A pair with a prefill replica: the same text as without, also when the replica is killed or has another model."""
+"""A target with a draft head and a prefill replica: the same text as without, also when the replica is killed.
+
+The head keeps KV of its own, which a prefill replica computes too. The tests run in order: the last one puts another
+model in the place of the replica's.
+"""
 
 from __future__ import annotations
 
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from engine.model.loader import model_version
 from engine.remote_prefill.fetch_failure import FetchFailure
-from tests.serve.served_pair import ServedPair, SharedCluster, eventually
-from tests.serve.tiny_models import CHARACTERS, write_pair
+from tests.engine.fixtures.eagle3_fixtures import head_tensors, write_original
+from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually
+from tests.serve.tiny_models import NUM_POSITIONS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 PROMPT_TOKENS = 2000
+TAPS = (1, 2)
 PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_pair(folder)
+    folder = tmp_path_factory.mktemp("head")
+    write_llama_with_mtp(folder / "target", num_positions=NUM_POSITIONS)
+    tensors = head_tensors(folder / "target", len(TAPS))
+    write_original(folder / "eagle3", tensors, TAPS, max_position_embeddings=NUM_POSITIONS)
     return folder
 
 
 @pytest.fixture(scope="module")
-def served(cluster: SharedCluster, folder: Path) -> Iterator[ServedPair]:
-    with cluster.serving(folder, prefill=PREFILL, cache={"num_blocks": 2048}) as served_pair:
-        yield served_pair
+def served(cluster: SharedCluster, folder: Path) -> ServedPair:
+    draft = {"kind": "eagle3", "path": str(folder / "eagle3")}
+    speculation = {"num_tokens": 3, "adaptive": False}
+    cache = {"num_blocks": 2048}
+    return cluster.serve(folder, draft=draft, speculation=speculation, prefill=PREFILL, cache=cache)
 
 
-def prompt(seed: int, length: int = PROMPT_TOKENS) -> str:
-    return "".join(random.Random(seed).choices(CHARACTERS, k=length))
+def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCAB_SIZE), k=length)
 
 
 def texts(served: ServedPair, salt: str, num: int = 4, **options: object) -> list[list[int]]:
@@ -75,6 +86,25 @@ def test_long_prompts_are_prefilled_remotely_with_the_same_text(served: ServedPa
     eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heads_draft_after_remote_prefill_and_change_no_token(served: ServedPair, temperature: float) -> None:
+    salt, remote = {"cache_salt": str(temperature)}, served.metric("outrider_prefill_remote_tokens")
+    drafted = served.stream(prompt=prompt(0), temperature=temperature, extra_body=salt)
+    assert served.metric("outrider_prefill_remote_tokens") > remote
+    assert drafted.speculation["num_accepted_draft_tokens"] > 0
+    for wish in ({"enabled": False}, {"method": "hybrid", "num_tokens": 5}, {"verify": "coupled"}):
+        other = served.stream(prompt=prompt(0), temperature=temperature, extra_body={**salt, "speculation": wish})
+        assert other.token_ids == drafted.token_ids
+    eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
+
+
+def test_an_unavailable_method_is_refused_with_the_available_ones(served: ServedPair) -> None:
+    wish = {"model": MODEL, "prompt": prompt(0), "speculation": {"method": "model"}}
+    answer = httpx.post(f"{served.url}/v1/completions", json=wish, timeout=60.0)
+    assert answer.status_code == 400
+    assert "eagle3, hybrid, suffix, ngram, none" in answer.json()["error"]["message"]
+
+
 def test_a_prompt_below_the_limit_is_prefilled_locally(served: ServedPair) -> None:
     before = served.metric("outrider_prefill_transfers")
     served.stream(prompt=prompt(9, 60))
@@ -106,7 +136,8 @@ def test_a_replica_with_another_model_is_refused_and_prompts_are_prefilled_local
 ) -> None:
     expected = texts(served, "expected")
     ours = model_version(str(folder / "target"))
-    replace_file(folder / "target" / "model.safetensors", folder / "draft" / "model.safetensors")
+    write_llama_with_mtp(folder / "other", seed=1, num_positions=NUM_POSITIONS)
+    replace_file(folder / "target" / "model.safetensors", folder / "other" / "model.safetensors")
     theirs = model_version(str(folder / "target"))
     served.kill("ServeReplica:outrider:Prefill")  # its successor loads the replaced file
 
@@ -118,7 +149,8 @@ def test_a_replica_with_another_model_is_refused_and_prompts_are_prefilled_local
     remote = served.metric("outrider_prefill_remote_tokens")
     assert texts(served, "refused") == expected
     assert served.metric("outrider_prefill_remote_tokens") == remote
-    assert f"model_version is {theirs} here and {ours} there" in served.logs()
+    head = f"with head {model_version(str(folder / 'eagle3'))}"
+    assert f"model_version is {theirs} {head} here and {ours} {head} there" in served.logs()
 
 
 def replace_file(file: Path, other: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,31 +10,20 @@ import pytest
 from tests.serve.served_pair import ServedPair, SharedCluster, eventually
 from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
 from tests.serve.test_served_pair import plain_tokens
-from tests.serve.tiny_models import write_pair
 
 pytest.importorskip("nixl", reason="pip install 'outrider[direct]'")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_pair(folder)
-    return folder
+def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
+    return cluster.serve(tiny_pair, prefill={**PREFILL, "kv_transport": "nixl"}, cache={"num_blocks": 2048})
 
 
-@pytest.fixture(scope="module")
-def served(cluster: SharedCluster, folder: Path) -> Iterator[ServedPair]:
-    with cluster.serving(
-        folder, prefill={**PREFILL, "kv_transport": "nixl"}, cache={"num_blocks": 2048}
-    ) as served_pair:
-        yield served_pair
-
-
-def test_texts_are_those_of_local_prefill_and_the_memory_is_freed(served: ServedPair, folder: Path) -> None:
+def test_texts_are_those_of_local_prefill_and_the_memory_is_freed(served: ServedPair, tiny_pair: Path) -> None:
     answers = texts(served, "first", num=2)
     for index, answer in enumerate(answers):
-        assert answer == plain_tokens(folder / "target", float(index % 2), 64, prompt(index))
+        assert answer == plain_tokens(tiny_pair / "target", float(index % 2), 64, prompt(index))
     assert served.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
     assert not any(failures(served).values())
     assert served.metric("outrider_prefill_replica_direct_chunks") >= PROMPT_TOKENS // PREFILL["chunk_tokens"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Thread
 
 import grpc
@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served.bystanders import Bystanders, Habits, total
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
-from tests.serve.tiny_models import CHARACTERS, write_pair
+from tests.serve.tiny_models import CHARACTERS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -26,17 +26,14 @@ LENGTH = 320  # characters, which are tokens; blocks have 16
 
 
 @pytest.fixture(scope="module")
-def served(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_pair(folder)
+def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
     changes = {
         "draft": {"kind": "none"},
         "speculation": {"adaptive": False},
         "pair": {"num_replicas": 2},
         "router": {"index_timeout_ms": 10_000},  # a shared machine may be slow, and the claims here are others
     }
-    with cluster.serving(folder, **changes) as served_pair:
-        yield served_pair
+    return cluster.serve(tiny_pair, **changes)
 
 
 def text(seed: int, length: int = LENGTH) -> str:

@@ -32,7 +32,7 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once
+from tests.serve.served_pair import MODEL, ServedPair, eventually, once
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -46,13 +46,13 @@ def target_path(served: ServedPair) -> Path:
     return Path(served.file.deployment["applications"][0]["args"]["target"]["path"])
 
 
-def plain_tokens(path: Path, temperature: float, num_tokens: int, text: str = "hello world") -> list[int]:
-    """Generate in this process with the target alone, without Ray and without a draft."""
+def plain_tokens(path: Path, temperature: float, num_tokens: int, prompt: list[int] | None = None) -> list[int]:
+    """Continue a prompt, "hello world" if None, in this process with the target alone: no Ray, no draft."""
     config = EngineConfig(
         ModelConfig(str(path), "float32", num_threads=1), CacheConfig(num_blocks=512, memory_bytes=None)
     )
     core = EngineCore.from_config(config)
-    prompt = load_tokenizer_files(str(path)).tokenizer.encode(text)
+    prompt = prompt or load_tokenizer_files(str(path)).tokenizer.encode("hello world")
     core.add(GenerateRequest("a", tuple(prompt), SamplingParams(4, temperature, max_tokens=num_tokens)))
     token_ids: list[int] = []
     while core.has_work:
@@ -245,12 +245,11 @@ def test_a_stream_outlives_a_redeploy_and_health_watches_end(served: ServedPair,
     assert served.stream(temperature=1.0).token_ids == long_text[:64]
 
 
-def test_a_stream_outlives_the_shutdown(served: ServedPair, cluster: SharedCluster, long_text: list[int]):
+def test_a_stream_outlives_the_shutdown(served: ServedPair, long_text: list[int]):
     stopping = threading.Thread(target=served.cluster.stop)
     actual = served.stream(once(START, stopping.start), temperature=1.0, max_tokens=START + REST)
     stopping.join()
     assert actual.token_ids == long_text[: START + REST]
-    cluster.start()  # for the tests of other files
 
 
 def swap(served: ServedPair, folder: Path) -> httpx.Response:

@@ -73,10 +73,10 @@ class Served:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
     nodes = TwoNodes()
-    nodes.stop()  # the cluster that the tests before this one shared
+    nodes.stop()  # the cluster that the tests before this one may have shared
     try:
         nodes.start(num_cpus=2)
-        yield SharedCluster(nodes, (free_port(), free_port()), tmp_path_factory.mktemp("home"))
+        yield SharedCluster(nodes, tmp_path_factory.mktemp("home"))
     finally:
         nodes.stop()
 

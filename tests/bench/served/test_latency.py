@@ -26,5 +26,6 @@ def test_one_gap_of_more_than_eight_medians_is_uneven(pause_s: float, is_even: b
 
 def test_the_target_has_the_default_threads_unless_a_number_is_asked_for() -> None:
     default, fixed = (Case("demo", threads).deploy()["applications"][0]["args"] for threads in ("default", "3"))
+    assert default["target"]["path"].endswith("models/demo/target"), "not the padded fixture"
     assert "num_threads" not in default["target"]
     assert fixed["target"]["num_threads"] == 3

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.messages import SamplingParams
-from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.serve.reference_probs import probs_of_first_tokens
 from tests.serve.sequential_test import SequentialTest
-from tests.serve.served_pair import MODEL, ServedPair, SharedCluster
+from tests.serve.served_pair import MODEL, ServedPair
+from tests.serve.tiny_models import VOCAB_SIZE
 
-VOCAB_SIZE = 16
 PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
 NUM_CHOICES = 10  # times 21 classes: what one pair takes at a time
@@ -50,24 +47,9 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Application:
-    served: ServedPair
-    target: Path
-
-
 @pytest.fixture(scope="module")
-def application(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    folder = tmp_path_factory.mktemp("vocabulary-16")
-    write_checkpoint(folder / "target", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
-    write_checkpoint(folder / "draft", seed=3, vocab_size=VOCAB_SIZE, steepness=0.25, noise=0.2)
-    with cluster.serving(folder) as served_pair:
-        yield Application(served_pair, folder / "target")
-
-
-@pytest.fixture(scope="module")
-def exact_probs(application: Application) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(application.target, dtype=torch.float32)
+def exact_probs(tiny_pair: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair / "target", dtype=torch.float32)
     return {
         name: probs_of_first_tokens(model, PROMPT, SamplingParams(**options), NUM_TOKENS)
         for name, options in SAMPLINGS.items()
@@ -111,11 +93,11 @@ def cell_of(token_ids: list[int]) -> int:
 
 @pytest.mark.timeout(600)
 async def test_every_parameter_under_every_verification_has_the_targets_distribution(
-    application: Application, exact_probs: dict[str, torch.Tensor]
+    served: ServedPair, exact_probs: dict[str, torch.Tensor]
 ) -> None:
     tests = {(sampling, mode): SequentialTest(exact_probs[sampling]) for sampling in SAMPLINGS for mode in SPECULATIONS}
     limit = math.log(len(tests) / ALPHA)
-    async with httpx.AsyncClient(base_url=application.served.url, timeout=120.0) as client:
+    async with httpx.AsyncClient(base_url=served.url, timeout=120.0) as client:
         for round_index in range(NUM_REQUESTS):
             seeds = {key: 1000 * round_index + index for index, key in enumerate(tests)}
             requests = [
@@ -125,26 +107,25 @@ async def test_every_parameter_under_every_verification_has_the_targets_distribu
             for (key, test), cells in zip(tests.items(), await asyncio.gather(*requests), strict=True):
                 test.add(cells)
                 assert test.log_evidence < limit, f"{key} after {test.num_samples} samples"
-    assert application.served.metric("outrider_spec_decode_num_accepted_tokens") > 1000
+    assert served.metric("outrider_spec_decode_num_accepted_tokens") > 1000
 
 
-async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_drafts(application: Application) -> None:
+async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_drafts(served: ServedPair) -> None:
     """So the distribution of the class without drafts, which is tested above, is its own."""
-    num_accepted = application.served.metric("outrider_spec_decode_num_accepted_tokens")
-    async with httpx.AsyncClient(base_url=application.served.url, timeout=120.0) as client:
+    num_accepted = served.metric("outrider_spec_decode_num_accepted_tokens")
+    async with httpx.AsyncClient(base_url=served.url, timeout=120.0) as client:
         for seed in range(NUM_COUPLED_REQUESTS):
             drafted, plain = [
                 await asyncio.gather(*(choices(client, options, mode, seed) for options in SAMPLINGS.values()))
                 for mode in (COUPLED, SPECULATIONS["off"])
             ]
             assert drafted == plain
-    assert application.served.metric("outrider_spec_decode_num_accepted_tokens") > num_accepted + 300
+    assert served.metric("outrider_spec_decode_num_accepted_tokens") > num_accepted + 300
 
 
-def test_the_samples_suffice_to_refute_stale_penalties(tmp_path: Path) -> None:
+def test_the_samples_suffice_to_refute_stale_penalties(tiny_pair: Path) -> None:
     """Power above 0.99: the samples refute a verifier that judges each draft without the draft before it."""
-    write_checkpoint(tmp_path, seed=3, vocab_size=VOCAB_SIZE, steepness=0.25)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair / "target", dtype=torch.float32)
     sampling = SamplingParams(**SAMPLINGS["presence 2"])
     test = SequentialTest(probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS))
     stale = probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS, num_stale=1)
