@@ -58,6 +58,13 @@ class DeployConfig(EngineSection):
                 f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
                 f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
             )
+        if self.tune.auto and (
+            self.draft.kind is not SpeculationMethod.MODEL or self.draft.process is DraftProcess.TARGET
+        ):
+            yield (
+                f"tune.auto exchanges a draft model in a process of its own, and draft.kind is '{self.draft.kind}', "
+                f"draft.process '{self.draft.process}'; set them to 'model' and 'own', or remove auto"
+            )
         yield from self._process_conflicts()
         yield from self._method_conflicts()
         if self.speculation.tree is not None and not self.draft.kind.can_branch:

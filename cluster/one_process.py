@@ -66,6 +66,8 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
         yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
     if config.draft.process is DraftProcess.OWN:
         yield "draft.process is 'own'"
+    if config.tune.auto:
+        yield "tune.auto is true"
     if config.speculation.mode is DraftMode.ASYNC:
         yield "speculation.mode is 'async'"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from actors.settings import DraftSettings, KVEventSettings, PairSettings, PrefillSettings
+from actors.settings import AutoTuneSettings, DraftSettings, KVEventSettings, PairSettings, PrefillSettings
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.config import DeployConfig
 from cluster.model_files import weight_bytes
@@ -13,6 +13,7 @@ from cluster.model_path import resolve_model_path
 from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
+from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressLimits
 
@@ -58,6 +59,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
         kv_events=None if config.pair.kv_events is None else KVEventSettings(**config.pair.kv_events.model_dump()),
         alarm_webhook=config.pair.alarm_webhook,
+        auto_tune=_auto_tune(config, placement),
     )
 
 
@@ -77,6 +79,21 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
         niceness=_prefill_niceness(config, placement),
         kv_transport=config.prefill.kv_transport,
     )
+
+
+def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettings | None:
+    """Return how a drift alarm is answered, or None. Raises ConfigError where the draft got no process of its own."""
+    tune = config.tune
+    if not tune.auto or tune.folder is None:
+        return None
+    if placement.draft is None:
+        raise ConfigError(
+            "tune.auto exchanges a draft in a process of its own, and here it is in the target's; set draft.process to "
+            "'own' (and draft.gpu), or remove tune.auto"
+        )
+    target = resolve_model_path(config.target.path)
+    options = ("--log", str(tune.folder), "--target", target, "--minutes", str(tune.minutes))
+    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", tune.minutes)
 
 
 def _prefill_niceness(config: DeployConfig, placement: PairPlacement) -> int:

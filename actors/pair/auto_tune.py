@@ -122,7 +122,9 @@ class AutoTune:
         return sorted(each for each in self._folder.glob(f"{_PREFIX}*") if (each / "config.json").is_file())
 
     def _remove_old(self) -> None:
-        """Remove the oldest drafts, but none that runs or is the one of deploy.yaml."""
+        """Remove what trainings that died have left, and the oldest drafts, but none that runs or is deploy.yaml's."""
+        for each in self._folder.glob(f"{_PREFIX}*.tuning"):
+            shutil.rmtree(each, ignore_errors=True)
         used = {self._draft.report.path, self._draft.deployed_path}
         unused = [each for each in self._drafts() if str(each) not in used]
         for each in unused[: max(0, len(unused) - _MAX_DRAFTS)]:

@@ -20,11 +20,16 @@ class TuneSection(Section):
     Setting `log`, a folder on every node with pairs, is the deployment's consent. A request with `store: false`, and
     tenants with `tune_log=false` behind a key (docs/security.md), leave nothing there. Of the others a `share` is
     logged; the oldest files go when there are more than `max_gib`.
+
+    auto: a drift alarm is answered by `minutes` of training beside the pair, on its node and with its log, and a trial
+    of the new draft, which is kept if it is faster. Drafts are written beside the log, in a folder `LOG.drafts`.
     """
 
     log: str | None = Field(default=None, min_length=1)
     max_gib: float = Field(default=1.0, ge=0.1, le=1024, strict=False)
     share: float = Field(default=0.1, gt=0, le=1, strict=False)
+    auto: bool = False
+    minutes: float = Field(default=10.0, ge=0.1, le=1440, strict=False)
 
     @property
     def folder(self) -> Path | None:
@@ -37,6 +42,8 @@ class TuneSection(Section):
         return None if folder is None else PositionLogConfig(str(folder), int(self.max_gib * _GIB), self.share)
 
     def conflicts(self) -> Iterator[str]:
+        if not self.auto and "minutes" in self.model_fields_set:
+            yield f"minutes {self.minutes:g} are for the training that auto begins; set auto to true, or remove them"
         if self.log is None and (given := self.model_fields_set - {"log"}):
             yield f"{', '.join(sorted(given))} is for a log, and there is none; set log to a folder, or remove it"
         if self.folder is not None and self.folder.exists() and not self.folder.is_dir():

@@ -61,6 +61,16 @@ def test_a_pair_is_packed_on_one_node_with_a_bundle_for_each_process(model: str)
     assert settings_of(pair).draft_share is not None
 
 
+def test_the_trainer_that_answers_alarms_knows_the_log_and_the_target(model: str, tmp_path: Path):
+    args = {"model_id": "m", "target": {"path": model}, "draft": {"kind": "model", "path": model}}
+    assert settings_of(deployments(args)[1]).auto_tune is None
+    tune = {"log": str(tmp_path / "log"), "auto": True, "minutes": 2}
+    auto_tune = settings_of(deployments({**args, "tune": tune})[1]).auto_tune
+    assert auto_tune is not None
+    assert auto_tune.folder == f"{tmp_path}/log.drafts"
+    assert auto_tune.command[3:] == ("--log", f"{tmp_path}/log", "--target", model, "--minutes", "2.0")
+
+
 def test_limits_reach_the_engine(model: str):
     args = {
         "model_id": "m",

@@ -372,3 +372,13 @@ def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file; give a folder" in error_of(tune={"log": str(file)})
+
+
+def test_alarms_are_answered_where_there_is_a_log_and_a_draft_process():
+    log = {"log": "positions", "auto": True}
+    draft = {"kind": "model", "path": "a/b"}
+    assert parse_config(MINIMAL | {"tune": {**log, "minutes": 3}, "draft": draft}).tune.minutes == 3
+    assert "auto is for a log, and there is none" in error_of(tune={"auto": True})
+    assert "set auto to true" in error_of(tune={"log": "positions", "minutes": 3})
+    assert "draft.kind is 'suffix'" in error_of(tune=log, draft={"kind": "suffix"})
+    assert "draft.process 'target'" in error_of(tune=log, draft={**draft, "process": "target"})
