@@ -25,5 +25,10 @@ def test_a_users_package_is_not_hidden_by_ours_and_an_application_that_would_tak
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("OWNER = 'user'\n")
     assert run(f"import {name}; print({name}.OWNER)", tmp_path).stdout == "user\n"
-    refused = run("import outrider", tmp_path)
+    refused = run("import outrider.v1", tmp_path)
     assert f"'{name}' is {tmp_path / name}, and Outrider's is {ROOT / name}: rename" in refused.stderr
+
+
+def test_clients_have_the_stubs_without_ray(tmp_path: Path) -> None:
+    code = "import sys; from outrider.v1 import outrider_pb2, outrider_pb2_grpc; print('ray' in sys.modules)"
+    assert run(f"{code}; print(outrider_pb2.DESCRIPTOR.package)", tmp_path).stdout == "False\noutrider.v1\n"

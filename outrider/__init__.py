@@ -1,9 +1,16 @@
-"""The name of the application in deploy.yaml: `import_path: outrider:build`, the same as `cluster.app:build`."""
+"""What others import: `outrider:build`, the application in deploy.yaml, and `outrider.v1`, the gRPC stubs.
+
+`build` is that of `cluster.app`, read when it is asked for: a client that wants the stubs needs no Ray for them.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-_HOME = Path(__file__).resolve().parent
+if TYPE_CHECKING:
+    from cluster.app import build as build
+
+_HOME = Path(__file__).resolve().parents[1]
 _PACKAGES = ("actors", "cluster", "engine", "protos", "router")
 
 
@@ -24,6 +31,10 @@ def _refuse_hidden() -> None:
 
 _refuse_hidden()
 
-from cluster.app import build  # noqa: E402  # behind the check, whose reason is clearer than a missing module's
 
-__all__ = ["build"]
+def __getattr__(name: str) -> Any:
+    if name != "build":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cluster.app import build
+
+    return build
