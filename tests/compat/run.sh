@@ -55,11 +55,48 @@ lmeval() {
     local status=$?
     cd "$cache" && return "$status"
 }
+guidellm() {  # its torch is the project's: PyPI's would bring CUDA
+    [ -d guidellm ] || python3 -m venv guidellm || return 1
+    "$here/../../.venv/bin/python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' \
+        > "$(echo guidellm/lib/python3*/site-packages)/torch_of_the_project.pth" || return 1
+    environment guidellm guidellm==0.8.1 &&
+        guidellm/bin/guidellm run --backend "kind=openai_http,target=$url,request_format=/v1/completions" \
+            --profile kind=concurrent,streams=2 --constraint kind=max_requests,count=8 --disable-progress \
+            --tokenizer "kind=huggingface_auto,model=${TOKENIZER:-$model}" --output kind=console \
+            --output kind=json,path=guidellm.json --data kind=synthetic_text,prompt_tokens=64,output_tokens=32 &&
+        grep -q draft_acceptance_rate guidellm.json
+}
+dynamo() {  # of a server with pair.kv_events; KV_EVENTS and BLOCK_TOKENS say where and how long its blocks are
+    environment dynamo ai-dynamo-runtime==1.6.1 && dynamo/bin/python "$here/dynamo_checks.py"
+}
+agent() {  # COMMAND...: run it beside a server that plays a model which calls the agent's shell
+    local root=$here/../.. port=${AGENT_PORT:-8799} server status
+    PYTHONPATH=$root "$root/.venv/bin/python" -m tests.compat.agent_server "$port" &
+    server=$!
+    for _ in $(seq 60); do curl -sf "http://127.0.0.1:$port/live" > /dev/null && break; sleep 0.5; done
+    mkdir -p agent-work && (cd agent-work && timeout 120 "$@" < /dev/null) | tee agent.out
+    status=${PIPESTATUS[0]}
+    kill "$server"
+    ((status == 0)) && grep -q "The shell works" agent.out
+}
+codex() {
+    npm install --silent --prefix npm @openai/codex@0.169.0 || return 1
+    local provider="{name=\"outrider\", base_url=\"http://127.0.0.1:${AGENT_PORT:-8799}/v1\", wire_api=\"responses\"}"
+    CODEX_HOME=$(mktemp -d) agent "$cache/npm/node_modules/.bin/codex" exec --skip-git-repo-check --sandbox read-only \
+        -m fake -c model_provider=outrider -c "model_providers.outrider=$provider" "Say where you are."
+}
+claudecode() {
+    npm install --silent --prefix npm @anthropic-ai/claude-code@2.1.197 || return 1
+    HOME=$(mktemp -d) DISABLE_TELEMETRY=1 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 ANTHROPIC_API_KEY=none \
+        ANTHROPIC_BASE_URL=http://127.0.0.1:${AGENT_PORT:-8799} \
+        agent "$cache/npm/node_modules/.bin/claude" -p "Say where you are." --model fake --allowedTools "Bash(echo:*)"
+}
 vllmbench() {
     python3 "$here/vllm_bench_requests.py"
 }
 
-for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf lmeval}"; do
+for tool in "${@:-langchain llamaindex litellm pydanticai schemathesis vllmbench aiperf lmeval guidellm
+        codex claudecode}"; do
     for each in $tool; do
         echo "== $each"
         "$each" || failed+=("$each")
