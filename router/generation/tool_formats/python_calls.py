@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Mapping
+
+# A text in quotes, where a model writes line breaks as they are, since the templates it learned from do.
+_LINES_IN_TEXTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_LINE_END = re.compile(r"\\.|[\n\r]", re.DOTALL)
+
+
+def _on_one_line(quoted: re.Match[str]) -> str:
+    return _LINE_END.sub(lambda found: {"\n": "\\n", "\r": "\\r"}.get(found[0], found[0]), quoted[0])
 
 
 def read_python(text: str) -> list[tuple[str, Mapping[str, object]]]:
@@ -29,7 +38,7 @@ def _parse(text: str) -> list[ast.stmt]:
     with warnings.catch_warnings():  # of escapes that Python does not know
         warnings.simplefilter("ignore")
         try:
-            return ast.parse(text.strip(), mode="exec").body
+            return ast.parse(_LINES_IN_TEXTS.sub(_on_one_line, text.strip()), mode="exec").body
         except SyntaxError as error:
             raise ValueError(str(error)) from error
 

@@ -170,6 +170,7 @@ def test_calls_that_a_template_writes_are_read_in_any_pieces(format_: ToolFormat
         (GEMMA, "<|tool_call>call:write{text:<tool_call|>", "<|tool_call>call:write{text:<tool_call|>", []),
         (PYTHONIC, "[1, 2] are two", "[1, 2] are two", []),
         (PYTHONIC, "[write(text='a', count=-2)]", "", [("write", '{"text": "a", "count": -2}')]),
+        (PYTHONIC, "[write(text='a\nb \\n')]", "", [("write", '{"text": "a\\nb \\n"}')]),  # a line break as it is
         (PYTHONIC, "[unknown(a=1)]", "[unknown(a=1)]", []),
         (PYTHONIC, "[write(text=exit())]", "[write(text=exit())]", []),
         (LFM2, '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', "", [("now", "{}")]),
