@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protos.messages import FinishReason
 from router.generation.delta import Delta, join_deltas
@@ -84,6 +87,13 @@ def written(name: str, calls: list[Call]) -> str:
     return template.render(turns, add_generation_prompt=False, variables={"tools": tools})
 
 
+@cache
+def answer(name: str) -> str:
+    """The part of such a chat that the model writes."""
+    before, behind, calls = next(row[2:] for row in PUBLISHED if row[0] == name)
+    return written(name, calls).rpartition(before)[2].partition(behind)[0]
+
+
 def read(format_: Any, pieces: list[str]) -> tuple[str, list[tuple[str, str]], FinishReason | None]:
     parser = ToolCallParser(format_, TOOLS)
     deltas = [parser.read(Delta(0, piece)) for piece in pieces]
@@ -96,19 +106,28 @@ def read(format_: Any, pieces: list[str]) -> tuple[str, list[tuple[str, str]], F
     return whole.text, calls, whole.finish_reason
 
 
-@pytest.mark.parametrize(("name", "form", "before", "behind", "calls"), PUBLISHED, ids=[row[0] for row in PUBLISHED])
-def test_calls_of_a_published_template_are_read_in_any_pieces(
-    name: str, form: str, before: str, behind: str, calls: list[Call]
-) -> None:
+@pytest.mark.parametrize(("name", "form", "calls"), [(row[0], row[1], row[4]) for row in PUBLISHED])
+def test_calls_of_a_published_template_are_read_in_any_pieces(name: str, form: str, calls: list[Call]) -> None:
     format_ = find_format(source(name))
     assert format_ is not None
     assert format_.name == form
-    text = written(name, calls).rpartition(before)[2].partition(behind)[0]
+    text = answer(name)
     whole = read(format_, [text])
     assert [(called, json.loads(arguments)) for called, arguments in whole[1]] == calls
     assert (whole[0].strip(), whole[2]) == ("", FinishReason.TOOL_CALLS)
     for pieces in (list(text), *([text[:cut], text[cut:]] for cut in range(0, len(text), 7))):
         assert read(format_, pieces) == whole
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_pieces_of_any_lengths_read_the_same(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([row[0] for row in PUBLISHED]))
+    text = "So. " + answer(name)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    format_ = find_format(source(name))
+    assert read(format_, pieces) == read(format_, [text])
 
 
 @pytest.mark.parametrize("name", [file.stem for file in sorted(FOLDER.glob("*.jinja"))])
