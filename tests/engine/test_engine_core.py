@@ -324,6 +324,18 @@ def test_times_add_up_over_steps() -> None:
     assert total.total_s > first.total_s > first.forward_s > 0.0
 
 
+def test_goodput_is_what_passes_without_prompts_commit() -> None:
+    """The first token of each is committed by the pass over its prompt."""
+    core = make_core(ScriptedProposer(half_right))
+    core.add(request("a", (1, 2, 3), max_tokens=9))
+    core.add(request("b", (1, 2, 3, 4), max_tokens=9))
+    run(core)
+    sums = core.stats().goodput
+    assert sum(each.num_tokens for each in sums) == 2 * 9 - 2
+    assert {each.num_sequences for each in sums} <= {1, 2}
+    assert all(each.seconds > 0 for each in sums)
+
+
 def test_close_frees_every_block_and_can_be_called_twice() -> None:
     core = make_core()
     core.add(request("a", range(10)))
