@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayTaskError
@@ -20,11 +22,12 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.deploy_file import DeployFile, with_absolute_paths
 from cluster.devices import order_devices
 from cluster.schema.frontends import IngressSection
-from cluster.serve_environment import set_variables, tls_variables
+from cluster.serve_environment import haproxy_files, set_variables, tls_variables
 from protos.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.5
+_FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # so short, and not below TMPDIR: HAProxy takes 97 bytes of a socket's path
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class LocalCluster:
         set_variables()
         os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
-        self._folder = TemporaryDirectory(prefix="outrider-ray-", ignore_cleanup_errors=True)
+        end_leftovers()
+        self._folder = TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=_FOLDERS, ignore_cleanup_errors=True)
+        os.environ.update(haproxy_files(self._folder.name))
         with chdir(self._folder.name):
             ray.init(
                 address="local",
@@ -134,6 +139,7 @@ class LocalCluster:
         """Stop everything now."""
         ray.shutdown()
         if self._folder is not None:
+            _end_processes(self._folder.name)
             self._folder.cleanup()
 
     def _status(self) -> AppStatus:
@@ -144,6 +150,24 @@ class LocalCluster:
         waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
         messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+
+def end_leftovers() -> None:
+    """End what clusters left behind whose own process was killed: HAProxy, and the folders."""
+    for folder in _FOLDERS.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            _end_processes(str(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_processes(folder: str) -> None:
+    """Kill each HAProxy whose configuration is in the folder: one outlives the manager that has started it."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or [""]
+        if "haproxy" in words[0] and any(folder in word for word in words):
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def _reason(message: str) -> str:

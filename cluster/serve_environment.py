@@ -100,6 +100,17 @@ def cluster_variables() -> dict[str, str]:
     return variables
 
 
+def haproxy_files(folder: str) -> dict[str, str]:
+    """Return the variables that put HAProxy's files and sockets into a folder, in place of one for all clusters."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+    }
+
+
 def _log_variables() -> dict[str, str]:
     """Return the variable of the wanted form of log lines; none for text. Raises ConfigError for another form."""
     return {FORMAT_VARIABLE: "json"} if is_json_wanted() else {}
