@@ -146,7 +146,7 @@ class ToolCallParser:
         if head is not None and (name := self._tool_name(self._name_in(head[1]))) is not None:
             self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
             self._extent = JsonExtent()
-            return self._new_call(name, "")
+            return self._new_call(name, "", self._format.call_id(head))
         end = self._end_of_call()
         return None if end is None else self._read_whole_call(end)
 
@@ -199,9 +199,10 @@ class ToolCallParser:
         self._has_content |= bool(text)
         return _Gain(text)
 
-    def _new_call(self, name: str, arguments: str) -> _Gain:
+    def _new_call(self, name: str, arguments: str, call_id: str | None = None) -> _Gain:
         self._num_calls += 1
-        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, self._format.new_call_id(), name, arguments),))
+        id_ = self._format.new_call_id() if call_id is None else call_id
+        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, id_, name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
         """Return the name of a call: any in a marked call, only that of a tool in a bare object (a possible answer)."""

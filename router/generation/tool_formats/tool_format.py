@@ -35,7 +35,7 @@ class ToolFormat:
     separator: str
     head: tuple[str, ...] = ()  # NAME stands for the function's name, _NUMBER for a number
     arguments_key: str = ""
-    optional: str = ""  # a mark and a word behind it, which may stand before the last part of the head
+    optional: str = ""  # a mark with the call's id behind it, which may stand before the last part of the head
     tail: str = ""  # text between the arguments and `end`
     sections: tuple[str, str] | None = None
     core: str = ""  # a token inside marks
@@ -65,6 +65,12 @@ class ToolFormat:
         """
         return None
 
+    def call_id(self, head: re.Match[str]) -> str:
+        """Return the id of a call with this head: the model's own where it writes one, which its template expects."""
+        if _NUMBER in self.head:
+            return head[0].strip().removesuffix(self.head[-1])
+        return head.groupdict().get("id") or self.new_call_id()
+
     def new_call_id(self) -> str:
         """Return an id for a call."""
         return uuid.uuid4().hex[: self.id_length] if self.id_length else f"call_{uuid.uuid4().hex[:24]}"
@@ -92,7 +98,7 @@ class ToolFormat:
         groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
         parts = [groups.get(part, re.escape(part)) for part in self.head]
         if self.optional:
-            parts.insert(-1, rf"(?:{re.escape(self.optional)}\w{{1,64}})?")
+            parts.insert(-1, rf"(?:{re.escape(self.optional)}(?P<id>\w{{1,64}}))?")
         return re.compile(r"\s*" + "".join(parts) + r"\s*(?=\{)")
 
     def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:

@@ -17,7 +17,7 @@ from router.generation.tool_formats.find_format import find_format
 from router.generation.tool_formats.list_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
 from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
-from router.generation.tool_formats.tool_format import ToolFormat
+from router.generation.tool_formats.tool_format import KIMI, MISTRAL, ToolFormat
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
@@ -225,6 +225,13 @@ def test_ids_of_calls_are_those_that_the_template_takes_back() -> None:
     assert call.id is not None
     assert len(call.id) == 9
     assert call.id.isalnum()
+
+
+def test_ids_that_the_model_writes_are_kept() -> None:
+    begin = "<|tool_calls_section_begin|><|tool_call_begin|>"
+    calls = read(KIMI, [f"{begin}functions.now:7<|tool_call_argument_begin|>{{}}<|tool_call_end|>"]).tool_calls
+    calls += read(MISTRAL, ["[TOOL_CALLS]now[CALL_ID]abc123XYZ[ARGS]{}"]).tool_calls
+    assert [call.id for call in calls if call.id] == ["functions.now:7", "abc123XYZ"]
 
 
 # ---- grammars -----------------------------------------------------------------------------------------------------
