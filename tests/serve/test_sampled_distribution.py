@@ -26,8 +26,8 @@ from tests.serve.tiny_models import VOCAB_SIZE
 PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
 NUM_CHOICES = 10  # times 21 classes: what one pair takes at a time
-NUM_REQUESTS = 60  # per class: 600 samples
-NUM_COUPLED_REQUESTS = 10  # whose tokens are those of the same seeds without drafts, one by one
+NUM_REQUESTS = 25  # per class: 250 samples
+NUM_COUPLED_REQUESTS = 5  # whose tokens are those of the same seeds without drafts, one by one
 ALPHA = 1e-6
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -35,8 +35,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "top-k 5": {"top_k": 5},
     "min-p 0.1": {"temperature": 1.5, "min_p": 0.1},
-    "presence 2": {"presence_penalty": 2.0},
-    "repetition 1.5, frequency 1": {"repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "presence 2": {"presence_penalty": 2.0, "temperature": 0.7},
+    "repetition 2, frequency 1": {"repetition_penalty": 2.0, "frequency_penalty": 1.0},
     "logit bias": {"logit_bias": ((2, 3.0), (4, -3.0))},
 }
 COUPLED = {"verify": "coupled", "num_tokens": 3}
@@ -120,15 +120,18 @@ async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_dra
                 for mode in (COUPLED, SPECULATIONS["off"])
             ]
             assert drafted == plain
-    assert served.metric("outrider_spec_decode_num_accepted_tokens") > num_accepted + 300
+    assert served.metric("outrider_spec_decode_num_accepted_tokens") > num_accepted + 150
 
 
-def test_the_samples_suffice_to_refute_stale_penalties(tiny_pair: Path) -> None:
-    """Power above 0.99: the samples refute a verifier that judges each draft without the draft before it."""
+@pytest.mark.parametrize("name", ["presence 2", "repetition 2, frequency 1"])
+def test_the_samples_suffice_to_refute_stale_penalties(name: str, tiny_pair: Path) -> None:
+    """In 20 of 20 draws they refute a verifier that judges each draft without the draft before it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_pair / "target", dtype=torch.float32)
-    sampling = SamplingParams(**SAMPLINGS["presence 2"])
-    test = SequentialTest(probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS))
+    sampling = SamplingParams(**SAMPLINGS[name])
+    claimed = probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS)
     stale = probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS, num_stale=1)
-    generator = torch.Generator().manual_seed(0)
-    test.add(torch.multinomial(stale, NUM_REQUESTS * NUM_CHOICES, replacement=True, generator=generator).tolist())
-    assert test.log_evidence > math.log(len(SAMPLINGS) * len(SPECULATIONS) / ALPHA)
+    limit = math.log(len(SAMPLINGS) * len(SPECULATIONS) / ALPHA)
+    for draw in range(20):
+        test, generator = SequentialTest(claimed), torch.Generator().manual_seed(draw)
+        cells = torch.multinomial(stale, NUM_REQUESTS * NUM_CHOICES, replacement=True, generator=generator)
+        assert any(test.add(batch.tolist()) or test.log_evidence > limit for batch in cells.split(NUM_CHOICES))

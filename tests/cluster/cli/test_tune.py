@@ -57,7 +57,7 @@ def test_requests_become_a_log_and_a_draft_that_is_better(
     write_pair(tmp_path)
     traffic = tmp_path / "log.jsonl"
     fields = {"max_tokens": 24, "temperature": 1, "ignore_eos": True}
-    requests = [{"prompt": [3, 4 + index % 4, 1 + index % 30], "seed": index, **fields} for index in range(60)]
+    requests = [{"prompt": [3, 4 + index % 4, 1 + index % 15], "seed": index, **fields} for index in range(60)]
     requests.append({"prompt": [9, 9, 9], "store": False})
     traffic.write_text("\n".join(json.dumps(request) for request in requests))
     pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
