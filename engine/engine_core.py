@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.approximate.steps import StepSpeculation, step_speculation
 from engine.config import EngineConfig, SpeculationConfig
+from engine.draft import DraftSource
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
 from engine.model.cuda_graphs.buckets import sized
@@ -57,7 +59,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
-from engine.stats.class_acceptance import ClassCounters, class_key
+from engine.stats.class_acceptance import ClassCounters, ClassKey, class_name
 from engine.stats.drift import DriftMonitor
 from engine.stats.engine_stats import DraftCounters, EngineStats, PositionLogStats, ReasoningStats
 from engine.stats.goodput import GoodputMeter
@@ -67,6 +69,7 @@ from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
 
@@ -100,6 +103,18 @@ class Speculation:
     head: HeadProposer | None = None
     steps: StepSpeculation | None = None
     overlap: Overlap | None = None
+
+
+class _DraftedOutcome(NamedTuple):
+    """All that the counters want of a pass with drafts: hundreds of one step have few values between them."""
+
+    source: DraftSource | None
+    is_greedy: bool
+    is_structured: bool
+    num_valid: int
+    depth: int
+    num_forced: int
+    num_accepted: int
 
 
 class EngineCore:
@@ -344,10 +359,11 @@ class EngineCore:
     @timed("draft_s")
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
         """Return one draft per sampled sequence; the proposer is asked only for those that have room for one."""
-        wanting = [scheduled for scheduled in batch.sampled if scheduled.max_draft_tokens > 0]
+        sampled = batch.sampled
+        wanting = [scheduled for scheduled in sampled if scheduled.max_draft_tokens > 0]
         drafts = iter(self._proposer.propose(wanting) if wanting else ())
         checked = []
-        for scheduled in batch.sampled:
+        for scheduled in sampled:
             if scheduled.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
@@ -388,20 +404,35 @@ class EngineCore:
         verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
         if log is not None and copied is not None:
             log.record(copied, tasks, verified)
-        for task, draft, outcome in zip(tasks, issued.drafts, verified, strict=True):
-            if outcome.is_exact and draft.num_valid > 0:
-                self._count(task.sequence, draft, outcome)
-        self._drift.end_step()
+        self._count(tasks, issued.drafts, verified)
         return verified
 
-    def _count(self, sequence: Sequence, draft: CheckedDraft, outcome: VerifyResult) -> None:
-        """Count a pass with drafts; what the grammar forced says nothing of the method that drafted before it."""
-        depth = draft.computed.depth
-        self._drafts.record(draft.num_valid, outcome.num_accepted, depth)
-        if (num_own := depth - draft.num_forced) > 0:
-            key = class_key(self._method_of(draft), sequence)
-            self._classes.record(key, num_own, min(outcome.num_accepted, num_own))
-            self._drift.record(f"{key.method}-{key.name}", outcome.num_accepted > 0)
+    def _count(self, tasks: Seq[VerifyTask], drafts: Seq[CheckedDraft], verified: Seq[VerifyResult]) -> None:
+        """Count the passes with drafts, equal ones at once."""
+        passes = Counter(
+            [
+                _DraftedOutcome(
+                    draft.draft.source,
+                    task.sequence.is_greedy,
+                    task.sequence.matcher is not None,
+                    draft.num_valid,
+                    draft.computed.depth,
+                    draft.num_forced,
+                    outcome.num_accepted,
+                )
+                for task, draft, outcome in zip(tasks, drafts, verified, strict=True)
+                if outcome.is_exact and draft.num_valid > 0
+            ]
+        )
+        for each, num_passes in passes.items():
+            self._drafts.record(each.num_valid, each.num_accepted, each.depth, num_passes)
+            # What the grammar forced says nothing of the method that drafted before it.
+            if (num_own := each.depth - each.num_forced) > 0:
+                method = str(each.source or self._own_method)
+                key = ClassKey(method, class_name(is_greedy=each.is_greedy, is_structured=each.is_structured))
+                self._classes.record(key, num_own, min(each.num_accepted, num_own), num_passes)
+                self._drift.record(f"{key.method}-{key.name}", each.num_accepted > 0, num_passes)
+        self._drift.end_step()
 
     def _method_of(self, draft: CheckedDraft) -> str:
         return str(draft.draft.source or self._own_method)

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.indexing import upload
+from engine.indexing import send
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -50,8 +51,11 @@ def noise_keys(
 
     Seeds are any integers and count modulo 2**64. Positions are absolute: the prompt's first token is at position 0.
     """
-    words = [[_as_int64(seed) for seed in seeds], list(sample_indices), list(positions)]
-    rows = upload(words, torch.int64, device or torch.device("cpu"))  # [3, R]
+    seeds = list(seeds)
+    if seeds and not -(1 << 63) <= min(seeds) <= max(seeds) < 1 << 63:
+        seeds = [_as_int64(seed) for seed in seeds]
+    words = np.array([seeds, list(sample_indices), list(positions)], np.int64)
+    rows = send(torch.from_numpy(words), device or torch.device("cpu"))  # [3, R]
     keys = torch.zeros_like(rows[0])
     for word in (*rows, int(purpose)):
         keys = _mix_(keys + word + _GOLDEN_GAMMA)

@@ -54,13 +54,15 @@ class Transform:
     apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
     is_needed: Callable[[LogitsRow], bool] | None = None
 
-    def choose(self, rows: Seq[LogitsRow], samplings: Mapping[int, SamplingParams]) -> list[int]:
+    def choose(self, rows: Seq[LogitsRow], samplings: Mapping[int, SamplingParams]) -> Seq[int]:
         """Return the indices of the rows that need it; `samplings` are their parameters, each once, by its id."""
         asking = {key for key, sampling in samplings.items() if self.is_asked(sampling)}
         if not asking:
             return []
-        chosen = [index for index, row in enumerate(rows) if id(row.sampling) in asking]
         is_needed = self.is_needed
+        if is_needed is None and len(asking) == len(samplings):
+            return range(len(rows))
+        chosen = [index for index, row in enumerate(rows) if id(row.sampling) in asking]
         return chosen if is_needed is None else [index for index in chosen if is_needed(rows[index])]
 
 
@@ -138,9 +140,9 @@ class Sampler:
         noisy = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
         if not noisy:
             return scores
-        noise = _noise([rows[i] for i in noisy], purpose, scores)
         if len(noisy) == len(rows):
-            return noise.add_(scores)
+            return _noise(rows, purpose, scores).add_(scores)
+        noise = _noise([rows[i] for i in noisy], purpose, scores)
         index = index_tensor(noisy, scores.device)
         return scores.index_add(0, index, noise.to(scores.dtype))
 
@@ -185,7 +187,7 @@ def _one_hot_at_argmax(scores: Tensor) -> Tensor:
 
 def row_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
     """The noise key of the token each row samples, `[R] int64`."""
-    return _keys(rows, [row.position for row in rows], purpose, device)
+    return _keys(rows, [len(row.token_ids) + len(row.draft_ids) for row in rows], purpose, device)
 
 
 def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
@@ -203,5 +205,5 @@ def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
 
 
 def _keys(rows: Seq[LogitsRow], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
-    seeds = (row.sampling.seed for row in rows)
-    return noise_keys(seeds, (row.sample_index for row in rows), positions, purpose, device)
+    seeds = [row.sampling.seed for row in rows]
+    return noise_keys(seeds, [row.sample_index for row in rows], positions, purpose, device)

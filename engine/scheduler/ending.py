@@ -20,9 +20,10 @@ class Cut:
 def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
     """Keep the tokens up to the first stop token, or up to the length limit; the sequence itself is not changed."""
     limit = sequence.num_remaining_tokens
-    for index, token_id in enumerate(token_ids[:limit]):
-        if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
-            return Cut(token_ids[: index + 1], _reason_to_stop(sequence), token_id)
+    if not sequence.stop_token_ids.isdisjoint(token_ids):
+        for index, token_id in enumerate(token_ids[:limit]):
+            if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
+                return Cut(token_ids[: index + 1], _reason_to_stop(sequence), token_id)
     if len(token_ids) >= limit:
         return Cut(token_ids[:limit], FinishReason.LENGTH)
     return Cut(token_ids)
@@ -44,7 +45,7 @@ def finished_before_start(sequence: Sequence) -> Cut | None:
 
 def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
     """Return the tokens that one pass committed, as a message."""
-    report = sequence.report
+    report, num_output_tokens = sequence.report, sequence.num_output_tokens
     return TokenChunk(
         request_id=sequence.request_id,
         token_ids=cut.token_ids,
@@ -53,11 +54,11 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
         stop_token_id=cut.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         speculation=sequence.speculation_stats(),
-        prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_output_tokens == len(cut.token_ids) else (),
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if num_output_tokens == len(cut.token_ids) else (),
         steps=sequence.step_stats,
         sources=() if report is None else report.sources[: len(cut.token_ids)],
         explanation=report.explanation() if report is not None and sequence.request.speculation.explain else None,
-        offset=sequence.num_output_tokens - len(cut.token_ids),
+        offset=num_output_tokens - len(cut.token_ids),
         times=sequence.clock.take() if sequence.request.is_traced else None,
     )
 

@@ -15,6 +15,8 @@ def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
 
     Call it before the step is committed. `num_drafts` are those of each sampled sequence.
     """
+    if all(scheduled.sequence.sampling.num_prompt_logprobs is None for scheduled in batch.scheduled):
+        return
     queries: list[LogprobQuery] = []
     owners: list[ScheduledSequence] = []
     first_row = 0

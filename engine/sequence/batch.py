@@ -44,6 +44,8 @@ class ScheduledSequence:
     @property
     def num_scored_rows(self) -> int:
         """Rows before the sampled ones whose logits are wanted for the prompt's log-probabilities."""
+        if self.sequence.sampling.num_prompt_logprobs is None:
+            return 0
         return self.num_tokens - self.is_sampled if self.sequence.is_scoring else 0
 
     def num_logits(self, num_drafts: int) -> int:
@@ -66,7 +68,7 @@ class Batch:
     @property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
         """The scheduled sequences that yield tokens; read it before the step is committed."""
-        return tuple(each for each in self.scheduled if each.start + each.num_tokens == len(each.sequence.token_ids))
+        return tuple([each for each in self.scheduled if each.start + each.num_tokens == len(each.sequence.token_ids)])
 
     def num_logits(self, num_drafts: Seq[int]) -> list[int]:
         """Count the rows of logits of each scheduled sequence, in order, given the drafts of each sampled one."""

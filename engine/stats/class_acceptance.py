@@ -28,8 +28,12 @@ class ClassStats:
 
 def class_key(method: str, sequence: RequestTokens) -> ClassKey:
     """Return the class of a sequence's pass."""
-    sampling = "greedy" if sequence.is_greedy else "sampled"
-    return ClassKey(method, f"{sampling}-{'free' if sequence.matcher is None else 'structured'}")
+    return ClassKey(method, class_name(is_greedy=sequence.is_greedy, is_structured=sequence.matcher is not None))
+
+
+def class_name(*, is_greedy: bool, is_structured: bool) -> str:
+    """Return the class of requests that are sampled so."""
+    return f"{'greedy' if is_greedy else 'sampled'}-{'structured' if is_structured else 'free'}"
 
 
 class ClassCounters:
@@ -38,16 +42,16 @@ class ClassCounters:
     def __init__(self) -> None:
         self._counts: dict[ClassKey, tuple[list[int], list[int]]] = {}
 
-    def record(self, key: ClassKey, depth: int, num_accepted: int) -> None:
-        """Count one pass whose drafts are `depth` deep."""
+    def record(self, key: ClassKey, depth: int, num_accepted: int, num_passes: int = 1) -> None:
+        """Count passes of one outcome, whose drafts are `depth` deep."""
         drafted, accepted = self._counts.setdefault(key, ([], []))
         missing = [0] * (depth - len(drafted))
         drafted += missing
         accepted += missing
         for position in range(depth):
-            drafted[position] += 1
+            drafted[position] += num_passes
         for position in range(num_accepted):
-            accepted[position] += 1
+            accepted[position] += num_passes
 
     def snapshot(self) -> tuple[ClassStats, ...]:
         """Return the sums so far."""

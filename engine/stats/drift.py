@@ -139,10 +139,10 @@ class DriftMonitor:
         self._detectors: dict[str, DriftDetector] = {}
         self._step: dict[str, tuple[int, int]] = {}
 
-    def record(self, name: str, is_accepted: bool) -> None:
-        """Take in one pass with a draft at the first position; `name` must come from a fixed set."""
+    def record(self, name: str, is_accepted: bool, num_passes: int = 1) -> None:
+        """Take in passes with a draft at the first position; `name` must come from a fixed set."""
         passes, accepted = self._step.get(name, (0, 0))
-        self._step[name] = passes + 1, accepted + is_accepted
+        self._step[name] = passes + num_passes, accepted + num_passes * is_accepted
 
     def end_step(self) -> None:
         """Judge what the step has brought; each alarm that begins is logged."""

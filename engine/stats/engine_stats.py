@@ -41,17 +41,17 @@ class DraftCounters:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_invalid_tokens: int = 0
 
-    def record(self, num_proposed: int, num_accepted: int, depth: int) -> None:
-        """Count one verification pass; `depth` is the most drafts that could have stood."""
+    def record(self, num_proposed: int, num_accepted: int, depth: int, num_passes: int = 1) -> None:
+        """Count verification passes of one outcome; `depth` is the most drafts that could have stood."""
         if num_proposed == 0:
             return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_proposed
-        self.num_accepted_tokens += num_accepted
+        self.num_drafts += num_passes
+        self.num_draft_tokens += num_passes * num_proposed
+        self.num_accepted_tokens += num_passes * num_accepted
         per_pos = self.num_accepted_tokens_per_pos
         per_pos.extend([0] * (depth - len(per_pos)))
         for position in range(num_accepted):
-            per_pos[position] += 1
+            per_pos[position] += num_passes
 
     def snapshot(self) -> DraftStats:
         return DraftStats(

@@ -8,6 +8,7 @@ or deeper tree only has a better chance to hold what comes.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -18,8 +19,9 @@ from engine.verifier.verify_task import VerifyTask
 
 def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify chains and trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    sampled_ids = iter(sampler.sample(scores, [row for task in tasks for row in task.rows]).tolist())
-    return [_verify(task, [next(sampled_ids) for _ in task.rows]) for task in tasks]
+    sampled_ids = sampler.sample(scores, [row for task in tasks for row in task.rows]).tolist()
+    ends = list(accumulate(len(task.rows) for task in tasks))
+    return [_verify(task, sampled_ids[end - len(task.rows) : end]) for task, end in zip(tasks, ends, strict=True)]
 
 
 def _verify(task: VerifyTask, sampled_ids: Seq[int]) -> VerifyResult:

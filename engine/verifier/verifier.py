@@ -87,6 +87,8 @@ def _select(logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
 
 def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], results: Seq[VerifyResult]) -> list[VerifyResult]:
     """Return the results with the logprobs of every emitted token where its request wants them."""
+    if all(task.sequence.sampling.num_logprobs is None for task in tasks):
+        return list(results)
     wanted = [_queries(task, result) for task, result in zip(tasks, results, strict=True)]
     answers = iter(token_logprobs(logits, [query for queries in wanted for query in queries]))
     return [

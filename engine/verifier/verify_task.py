@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.draft import Draft
 from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import LogitsRow
+from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
 from protos.messages import VerifyMode
 
@@ -55,7 +56,11 @@ def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
     """
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
-    num_valid = next((i for i, token_id in enumerate(ids) if not 0 <= token_id < num_tokens), len(ids))
+    num_valid = Vocabulary(num_tokens).num_known(ids)
+    if matcher is None and not task.is_tree:
+        return VerifyTask(
+            sequence, task.draft.head(num_valid + 1), task.first_row, _free_rows(sequence, ids, num_valid)
+        )
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)
     if matcher is not None and task.is_tree:
         masks = [matcher.mask_after(task.draft.path(node)) for node in range(-1, num_valid)]
@@ -70,6 +75,14 @@ def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
         for path, mask in zip(paths, masks, strict=True)
     )
     return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, rows)
+
+
+def _free_rows(sequence: Sequence, ids: tuple[int, ...], num_valid: int) -> tuple[LogitsRow, ...]:
+    """Return the rows of a chain that no grammar rules: nearly all of them, hundreds in a step."""
+    sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
+    index = sequence.request.sample_index
+    paths = _heads(ids, num_valid)
+    return tuple([LogitsRow(sampling, token_ids, num_prompt_tokens, index, path) for path in paths])
 
 
 def _heads(ids: tuple[int, ...], num_valid: int) -> list[tuple[int, ...]]:
