@@ -60,7 +60,8 @@ def wait_healthy(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def complete(port: int, **fields: object) -> httpx.Response:
-    body = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 12, "seed": 7, "temperature": 1.0, **fields}
+    body = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 12, "seed": 7, "temperature": 1.0, "ignore_eos": True}
+    body |= fields
     return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
 
 
@@ -70,7 +71,7 @@ def test_both_frontends_give_the_same_tokens_with_and_without_drafts(ports: rang
     assert drafted["usage"]["completion_tokens"] == 12
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
     request = outrider_pb2.GenerateRequest(
-        model="tiny", prompt_token_ids=[3, 4, 5], max_tokens=12, seed=7, temperature=1.0
+        model="tiny", prompt_token_ids=[3, 4, 5], max_tokens=12, seed=7, temperature=1.0, ignore_eos=True
     )
     with grpc.insecure_channel(f"127.0.0.1:{ports[1]}") as channel:
         chunks = list(outrider_pb2_grpc.GenerationStub(channel).GenerateStream(request, timeout=60))
@@ -123,7 +124,7 @@ def test_more_than_one_process_is_refused(setting: str, message: str):
 def test_a_stored_answer_is_proved_again_and_a_forged_one_is_not(
     ports: range, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    request = {"prompt": [3, 4, 5], "max_tokens": 8, "seed": 7, "temperature": 1.0}
+    request = {"prompt": [3, 4, 5], "max_tokens": 8, "seed": 7, "temperature": 1.0, "ignore_eos": True}
     response = complete(ports[0], **request, return_token_ids=True).json()
     assert response["choices"][0]["prompt_token_ids"] == [3, 4, 5]
     file, url = tmp_path / "stored.json", ["--url", f"http://127.0.0.1:{ports[0]}/v1"]
