@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.utils.logging
 from transformers import AutoConfig
 
 from engine.model.loader import model_version
@@ -103,6 +104,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     Raises:
         ConfigError: the log or the draft cannot be used, or the output exists.
     """
+    transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = _logged_model(settings.target)
     draft = DraftFolder(settings.draft, settings.target, device)
