@@ -84,7 +84,8 @@ def tls_variables(ingress: IngressSection) -> dict[str, str]:
         "OUTRIDER_TLS_CERTIFICATE": ingress.tls_certificate_file,
         "OUTRIDER_TLS_CLIENT_CA": ingress.tls_client_ca_file,
     }
-    return {name: str(Path(path).expanduser().resolve()) for name, path in files.items() if path is not None}
+    # No link is followed: those of a mounted secret change with its contents.
+    return {name: str(Path(path).expanduser().absolute()) for name, path in files.items() if path is not None}
 
 
 def cluster_variables() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -67,7 +68,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def run(settings: ProxySettings = PLAIN) -> Proxy:
         proxy = Proxy(tmp_path)
         proxy.file.write_text(harden(proxy.write(), settings))
-        processes.append(subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(proxy.file)]))
+        variables = {
+            "OUTRIDER_HAPROXY": get_haproxy_binary(),
+            "OUTRIDER_PYTHON": sys.executable,
+            "OUTRIDER_TLS_CERTIFICATE": settings.certificate_file,
+        }
+        command = [str(Path(haproxy_config.__file__).with_name("haproxy.sh")), "-db", "-f", str(proxy.file)]
+        processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
         deadline_s = time.monotonic() + 20
         while time.monotonic() < deadline_s:
             try:
@@ -164,6 +171,25 @@ def test_tls_serves_http_and_grpc_and_may_ask_for_a_client_certificate(
             greet(context, port)
         context.load_cert_chain(certificate)
         assert greet(context, port) == protocol
+
+
+def test_a_certificate_that_changes_is_served_without_a_restart(start: Callable[..., Proxy], tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    port = start(ProxySettings(str(certificate))).http
+    first = certificate.read_text().partition("-----BEGIN PRIVATE")[0]
+    assert ssl.get_server_certificate(("127.0.0.1", port)) == first
+    certificate.write_text("no certificate")
+    wait_for(lambda: "unable to load" in (tmp_path / "certificates.log").read_text())
+    assert ssl.get_server_certificate(("127.0.0.1", port)) == first, "what HAProxy refuses changes nothing"
+    second = make_certificate(tmp_path).read_text().partition("-----BEGIN PRIVATE")[0]
+    wait_for(lambda: ssl.get_server_certificate(("127.0.0.1", port)) == second)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s, "not so after 30 s"
+        time.sleep(0.1)
 
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
