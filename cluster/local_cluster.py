@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 import psutil
 import ray
@@ -27,6 +29,7 @@ from protos.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.5
+_OWNER = "owner"
 _FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # so short, and not below TMPDIR: HAProxy takes 97 bytes of a socket's path
 
 
@@ -52,6 +55,7 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self._folder: TemporaryDirectory[str] | None = None
+        self._owner: IO[bytes] | None = None
 
     def start(
         self,
@@ -65,14 +69,15 @@ class LocalCluster:
 
         TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
         `gpus_per_pair` of them. Its dashboard is for other terminals: nothing here needs it, and it is nine processes.
-        Its processes start in an empty folder: Ray puts the current one before all others on
-        their path, where a user's `engine` or `models` would take the place of ours.
+        Its processes start in a folder without packages: Ray puts the current one before all others on their path,
+        where a user's `engine` or `models` would take the place of ours.
         """
         set_variables()
         os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
         end_leftovers()
-        self._folder = TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=_FOLDERS, ignore_cleanup_errors=True)
+        self._folder = TemporaryDirectory(prefix=_PREFIX, dir=_FOLDERS, ignore_cleanup_errors=True)
+        self._owner = own(Path(self._folder.name))
         os.environ.update(haproxy_files(self._folder.name))
         with chdir(self._folder.name):
             ray.init(
@@ -141,6 +146,8 @@ class LocalCluster:
         if self._folder is not None:
             _end_processes(self._folder.name)
             self._folder.cleanup()
+        if self._owner is not None:
+            self._owner.close()
 
     def _status(self) -> AppStatus:
         applications = serve.status().applications
@@ -152,13 +159,29 @@ class LocalCluster:
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
 
 
+def own(folder: Path) -> IO[bytes]:
+    """Mark a folder as in use until the file is closed, or this process ends in whatever way."""
+    owner = (folder / _OWNER).open("wb")
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    return owner
+
+
 def end_leftovers() -> None:
     """End what clusters left behind whose own process was killed: HAProxy, and the folders."""
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+        if folder.stat().st_uid == os.getuid() and not _is_owned(folder):
             _end_processes(str(folder))
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_owned(folder: Path) -> bool:
+    """Ask the lock: a process id means nothing where containers share the folders, and may be another's by now."""
+    try:
+        with (folder / _OWNER).open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except OSError:  # held; or not there yet
+        return True
 
 
 def _end_processes(folder: str) -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from cluster.local_cluster import end_leftovers
+from cluster.local_cluster import end_leftovers, own
 
 SLEEP = "import time; time.sleep(60)"
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """Start what looks like the HAProxy of a cluster with this folder."""
-    folder.mkdir()
     return subprocess.Popen(["haproxy", "-c", SLEEP, "-f", f"{folder}/haproxy.cfg"], executable=sys.executable)
 
 
 def test_a_dead_clusters_proxy_is_ended_and_a_living_ones_is_left() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    dead, living = (Path(f"/tmp/outray-{pid}-test") for pid in (ended.pid, os.getpid()))
+    dead, living = (Path(tempfile.mkdtemp(prefix="outray-", dir="/tmp")) for _ in range(2))
+    own(dead).close()  # as the end of its process would
+    owner = own(living)
     orphan, proxy = start(dead), start(living)
     try:
         end_leftovers()
@@ -31,7 +29,9 @@ def test_a_dead_clusters_proxy_is_ended_and_a_living_ones_is_left() -> None:
         assert proxy.poll() is None
         assert living.exists()
     finally:
+        owner.close()
         for process in (orphan, proxy):
             process.kill()
             process.wait()
-        shutil.rmtree(living, ignore_errors=True)
+        end_leftovers()
+    assert not living.exists()

@@ -189,7 +189,10 @@ def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair, long_t
 
 
 def test_drafts_are_exchanged_and_an_unfit_one_refused_while_streams_go_on(served: ServedPair, tmp_path: Path):
-    """Of every stream beside the exchanges the tokens are compared with those of the target alone."""
+    """Of every stream beside the exchange the tokens are compared with those of the target alone.
+
+    The other draft stays for the tests behind this one: no text depends on it.
+    """
     draft, other, spoilt = target_path(served).parent / "draft", tmp_path / "other", tmp_path / "spoilt"
     write_changed(draft, other, lambda weight: weight + 0.02 * torch.randn_like(weight))
     write_changed(draft, spoilt, lambda weight: weight * torch.nan)
@@ -201,15 +204,12 @@ def test_drafts_are_exchanged_and_an_unfit_one_refused_while_streams_go_on(serve
         answer = swap(served, other)
         eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections)
         fingerprint = served.client.completions.create(model=MODEL, prompt="a", max_tokens=1).system_fingerprint
-        back = swap(served, draft)
-        eventually(lambda: served.metric("outrider_draft_num_connections") > num_connections + 1)
     assert refused.status_code == 400
     assert "NaN" in refused.json()["error"]["message"]
-    [exchanged], [now] = answer.json()["drafts"], back.json()["drafts"]
+    [exchanged] = answer.json()["drafts"]
     assert (exchanged["path"], exchanged["is_deployed"]) == (str(other), False)
     assert exchanged["digest"] in (fingerprint or "")
-    assert (now["path"], now["digest"], now["is_deployed"]) == (str(draft), before["digest"], True)
-    assert now["digest"] != exchanged["digest"]
+    assert exchanged["digest"] != before["digest"]
     assert [tokens == plain.token_ids for tokens in streams] == [True] * len(streams)
     assert len(streams) > 1
 
