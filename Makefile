@@ -22,7 +22,7 @@ SERVED_smollm2 := $(SMOLLM2)
 COVERED := $(BIN)/python -m slipcover --json --omit 'router/ingress.py,router/routing/serve_router.py,cluster/work_policy.py,protos/outrider_pb2*.py,*/__main__.py'
 PERCENT := $(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["summary"]["percent_covered_display"])'
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos overload profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos soak overload profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -109,8 +109,11 @@ bench-peers: $(BENCH_INSTALLED)  ## docs/peers*.md: OpenVINO GenAI, llama-server
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
-chaos: $(BENCH_INSTALLED)  ## docs/reliability.md: each process killed and stopped beside streams; SOAK=10 BENCH_ARGS="--only clock"
-	@$(BIN)/python -m bench.served.chaos --soak $(or $(SOAK),0) $(BENCH_ARGS)
+chaos: $(BENCH_INSTALLED)  ## docs/reliability.md: each process killed and stopped beside streams; BENCH_ARGS="--only clock"
+	@$(BIN)/python -m bench.served.chaos $(BENCH_ARGS)
+
+soak: $(BENCH_INSTALLED)  ## docs/reliability.md: ten minutes of steady streams, in which nothing may grow; BENCH_ARGS="--soak 2"
+	@$(BIN)/python -m bench.served.chaos --only --soak 10 $(BENCH_ARGS)
 
 overload: $(BENCH_INSTALLED)  ## docs/reliability.md: 5 and 100 times the load that a served demo can take, of two tenants
 	@$(BIN)/python -m bench.served.chaos.overload $(BENCH_ARGS)

@@ -63,16 +63,21 @@ def harden(text: str, settings: ProxySettings) -> str:
     text = _replace(
         text,
         r"(frontend http_frontend\n *bind [^\n]*)",
-        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings)}{_BODY}",
+        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings)}{_BODY}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
         tls = _tls(settings, "h2")
         text = _replace(text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings)}")
-    return f"# hardened\n{text}"
+    return f"# hardened\n{text}{_REFUSED_CLIENTS}"
 
 
 _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
+_REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
+_REFUSED_CLIENTS = """
+backend refusals
+    stick-table type binary len 32 size 100k expire 60s store gpc0,gpc0_rate(250ms),gpt0
+"""
 
 
 def _replace(text: str, pattern: str, replacement: str) -> str:

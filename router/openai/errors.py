@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protos.errors import EngineError, NotFoundError, RequestError, ServingError
+from protos.errors import EngineError, NotFoundError, RequestError, ServingError, StillOverloadedError
 from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
@@ -25,6 +25,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_FULL = "X-Outrider-Full"  # for the proxy (cluster/proxy/refusals.cfg), which removes it
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metrics
 
 
@@ -40,6 +41,8 @@ def error_response(error: ServingError, status: int | None = None) -> JSONRespon
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, StillOverloadedError):
+        headers[_FULL] = "1"
     return JSONResponse(error_object(error), status_code=status or error.http_status, headers=headers)
 
 
@@ -67,7 +70,7 @@ def _answer(request: Request, error: ServingError, status: int | None = None) ->
     response = error_response(error, status)
     if not request.url.path.startswith(_MESSAGES):
         return response
-    headers = {name: response.headers[name] for name in ("Retry-After",) if name in response.headers}
+    headers = {name: response.headers[name] for name in ("Retry-After", _FULL) if name in response.headers}
     return JSONResponse(anthropic_error_object(error), status_code=response.status_code, headers=headers)
 
 

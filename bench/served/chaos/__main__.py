@@ -12,9 +12,11 @@ status is 1 if a promise is broken.
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,8 +30,8 @@ from bench.served.chaos.world import MODEL, POLL_S, Args, World
 
 HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
 _HEAD = ("fault", "sent", "failed", "tokens lost or doubled", "texts changed", "longest stall", "recovery", "promises")
-_SOAK_EVERY_S = 20.0
-_WARM_S = 30.0
+_SOAK_HEAD = ("minute", "RSS", "blocks in use", "processes", "actors", "threads", "handles")
+_WARM_S = 60.0
 _END_TIMEOUT_S = 60.0
 _GROWTH = 1.05
 
@@ -119,32 +121,43 @@ class Chaos:
 
 
 def soak(world: World, minutes: float) -> bool:
-    """Stream for so long and print what is used; return whether it stayed as it was."""
+    """Stream for so long, print once a minute what is used, and return whether it stayed as it was when warm."""
     with Bystanders(world.base_url, MODEL, HABITS) as bystanders:
         time.sleep(_WARM_S)
         first = last = world.processes.usage()
         bystanders.report()
-        deadline_s = time.monotonic() + 60 * minutes
-        print(f"\n| soak, {minutes:g} min | RSS | processes | actors | threads | handles |\n|---|---|---|---|---|---|")
-        _print_usage("after half a minute", first)
-        while time.monotonic() < deadline_s:
-            time.sleep(_SOAK_EVERY_S)
+        began_s = time.monotonic()
+        print(f"\n| {' | '.join(_SOAK_HEAD)} |\n|{'---|' * len(_SOAK_HEAD)}", flush=True)
+        _print_usage(0.0, first, world)
+        for minute in range(1, math.ceil(minutes) + 1):
+            until_s = 60 * min(minute, minutes)
+            time.sleep(max(0.0, began_s + until_s - time.monotonic()))
             last = world.processes.usage()
-        _print_usage("at the end", last)
+            _print_usage(until_s / 60, last, world)
         stay = bystanders.report()
     time.sleep(2.0)
     used = _used_blocks(world)
     print(
-        f"\n{stay.num_streams} streams, {stay.num_changed} changed, {len(stay.failures)} failed; {used:.0f} blocks held"
+        f"\n{stay.num_streams} streams, {stay.num_changed} changed, {len(stay.failures)} failed; {used:.0f} blocks "
+        f"held by none; grown most: {_growth(first, last)}"
     )
     return not (stay.num_changed or stay.failures or used) and _is_flat(first, last)
 
 
-def _print_usage(when: str, usage: Usage) -> None:
+def _print_usage(minute: float, usage: Usage, world: World) -> None:
     print(
-        f"| {when} | {usage.num_bytes / 2**20:.0f} MiB | {usage.num_processes} | {usage.num_actors} | "
-        f"{usage.num_threads} | {usage.num_handles} |"
+        f"| {minute:g} | {usage.num_bytes / 2**20:.0f} MiB | {_used_blocks(world):.0f} | {usage.num_processes} | "
+        f"{usage.num_actors} | {usage.num_threads} | {usage.num_handles} |",
+        flush=True,
     )
+
+
+def _growth(first: Usage, last: Usage) -> str:
+    """Return the three kinds of process whose memory has grown most."""
+    grown = Counter(
+        {title: num_bytes - first.bytes_by_title[title] for title, num_bytes in last.bytes_by_title.items()}
+    )
+    return ", ".join(f"{title} {num_bytes / 2**20:+.0f} MiB" for title, num_bytes in grown.most_common(3))
 
 
 def _is_flat(first: Usage, last: Usage) -> bool:
@@ -195,7 +208,7 @@ def main() -> None:
     """Serve the demo, bring about faults, soak, print the tables."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends with this
     args = _parse_args()
-    faults = [each for each in FAULTS if not args.only or any(part in each.name for part in args.only)]
+    faults = [each for each in FAULTS if args.only is None or any(part in each.name for part in args.only)]
     world = World(args.folder, settings)
     try:
         world.start()
@@ -209,7 +222,9 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="PART", help="faults whose names have one of these parts")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PART", help="faults whose names have one of these parts; without a part none"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="stream so long at the end")
     parser.add_argument("--folder", type=Path, default=Path(".cache/chaos"), help="for the deploy.yaml and the log")
     return parser.parse_args()

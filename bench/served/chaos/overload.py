@@ -2,7 +2,7 @@
 
     python -m bench.served.chaos.overload --times 5 100 --seconds 40
 
-Requests have one, two or four choices of 128 to 384 tokens, and come at a steady rate whatever becomes of those before.
+Requests have one, two or four choices of 64 to 192 tokens, and come at a steady rate whatever becomes of those before.
 What is promised: the tokens of answered requests per second stay within 10% of those of a load that just fills the
 pairs, each request is answered or refused, 99 of 100 refusals take less than 50 ms, and while both tenants ask for more
 than there is, each has its weight's part of the tokens within 10%.
@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import signal
 import sys
 import time
@@ -28,24 +29,42 @@ import numpy as np
 from bench.served.chaos.world import MODEL, Args, World
 
 WEIGHTS = {"heavy": 3, "light": 1}
-_HEAD = ("load", "requests/s", "answered", "refused", "other", "tokens/s", "refusal p50", "p99", "heavy has", "verdict")
+_HEAD = (
+    "load",
+    "requests/s",
+    "answered",
+    "refused",
+    "other",
+    "tokens/s",
+    "refusal p50",
+    "p99",
+    "heavy has",
+    "client's CPU",
+    "verdict",
+)
 _OK, _REFUSED = 200, 503
 _NUM_CLOSED = 16  # requests at once of the load that just fills the pairs
 _ANSWER_TIMEOUT_S = 180.0
 _MARGIN = 0.1
 _MAX_REFUSAL_S = 0.05
 _WARM = 0.35  # of a run, which is not counted
+_OF_PROXY = b"The pairs are full"  # cluster/proxy/refusals.cfg
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: its tenant, the status, the tokens of all choices, when it was sent and when it had its answer."""
+    """One request: its tenant, the status, the tokens of all choices, when it was sent and when it had its answer.
+
+    `is_by_proxy`: HAProxy has refused it by itself.
+    """
 
     tenant: str
     status: int
     num_tokens: int
     sent_s: float
     ended_s: float
+    is_by_proxy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,7 @@ class Load:
     began_s: float
     ended_s: float
     answers: tuple[Answer, ...]
+    cpu_s: float
 
     @property
     def statuses(self) -> Counter[int]:
@@ -71,6 +91,11 @@ class Load:
     @property
     def requests_per_second(self) -> float:
         return self.statuses[_OK] / (self.ended_s - self.began_s)
+
+    @property
+    def client_cpu(self) -> float:
+        """The part of a core that the clients took."""
+        return self.cpu_s / (self.ended_s - self.began_s)
 
     def refusal_s(self, percentile: float) -> float:
         """Return a percentile of the time that a refusal took."""
@@ -94,13 +119,33 @@ class Load:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection that the server keeps open between requests, since a new one costs more than a refusal."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def open(cls, port: int) -> Connection:
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def exchange(self, content: bytes) -> tuple[int, bytes]:
+        """Send a request, and return the status and the body of its answer."""
+        self.writer.write(content)
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        return int(head.split(None, 2)[1]), await self.reader.readexactly(int(length[1]) if length else 0)
+
+
 class Client:
-    """Requests of two tenants in turn, each on a connection of its own, of sizes that a seed fixes."""
+    """Requests of two tenants in turn, on kept connections, of sizes that a seed fixes."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._random = random.Random(11)
         self._tenants = itertools.cycle(WEIGHTS)
+        self._idle: list[Connection] = []
 
     async def request(self) -> Answer:
         """Send one request and await its answer; the status is 0 where there is none."""
@@ -109,28 +154,26 @@ class Client:
         sent_s = time.monotonic()
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-                writer.write(content)
-                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-                writer.close()
-            status = int(head.split()[1])
+                connection = self._idle.pop() if self._idle else await Connection.open(self._port)
+                status, body = await connection.exchange(content)
+            self._idle.append(connection)
             num_tokens = json.loads(body)["usage"]["completion_tokens"] if status == _OK else 0
-        except (OSError, ValueError, IndexError, TimeoutError):
-            status, num_tokens = 0, 0
-        return Answer(tenant, status, num_tokens, sent_s, time.monotonic())
+        except (OSError, EOFError, ValueError, TimeoutError):
+            status, body, num_tokens = 0, b"", 0
+        return Answer(tenant, status, num_tokens, sent_s, time.monotonic(), _OF_PROXY in body)
 
     def _request_of(self, tenant: str) -> bytes:
         body = {
             "model": MODEL,
             "prompt": f"def function_{self._random.randrange(10**6)}(path):\n",
             "n": self._random.choice((1, 2, 4)),
-            "max_tokens": self._random.choice((128, 256, 384)),
+            "max_tokens": self._random.choice((64, 128, 192)),
             "ignore_eos": True,
             "seed": 1,
         }
         content = json.dumps(body).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content
@@ -139,26 +182,27 @@ class Client:
 async def closed_load(client: Client, seconds: float) -> Load:
     """Keep so many requests running that no place is free for long, and none has to be refused."""
     answers: list[Answer] = []
-    began_s = time.monotonic()
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
 
     async def go_on() -> None:
         while time.monotonic() < began_s + seconds:
             answers.append(await client.request())
 
     await asyncio.gather(*(go_on() for _ in range(_NUM_CLOSED)))
-    return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers))
+    return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers), time.process_time() - began_cpu_s)
 
 
 async def open_load(client: Client, capacity: Load, times: float, seconds: float) -> Load:
     """Send requests at `times` the rate of `capacity`, then await what was accepted."""
     rate = times * capacity.requests_per_second
-    began_s = time.monotonic()
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     tasks = []
     for index in range(int(rate * seconds)):
         await asyncio.sleep(began_s + index / rate - time.monotonic())
         tasks.append(asyncio.create_task(client.request()))
-    ended_s = time.monotonic()
-    return Load(times, len(tasks) / (ended_s - began_s), began_s, ended_s, tuple(await asyncio.gather(*tasks)))
+    ended_s, cpu_s = time.monotonic(), time.process_time() - began_cpu_s
+    rate = len(tasks) / (ended_s - began_s)
+    return Load(times, rate, began_s, ended_s, tuple(await asyncio.gather(*tasks)), cpu_s)
 
 
 def settings(folder: Path, args: Args) -> None:
@@ -192,10 +236,11 @@ def _print(load: Load, verdict: list[str]) -> None:
     statuses = load.statuses
     num_other = statuses.total() - statuses[_OK] - statuses[_REFUSED]
     p50_ms, p99_ms = 1000 * load.refusal_s(50), 1000 * load.refusal_s(99)
+    num_by_proxy = sum(answer.is_by_proxy for answer in load.answers)
     print(
         f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[_OK]} | {statuses[_REFUSED]} | "
-        f"{num_other} | {load.tokens_per_second():.0f} | {p50_ms:.0f} ms | {p99_ms:.0f} ms | {load.heavy_share:.0%} | "
-        f"{'; '.join(verdict)} |",
+        f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {p50_ms:.0f} ms | {p99_ms:.0f} ms | "
+        f"{load.heavy_share:.0%} | {load.client_cpu:.0%} | {'; '.join(verdict)} |",
         flush=True,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class Usage:
     num_actors: int
     num_threads: int
     num_handles: int
+    bytes_by_title: Counter[str]
 
 
 class Processes:
@@ -84,6 +86,7 @@ class Processes:
             sum(size.num_actors for size in sizes),
             sum(size.num_threads for size in sizes),
             sum(size.num_handles for size in sizes),
+            sum((size.bytes_by_title for size in sizes), Counter()),
         )
 
 
@@ -110,7 +113,9 @@ def _is_running(process: psutil.Process) -> bool:
 
 def _usage_of(process: psutil.Process) -> Usage | None:
     try:
-        is_actor = title_of(process).startswith("ray::")
-        return Usage(process.memory_info().rss, 1, int(is_actor), process.num_threads(), process.num_fds())
+        title = title_of(process)
+        num_bytes = process.memory_info().rss
+        titled = Counter({title.partition("#")[0]: num_bytes})
+        return Usage(num_bytes, 1, int(title.startswith("ray::")), process.num_threads(), process.num_fds(), titled)
     except psutil.Error:
         return None

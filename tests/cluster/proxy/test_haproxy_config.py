@@ -30,11 +30,11 @@ PLAIN = ProxySettings()
 
 
 class Proxy:
-    """The ports of a HAProxy that runs without Ray; its one server does not exist."""
+    """The ports of a HAProxy that runs without Ray; its one server, at port `server`, does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.http, self.grpc, self.stats, self.metrics = (free_port() for _ in range(4))
+        self.http, self.grpc, self.stats, self.metrics, self.server = (free_port() for _ in range(5))
         self.file = folder / "haproxy.cfg"
 
     def write(self) -> str:
@@ -52,7 +52,7 @@ class Proxy:
             metrics_port=self.metrics,
         )
         (self.folder / "server-state").touch()
-        server = ServerConfig("absent", "127.0.0.1", free_port())
+        server = ServerConfig("absent", "127.0.0.1", self.server)
         backend = BackendConfig("app", path_prefix="/", app_name="app", servers=[server])
         api = HAProxyApi(config, {"app": backend}, config_file_path=str(self.file))
         api._generate_config_file_internal()

@@ -1,0 +1,109 @@
+"""HAProxy refuses by itself for a moment after an ingress has said that it would refuse all of a client's requests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cluster.proxy import haproxy_config
+from tests.cluster.proxy.test_haproxy_config import Proxy, start, wait_for
+
+__all__ = ["start"]  # the fixture
+
+
+class FullServer(BaseHTTPRequestHandler):
+    """An ingress whose pairs are full, for everything that is posted."""
+
+    protocol_version = "HTTP/1.1"
+    num_asked = 0
+    is_marked = True
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        FullServer.num_asked += 1
+        self._answer(503, {"Retry-After": "7"} | ({"X-Outrider-Full": "1"} if self.is_marked else {}))
+
+    def do_GET(self) -> None:
+        self._answer(200, {})
+
+    def _answer(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": "2"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """HAProxy before a full server; a refusal counts for longer than a test takes."""
+    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", haproxy_config._REFUSED_CLIENTS.replace("250ms", "40s"))
+    yield from serve(start, monkeypatch)
+
+
+@pytest.fixture
+def usual_proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    yield from serve(start, monkeypatch)
+
+
+def serve(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setattr(FullServer, "num_asked", 0)
+    proxy = start()
+    server = ThreadingHTTPServer(("127.0.0.1", proxy.server), FullServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    wait_for(lambda: ask(proxy, "GET", "/v1/models")[0] == 200)
+    yield proxy
+    server.shutdown()
+    server.server_close()
+
+
+def ask(
+    proxy: Proxy, method: str = "POST", path: str = "/v1/completions", **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
+    client.request(method, path, b"{}" if method == "POST" else None, headers)
+    answer = client.getresponse()
+    body = answer.read()
+    client.close()
+    return answer.status, answer.headers, body
+
+
+def test_a_client_s_next_requests_are_refused_without_the_ingress(proxy: Proxy) -> None:
+    _, headers, body = ask(proxy, Authorization="Bearer a")
+    assert (body, headers["X-Outrider-Full"]) == (b"{}", None), "the mark is not the client's"
+    status, headers, body = ask(proxy, Authorization="Bearer a")
+    assert (status, headers["Retry-After"]) == (503, "7")
+    assert json.loads(body)["error"]["code"] == "overloaded"
+    assert json.loads(ask(proxy, path="/v1/messages", Authorization="Bearer a")[2])["type"] == "error"
+    assert FullServer.num_asked == 1
+
+
+def test_other_clients_and_other_paths_are_not_refused(proxy: Proxy) -> None:
+    ask(proxy, **{"x-api-key": "a"})
+    ask(proxy, **{"x-api-key": "b"})
+    ask(proxy, path="/tokenize", **{"x-api-key": "a"})
+    assert FullServer.num_asked == 3
+    assert ask(proxy, "GET", "/health", **{"x-api-key": "a"})[0] == 200
+
+
+def test_the_ingress_is_asked_again_soon(usual_proxy: Proxy) -> None:
+    ask(usual_proxy)
+    began_s = time.monotonic()
+    wait_for(lambda: bool(ask(usual_proxy)) and FullServer.num_asked == 2)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_refusal_without_the_mark_concerns_one_request(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullServer, "is_marked", False)
+    for _ in range(3):
+        ask(proxy)
+    assert FullServer.num_asked == 3
