@@ -1,4 +1,4 @@
-"""The faults of `make chaos`: processes killed and stopped, memory filled, the clock moved, other settings deployed."""
+"""The faults of `make chaos`: processes killed, stopped and late, memory filled, the clock moved, a redeploy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import psutil
 from bench.served.chaos.world import Args, World
 
 STOP_S = 8.0
+LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.inter_token_timeout_s`
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
 _NODE = "chaos_node"
@@ -120,6 +121,12 @@ def _move_clock(shift_s: float, world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
+def _take_long_step(world: World) -> None:
+    world.stall_engine(world.processes.of("target")[0].pid, LONG_STEP_S)
+    time.sleep(LONG_STEP_S)
+    world.eventually(world.generates, "a request is answered")
+
+
 def _redeploy(change: Callable[[Args], None], world: World) -> None:
     world.deploy(change)
     world.eventually(world.generates, "a request is answered")
@@ -152,6 +159,7 @@ FAULTS = [
     Fault(f"fill the object store for {FILL_S:.0f} s", _fill_object_store),
     Fault("clock an hour ahead, then right again", partial(_move_clock, CLOCK_SHIFT_S)),
     Fault("clock an hour back, then right again", partial(_move_clock, -CLOCK_SHIFT_S)),
+    Fault(f"a step of {LONG_STEP_S:.0f} s", _take_long_step),
     Fault("redeploy: another draft", partial(_redeploy, _other_draft)),
     Fault("redeploy: another K", partial(_redeploy, _other_number)),
     Fault("redeploy: one pair", partial(_redeploy, _one_pair)),

@@ -34,13 +34,24 @@ _REQUEST_TIMEOUT_S = 120.0
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 400_000_000  # Ray's object store: it would else want a third of the memory, and not find it there
 _MOUNT = f'mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm && exec "$@"'
-_CLOCK = '''"""Shift `time.time` of this process by what the file says, while it says so."""
-import mmap, os, struct, time
+_CLOCK = '''"""Shift `time.time` of this process, and stop the engine's thread of one, as the file says."""
+import mmap, os, struct, threading, time
 _file = open(os.environ["OUTRIDER_CLOCK"], "rb")
-_shift = mmap.mmap(_file.fileno(), 8, prot=mmap.PROT_READ)
-_time, _time_ns = time.time, time.time_ns
-time.time = lambda: _time() + struct.unpack("d", _shift)[0]
-time.time_ns = lambda: _time_ns() + int(struct.unpack("d", _shift)[0] * 1e9)
+_map = mmap.mmap(_file.fileno(), 24, prot=mmap.PROT_READ)
+_time, _time_ns, _monotonic, _sleep = time.time, time.time_ns, time.monotonic, time.sleep
+
+def _shift():
+    return struct.unpack_from("d", _map)[0]
+
+def _stalled():
+    pid, until_s = struct.unpack_from("qd", _map, 8)
+    if pid == os.getpid() and threading.current_thread().name == "TargetActor":
+        _sleep(max(0.0, until_s - _monotonic()))
+    return _monotonic()
+
+time.time = lambda: _time() + _shift()
+time.time_ns = lambda: _time_ns() + int(_shift() * 1e9)
+time.monotonic = _stalled
 '''
 Args = dict[str, Any]
 
@@ -154,10 +165,18 @@ class World:
 
     def shift_clock(self, shift_s: float) -> None:
         """Let `time.time` of every Python process be that much ahead."""
+        self._tell_clock("d", 0, shift_s)
+
+    def stall_engine(self, pid: int, seconds: float) -> None:
+        """Let a target's step take so long; its other threads go on."""
+        self._tell_clock("qd", 8, pid, time.monotonic() + seconds)
+
+    def _tell_clock(self, layout: str, offset: int, *values: float) -> None:
         if not self._clock.exists():
-            self._clock.write_bytes(struct.pack("d", shift_s))
+            self._clock.write_bytes(bytes(24))
         with self._clock.open("r+b") as file:
-            file.write(struct.pack("d", shift_s))
+            file.seek(offset)
+            file.write(struct.pack(layout, *values))
 
     @property
     def has_own_shared_memory(self) -> bool:

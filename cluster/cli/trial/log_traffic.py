@@ -64,8 +64,8 @@ def _answer(deployment: dict[str, Any], requests: list[LoggedRequest]) -> int:
 
 def _wait_written(folder: Path | None) -> None:
     """Wait until the log is written anew, which then holds all that has ended before."""
-    ended_s = time.time()
-    while time.time() - ended_s < _WRITE_TIMEOUT_S:
+    ended_s, until_s = time.time(), time.monotonic() + _WRITE_TIMEOUT_S
+    while time.monotonic() < until_s:
         files = [] if folder is None else list(folder.glob("*"))
         if any(file.stat().st_mtime > ended_s for file in files):
             return

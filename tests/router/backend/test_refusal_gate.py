@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.errors import OverloadedError
+from protos.errors import OverloadedError, StillOverloadedError
 from protos.messages import GenerateRequest
 from router.backend.refusal_gate import RefusalGate
 
@@ -59,3 +59,37 @@ def test_the_gate_is_never_closed_for_longer_than_a_fifth_of_a_second():
         gate.refused(request(), OverloadedError("full"))
     now_s[0] = 0.21
     gate.check("a", 1)
+
+
+def test_after_the_pause_one_may_try_and_others_wait_for_its_answer():
+    now_s = [0.0]
+    gate = closed_gate(now_s)
+    now_s[0] = 0.06
+    gate.check("a", 1)
+    with pytest.raises(OverloadedError):
+        gate.check("a", 1)
+    gate.accepted(request())
+    gate.check("a", 1)
+    with pytest.raises(OverloadedError):
+        gate.check("a", 1)
+
+
+def test_the_gate_opens_after_some_that_are_let_in_or_after_a_time():
+    now_s = [0.0]
+    gate = closed_gate(now_s)
+    for _ in range(10):
+        gate.accepted(request())
+    for _ in range(9):
+        gate.check("a", 1)
+    gate = closed_gate(now_s)
+    now_s[0] = 1.5
+    for _ in range(9):
+        gate.check("a", 1)
+
+
+def test_only_a_refusal_that_all_sizes_meet_is_one_for_the_proxy_to_repeat():
+    with pytest.raises(OverloadedError) as caught:
+        closed_gate([0.0], num_places=2).check("a", 2)
+    assert type(caught.value) is OverloadedError
+    with pytest.raises(StillOverloadedError):
+        closed_gate([0.0]).check("a", 2)

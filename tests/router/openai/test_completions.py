@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import httpx
 import openai
 import pytest
 from openai.types import Completion
 
 from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
+from router.backend import refusal_gate
 from router.tokenizer.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, say
 
@@ -173,6 +175,17 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"] == "3"
     assert (caught.value.type, caught.value.code) == ("service_unavailable_error", "overloaded")
+
+
+async def test_a_refusal_that_the_pairs_were_not_asked_for_is_marked_for_the_proxy(
+    http: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STREAK_S"):
+        monkeypatch.setattr(refusal_gate, name, 100.0)
+    backend.failures = [OverloadedError("full") for _ in range(4)]
+    answers = [await http.post("/v1/completions", json={"model": "fake", "prompt": "a"}) for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [503] * 5
+    assert ["x-outrider-full" in answer.headers for answer in answers] == [False] * 4 + [True]
 
 
 async def test_a_request_of_many_choices_is_refused_before_any_of_them_runs(

@@ -1,0 +1,36 @@
+"""Waits, ages and orders are by monotonic clocks: one that is set anew changes nothing but dates."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGES = ("protos", "engine", "actors", "router", "cluster")
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+DATES = {  # files that tell the date, or compare it with that of a file
+    "actors/engine_loop/kv_event_publisher.py": "the date of an event, for subscribers",
+    "actors/pair/auto_tune.py": "the date of a draft's file",
+    "actors/pair/pair.py": "the date since which a draft runs, for operators",
+    "actors/pair/pair_draft.py": "likewise",
+    "cluster/cli/trial/log_traffic.py": "the date of a log's file",
+    "engine/stats/position_log/folder.py": "likewise",
+    "router/generation/generation.py": "`created` of an answer",
+    "router/generation/generation_service.py": "`created` of the model",
+    "router/grpc_api/vllm_engine.py": "the date of an answer",
+    "router/metrics/tracing.py": "the dates of a trace",
+    "router/tokenizer/chat_template.py": "the date that templates may ask for",
+}
+
+
+def test_wall_clocks_tell_dates_and_nothing_else() -> None:
+    found = {
+        str(path)
+        for package in PACKAGES
+        for path in Path(package).rglob("*.py")
+        if any(ast.unparse(node) in WALL_CLOCKS for node in ast.walk(ast.parse(path.read_text())) if is_name(node))
+    }
+    assert found == set(DATES)
+
+
+def is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
