@@ -36,7 +36,6 @@ from cluster.schema.replicas import Scaled
 from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
 from cluster.topology import read_topology
 from engine.config import EngineConfig
-from protos.errors import ConfigError
 from router.config import RouterConfig
 from router.ingress import Ingress
 from router.routing.index.index_client import IndexClient, open_prefill_index
@@ -58,8 +57,6 @@ def build(args: dict[str, Any]) -> Application:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
     """
     config = convert_gguf_models(parse_config(args))
-    if config.ingress.vllm_grpc:
-        raise ConfigError("ingress.vllm_grpc is for one process: serve with --no-ray, or remove it")
     for note in check_models(config):
         logger.warning(note)
     warn_of_missing_variables()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cluster.config import DeployConfig, parse_config, unknown_key
 from protos.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
 _BUILDERS = ("cluster.app:build", "outrider:build")
 _PATHS = {
     "target": ("path",),
@@ -68,6 +70,7 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
             f"{source}: ingress.open_admin is for loopback, and http_options.host is {schema.http_options.host!r}; "
             "remove it and set ingress.api_keys_file"
         )
+    _check_vllm_grpc(grpc.grpc_servicer_functions, source, is_wanted=config.ingress.vllm_grpc)
     return DeployFile(
         deployment=deployment,
         http_host=schema.http_options.host,
@@ -75,6 +78,17 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
         grpc_port=grpc.port if grpc.grpc_servicer_functions else None,
         config=config,
     )
+
+
+def _check_vllm_grpc(servicer_functions: list[str], source: str, *, is_wanted: bool) -> None:
+    """Raise ConfigError where Serve would offer vLLM's service and the ingress not, or the other way round."""
+    if is_wanted != (VLLM_SERVICER_FUNCTION in servicer_functions):
+        raise ConfigError(
+            f"{source}: ingress.vllm_grpc is {str(is_wanted).lower()}, and grpc_options.grpc_servicer_functions "
+            f"{'lacks' if is_wanted else 'has'} {VLLM_SERVICER_FUNCTION}; have both, or neither"
+        )
+    if is_wanted and find_spec("smg_grpc_proto") is None:
+        raise ConfigError(f"{source}: ingress.vllm_grpc needs the package smg-grpc-proto; pip install 'outrider[smg]'")
 
 
 def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from protos.messages import SpeculationMethod
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
-from router.grpc_api.engine_service import engine_service
 from router.grpc_api.server import start_grpc_server
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
@@ -122,8 +121,12 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: 
     if port is None:
         yield
         return
-    more = engine_service(service, api_keys) if service.config.vllm_grpc else None
-    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}", more)
+    add_more = None
+    if service.config.vllm_grpc:
+        from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
+
+        add_more = VllmEngineApi(service, api_keys).add_to
+    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}", add_more)
     try:
         yield
     finally:

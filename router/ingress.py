@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -51,6 +51,12 @@ class Ingress:
         )
         self._service.peers = FrontendMetrics().read
         self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
+        if config.vllm_grpc:
+            from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
+
+            calls = VllmEngineApi(self._service, self._api_keys).calls()
+            self._vllm_generate: Callable[..., Any] = calls.pop("Generate")
+            vars(self).update(calls)
 
     async def metrics_text(self) -> tuple[str, str]:
         """Return the name of this replica and its own metrics; called by the replica that answers `/metrics`."""
@@ -59,7 +65,10 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service, self._api_keys)
 
-    async def Generate(self, request: pb2.GenerateRequest, grpc_context: RayServegRPCContext) -> pb2.GenerateResponse:
+    async def Generate(self, request: pb2.GenerateRequest | bytes, grpc_context: RayServegRPCContext) -> Any:
+        """Return the answer, or for vLLM's call of the same name, of which the request comes in bytes, its stream."""
+        if isinstance(request, bytes):
+            return await self._vllm_generate(request, grpc_context)
         return await self._grpc.generate(request, grpc_context)
 
     async def GenerateStream(

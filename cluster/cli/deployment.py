@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cluster.deploy_file import LOOPBACK
+from cluster.deploy_file import LOOPBACK, VLLM_SERVICER_FUNCTION
 from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
@@ -80,7 +80,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": options.host, "port": options.port},
-        **_grpc_options(options.grpc_port),
+        **_grpc_options(options.grpc_port, has_vllm=ingress.get("vllm_grpc") is True),
         "applications": [application],
     }
 
@@ -90,10 +90,10 @@ def to_yaml(deployment: dict[str, Any]) -> str:
     return yaml.safe_dump(deployment, sort_keys=False, width=120)
 
 
-def _grpc_options(port: int | None) -> dict[str, Any]:
+def _grpc_options(port: int | None, *, has_vllm: bool) -> dict[str, Any]:
     if port is None:
         return {}
-    functions = list(GRPC_SERVICER_FUNCTIONS)
+    functions = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if has_vllm else [])]
     return {"grpc_options": {"port": port, "grpc_servicer_functions": functions, "enable_reflection": True}}
 
 

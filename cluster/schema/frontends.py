@@ -50,12 +50,12 @@ class IngressSection(Section):
     kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows. `tool_format` is
     how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its chat template, in
     whose place `chat_template` may put another: a file's path, or the template itself. `prompt_tools` describes tools
-    in the system message for a model whose template has none. `vllm_grpc` (with --no-ray) puts vLLM's engine service
-    on the gRPC port, for the smg router. `strict_fields` refuses a request with a field that is not known here; else
-    the field is ignored, and named in the answer's header X-Ignored-Fields. `cors_origins` are the web pages that may
-    call, as scheme://host:port with * for anything; those of this machine by default. `tls_certificate_file` (PEM:
-    certificate chain and key) turns TLS on for both frontends; with `tls_client_ca_file` a client must show a
-    certificate that is signed by it.
+    in the system message for a model whose template has none. `vllm_grpc` puts vLLM's engine service on the gRPC
+    port, for the smg router; grpc_options.grpc_servicer_functions lists it too (docs/compatibility.md). `strict_fields`
+    refuses a request with a field that is not known here; else the field is ignored, and named in the answer's header
+    X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
+    of this machine by default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends;
+    with `tls_client_ca_file` a client must show a certificate that is signed by it.
     """
 
     num_replicas: int = Field(default=1, ge=1)

@@ -11,14 +11,18 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
+from inspect import iscoroutine
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from smg_grpc_proto import vllm_engine_pb2 as pb2
+from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from protos.errors import RequestError, ServingError
@@ -30,7 +34,7 @@ from router.generation.generation_service import GenerationService
 from router.grpc_api.api import CallContext, GrpcApi, validated
 from router.requests.completion_request import CompletionRequest
 
-SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+_SERVICE = pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,18 +50,36 @@ _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_pro
 _UNREAD = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
+class _UnimplementedError(RequestError):
+    """A call of vLLM's that has no meaning here."""
+
+    grpc_code = "UNIMPLEMENTED"
+
+
 class VllmEngineApi(GrpcApi):
-    """The calls, under the names that the stubs register."""
+    """The calls, under the names that the stubs register, with the context under the name by which Serve passes it."""
 
     def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
         super().__init__(service, api_keys)
         self._started_s = time.monotonic()
         self._running: dict[str, asyncio.Event] = {}  # calls by the ids that the router gave them; set to end one
 
-    async def Generate(self, request: Any, context: CallContext) -> AsyncGenerator[Any, None]:
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its name."""
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+        return str(_SERVICE.full_name)
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the calls by their names, with requests in bytes (`router.grpc_api.vllm_servicer`)."""
+        return {
+            method.name: _of_bytes(getattr(self, method.name), GetMessageClass(method.input_type))
+            for method in _SERVICE.methods
+        }
+
+    async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield the tokens as they come where `stream` is set, and each choice whole at its end."""
-        async with self._call("VllmEngine.Generate", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.Generate", grpc_context):
+            self._authenticate(grpc_context)
             room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
             body = validated(_fields(request, room), CompletionRequest)
             call_id, is_over = request.request_id or str(id(request)), asyncio.Event()
@@ -68,16 +90,16 @@ class VllmEngineApi(GrpcApi):
             finally:
                 self._running.pop(call_id, None)
 
-    async def Abort(self, request: Any, context: CallContext) -> Any:
+    async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
         """End calls by their ids; an id that is not running is passed over."""
-        async with self._call("VllmEngine.Abort", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.Abort", grpc_context):
+            self._authenticate(grpc_context)
             for request_id in request.request_ids:
                 if (is_over := self._running.get(request_id)) is not None:
                     is_over.set()
             return pb2.AbortResponse()
 
-    async def HealthCheck(self, request: Any, context: CallContext) -> Any:
+    async def HealthCheck(self, request: Any, grpc_context: CallContext) -> Any:
         """Say that the pair answers, or why it does not."""
         try:
             await self._service.fresh_card()
@@ -85,10 +107,10 @@ class VllmEngineApi(GrpcApi):
             return pb2.HealthCheckResponse(healthy=False, message=error.message)
         return pb2.HealthCheckResponse(healthy=True, message="OK")
 
-    async def GetModelInfo(self, request: Any, context: CallContext) -> Any:
+    async def GetModelInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the model."""
-        async with self._call("VllmEngine.GetModelInfo", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.GetModelInfo", grpc_context):
+            self._authenticate(grpc_context)
             card, config = await self._service.card(), self._service.config
             shape = _json(Path(config.model_path) / "config.json")
             return pb2.GetModelInfoResponse(
@@ -106,10 +128,10 @@ class VllmEngineApi(GrpcApi):
                 pad_token_id=_token_id(shape.get("pad_token_id")),
             )
 
-    async def GetServerInfo(self, request: Any, context: CallContext) -> Any:
+    async def GetServerInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the server; a grammar holds from the first token on, as it has no thought to wait for."""
-        async with self._call("VllmEngine.GetServerInfo", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.GetServerInfo", grpc_context):
+            self._authenticate(grpc_context)
             card = await self._service.card()
             return pb2.GetServerInfoResponse(
                 active_requests=len(self._running),
@@ -120,38 +142,51 @@ class VllmEngineApi(GrpcApi):
                 constrained_decoding_start="first_token",
             )
 
-    async def GetLoads(self, request: Any, context: CallContext) -> Any:
+    async def GetLoads(self, request: Any, grpc_context: CallContext) -> Any:
         """Return the number of calls that this service runs; waiting ones are among them."""
-        async with self._call("VllmEngine.GetLoads", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.GetLoads", grpc_context):
+            self._authenticate(grpc_context)
             num_calls = len(self._running)
             load = pb2.SchedulerLoad(num_running_reqs=num_calls, num_total_reqs=num_calls)
             return pb2.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(self, request: Any, context: CallContext) -> AsyncGenerator[Any, None]:
+    async def GetTokenizer(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield a zip archive of the tokenizer's files; its digest comes with the last piece."""
-        async with self._call("VllmEngine.GetTokenizer", context):
-            self._authenticate(context)
+        async with self._call("VllmEngine.GetTokenizer", grpc_context):
+            self._authenticate(grpc_context)
             archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
             pieces = [archive[start : start + _CHUNK_BYTES] for start in range(0, len(archive), _CHUNK_BYTES)]
             for piece in pieces[:-1]:
                 yield common_pb2.GetTokenizerChunk(data=piece)
             yield common_pb2.GetTokenizerChunk(data=pieces[-1], sha256=hashlib.sha256(archive).hexdigest())
 
-    async def Embed(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _refuse(context, "This model writes text; it has no embeddings.")
+    async def Embed(self, request: Any, grpc_context: CallContext) -> None:
+        await self._refuse("Embed", grpc_context, "This model writes text; it has no embeddings.")
 
-    async def FlushCache(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _refuse(context, "The prefix cache cannot be emptied from outside; requests may set a cache_salt.")
+    async def FlushCache(self, request: Any, grpc_context: CallContext) -> None:
+        why = "The prefix cache cannot be emptied from outside; requests may set a cache_salt."
+        await self._refuse("FlushCache", grpc_context, why)
 
-    async def StartProfile(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _refuse(context, "There is no profiler here.")
+    async def StartProfile(self, request: Any, grpc_context: CallContext) -> None:
+        await self._refuse("StartProfile", grpc_context, "There is no profiler here.")
 
-    async def StopProfile(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _refuse(context, "There is no profiler here.")
+    async def StopProfile(self, request: Any, grpc_context: CallContext) -> None:
+        await self._refuse("StopProfile", grpc_context, "There is no profiler here.")
 
-    async def SubscribeKvEvents(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _refuse(context, "KV events are published over ZMQ; set pair.kv_events.")
+    async def SubscribeKvEvents(self, request: Any, grpc_context: CallContext) -> None:
+        await self._refuse("SubscribeKvEvents", grpc_context, "KV events are published over ZMQ; set pair.kv_events.")
+
+    async def _refuse(self, name: str, context: CallContext, message: str) -> None:
+        async with self._call(f"VllmEngine.{name}", context):
+            raise _UnimplementedError(message)
+
+
+def _of_bytes(call: Callable[..., Any], message: type[Message]) -> Callable[..., Any]:
+    async def read_and_call(request: bytes, grpc_context: CallContext) -> Any:
+        answer = call(message.FromString(request), grpc_context)
+        return await answer if iscoroutine(answer) else answer
+
+    return read_and_call
 
 
 async def _answers(generation: Generation, is_over: asyncio.Event, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
@@ -189,10 +224,6 @@ async def _until(deltas: Stream[Delta], is_over: asyncio.Event) -> AsyncGenerato
             each.cancel()
         if rest:
             await asyncio.wait(rest)
-
-
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], message: str) -> None:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
 
 def _fields(request: Any, room: int) -> dict[str, object]:

@@ -60,6 +60,21 @@ def test_a_grpc_call_reaches_the_pair_and_comes_back(handle: DeploymentHandle) -
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_both_services_have_a_call_of_the_same_name(tmp_path: Path) -> None:
+    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
+    byte_tokenizer_core().save(str(tmp_path / "tokenizer.json"))
+    config = IngressConfig("fake", str(tmp_path), vllm_grpc=True)
+    handle = serve.run(Ingress.bind(FakePair.bind(), config), _local_testing_mode=True)
+    tokens = vllm.TokenizedInput(input_ids=[98, 99])
+    request = vllm.GenerateRequest(tokenized=tokens, sampling_params=vllm.SamplingParams(max_tokens=5))
+    [answer] = handle.options(stream=True).Generate.remote(request.SerializeToString(), ServeContext())
+    assert list(answer.complete.output_ids) == [100, 101, 102, 103, 104]
+    ours = handle.Generate.remote(pb2.GenerateRequest(prompt="ab", max_tokens=5), ServeContext()).result()
+    assert ours.choices[0].text == "cdefg"
+    info = handle.GetModelInfo.remote(b"", grpc_context=ServeContext()).result()
+    assert info.served_model_name == "fake"
+
+
 def test_the_pair_s_errors_arrive_as_they_were(handle: DeploymentHandle) -> None:
     context = ServeContext()
     with pytest.raises(OverloadedError):

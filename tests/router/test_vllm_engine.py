@@ -14,7 +14,6 @@ import pytest
 
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
-from router.grpc_api.engine_service import engine_service
 from tests.router.fake_backend import FakeBackend, say
 from tests.router.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import spoken
@@ -22,6 +21,7 @@ from tests.router.openai.test_messages import spoken
 pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
 stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
 common = pytest.importorskip("smg_grpc_proto.generated.common_pb2")
+engine = pytest.importorskip("router.grpc_api.vllm_engine")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ async def stub(
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     config = replace(service.config, model_path=str(folder))
     own = GenerationService(backend, service.files, config, service.metrics)
-    async with grpc_channel(own, add_more=engine_service(own, ApiKeys())) as channel:
+    async with grpc_channel(own, add_more=engine.VllmEngineApi(own, ApiKeys()).add_to) as channel:
         yield stubs.VllmEngineStub(channel)
 
 

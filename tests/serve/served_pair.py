@@ -16,7 +16,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from cluster.deploy_file import DeployFile, read_deploy_file
+from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, read_deploy_file
 from cluster.local_cluster import LocalCluster
 from cluster.ports import free_port as free_port  # for the tests beside this
 
@@ -162,14 +162,23 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
     file = read_deploy_file(BUNDLED)
     deployment = dict(file.deployment)
     deployment["http_options"] = {"host": "127.0.0.1", "port": ports[0]}
-    deployment["grpc_options"] = {**deployment["grpc_options"], "port": ports[1]}
+    functions = [*deployment["grpc_options"]["grpc_servicer_functions"], VLLM_SERVICER_FUNCTION]
+    deployment["grpc_options"] = {
+        **deployment["grpc_options"],
+        "port": ports[1],
+        "grpc_servicer_functions": functions,
+    }
     args = {
         "model_id": MODEL,
         "target": {"path": str(folder / "target"), "dtype": "float32", "num_threads": 1},
         "draft": {"kind": "model", "path": str(folder / "draft"), "dtype": "float32", "num_threads": 1},
         "speculation": {"adaptive": False},  # so small a target gains nothing by its draft
         "cache": {"num_blocks": 512},
-        "ingress": {"open_admin": True, "limits": {"migration_deadline_s": 170.0, "max_migrations": 1000}},
+        "ingress": {
+            "open_admin": True,
+            "vllm_grpc": True,
+            "limits": {"migration_deadline_s": 170.0, "max_migrations": 1000},
+        },
         **changes,
     }
     overrides = [{"name": "Pair", "graceful_shutdown_timeout_s": 1.0}]  # streams move, they do not end there

@@ -109,6 +109,43 @@ def test_grpc_streams_the_same_tokens_as_http(served: ServedPair):
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_the_messages_of_vllms_engine_bring_the_same_tokens(served: ServedPair):
+    """Both services have a call Generate: one with a single answer, one with a stream."""
+    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
+    stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
+    common = pytest.importorskip("smg_grpc_proto.generated.common_pb2")
+    expected = served.stream(temperature=1.0).token_ids
+    ours = pb2.GenerateRequest(prompt="hello world", max_tokens=64, seed=4, temperature=1.0, ignore_eos=True)
+    sampling = vllm.SamplingParams(temperature=1.0, seed=4, max_tokens=64, ignore_eos=True)
+    prompt = load_tokenizer_files(str(target_path(served))).tokenizer.encode("hello world")
+    theirs = vllm.GenerateRequest(
+        request_id="a", tokenized=vllm.TokenizedInput(input_ids=prompt), sampling_params=sampling, stream=True
+    )
+    long = vllm.GenerateRequest(tokenized=theirs.tokenized, stream=True)
+    long.sampling_params.CopyFrom(sampling)
+    long.sampling_params.max_tokens = LONG
+    with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
+        stub = stubs.VllmEngineStub(channel)
+        answers = list(stub.Generate(theirs, timeout=60.0))
+        whole = outrider_pb2_grpc.GenerationStub(channel).Generate(ours, timeout=60.0)
+        assert stub.HealthCheck(vllm.HealthCheckRequest(), timeout=60.0).healthy
+        assert stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=60.0).served_model_name == MODEL
+        sampling.top_p = 2
+        for call, request, code in (
+            (stub.Generate, vllm.GenerateRequest(text="a", sampling_params=sampling), grpc.StatusCode.INVALID_ARGUMENT),
+            (stub.SubscribeKvEvents, None, grpc.StatusCode.UNIMPLEMENTED),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(request or common.SubscribeKvEventsRequest(), timeout=60.0))
+            assert caught.value.code() is code
+        broken_off = stub.Generate(long, timeout=60.0)
+        next(broken_off)
+        broken_off.cancel()
+        eventually(lambda: not stub.GetLoads(vllm.GetLoadsRequest(), timeout=60.0).loads[0].num_running_reqs)
+    assert [token_id for answer in answers for token_id in answer.chunk.token_ids] == expected
+    assert list(answers[-1].complete.output_ids) == list(whole.choices[0].token_ids) == expected
+
+
 def test_reasoning_steps_of_the_draft_are_marked_and_counted_apart(served: ServedPair):
     """Requests have no seed: approximate text may differ from run to run."""
     num_drafts = served.metric("outrider_spec_decode_num_drafts")

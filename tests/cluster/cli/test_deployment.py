@@ -11,6 +11,7 @@ import yaml
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.config import parse_config
+from cluster.deploy_file import checked_deployment
 from protos.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +33,15 @@ def test_options_become_keys():
     config = parse_config(args)
     assert (config.model_id, config.draft.path, config.target.quantization) == ("target", TARGET, "int8")
     assert (config.pair.num_replicas, config.scheduler.max_model_len) == (2, 99)
+
+
+def test_vllms_service_is_listed_for_serve_where_it_is_wanted():
+    wanted = deployment_of("demo", ServeOptions(settings=("ingress.vllm_grpc=true",)))
+    assert checked_deployment(wanted, "demo").config.ingress.vllm_grpc
+    with pytest.raises(ConfigError, match=r"vllm_grpc is true, and .* lacks router.* have both, or neither"):
+        checked_deployment(wanted | {"grpc_options": {"port": 9000}}, "demo")
+    with pytest.raises(ConfigError, match=r"vllm_grpc is false, and .* has router.grpc_api"):
+        checked_deployment(deployment_of("demo", ServeOptions()) | {"grpc_options": wanted["grpc_options"]}, "demo")
 
 
 def test_gpus_are_demanded_and_a_machine_without_them_starts_nothing(capsys: pytest.CaptureFixture[str]):
