@@ -48,10 +48,13 @@ class IngressConfig:
 class RouterConfig:
     """The choice of a pair; equal in every process of an application.
 
+    A token whose KV another worker holds costs `fetch_share` of a computed one; at 1 workers have nothing from others.
+
     An index that does not answer within `index_timeout_s` is passed over, and the request goes by load.
     """
 
     block_size: int
     policy: str = "prefix"
     others_weight: float = 1.5
+    fetch_share: float = 1.0
     index_timeout_s: float = 0.05

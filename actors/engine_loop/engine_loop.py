@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.engine_loop.status_reporter import StatusReporter
@@ -48,7 +49,14 @@ class AbortAll:
     """Abort every request: the shell is gone."""
 
 
-Command = Add | Abort | AbortAll | AskSnapshot
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Call a function between two steps, in the loop's thread. It must not raise."""
+
+    act: Callable[[], None]
+
+
+Command = Add | Abort | AbortAll | AskSnapshot | Do
 
 
 class EngineLoop:
@@ -155,6 +163,8 @@ class EngineLoop:
                 case AbortAll():
                     self._preparing.clear()
                     self._engine.close()
+                case Do(act):
+                    act()
                 case AskSnapshot():
                     if self._reporter is not None:
                         self._reporter.send_snapshot()

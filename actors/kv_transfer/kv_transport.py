@@ -56,6 +56,8 @@ class PrefillTransport:
     object store or, where there is a `carrier` on both sides, by that. `open` before the first fetch.
     """
 
+    _method = "prefill"
+
     def __init__(self, prefill: DeploymentHandle[Any], carrier: NixlCarrier | None = None) -> None:
         self._prefill = prefill
         self._carrier = carrier
@@ -84,6 +86,9 @@ class PrefillTransport:
             polled.append(news)
         return polled
 
+    def num_available_blocks(self, request_id: str) -> int | None:
+        return None
+
     def cancel(self, fetch_id: int) -> None:
         fetch = self._fetches.pop(fetch_id, None)
         if fetch is not None:
@@ -104,7 +109,7 @@ class PrefillTransport:
         self._say(end)
 
     async def _receive(self, order: FetchOrder) -> FetchEnd:
-        call = self._call.remote(order, self._layout, use_direct=self._carrier is not None)
+        call = self._call.remote(order, self._layout, use_direct=self._carrier is not None, **self._more(order))
         stream = cast("DeploymentResponseGenerator[PrefillReply]", call)
         try:
             async for reply in stream:
@@ -125,7 +130,11 @@ class PrefillTransport:
 
         By reference: replies then pass through the object store, and a large one is never copied on its way.
         """
-        return self._prefill.options(method_name="prefill", stream=True, _by_reference=True)
+        return self._prefill.options(method_name=self._method, stream=True, _by_reference=True)
+
+    def _more(self, order: FetchOrder) -> dict[str, Any]:
+        """Return the arguments that the method has beyond those of `Prefill.prefill`."""
+        return {}
 
     async def _chunk(self, header: ChunkHeader, replies: AsyncIterator[PrefillReply], timeout_s: float) -> KVChunk:
         began_s = time.perf_counter()

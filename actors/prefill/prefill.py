@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import ReportSink
 from actors.prefill.prefill_metrics import PrefillMetrics
@@ -17,6 +18,7 @@ from actors.settings import PrefillSettings
 if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
     from actors.kv_transfer.prefill_reply import PrefillReply
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
+    from protos.prefix_holder import PrefixHolder
 
 
 class Prefill:
@@ -37,12 +39,13 @@ class Prefill:
 
         configure_logging(is_replica=True)
         replica = serve.get_replica_context()
-        self._engine = PrefillEngine(settings, replica.replica_id.unique_id, open_index(replica.app_name))
+        peers: DeploymentHandle[Any] = serve.get_deployment_handle(replica.deployment, replica.app_name)
+        self._engine = PrefillEngine(settings, replica.replica_id.unique_id, open_index(replica.app_name), peers)
         self._metrics = PrefillMetrics()
         await self._engine.wait_ready()
 
     async def prefill(
-        self, order: FetchOrder, layout: KVLayout, use_direct: bool
+        self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
         """Read a prompt, and answer with the stream of `actors.kv_transfer.prefill_reply`.
 
@@ -52,8 +55,20 @@ class Prefill:
             order: the blocks that the pair lacks.
             layout: the pair's; another one than this replica's is refused.
             use_direct: blocks come as `DirectBlocks` where this replica can.
+            holder: of the order's first blocks; the router adds it.
         """
-        async with aclosing(self._engine.read(order, layout, use_direct)) as replies:
+        async with aclosing(self._engine.read(order, layout, use_direct, holder)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def copy(
+        self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder_id: str
+    ) -> AsyncGenerator[PrefillReply, None]:
+        """Send another replica those of an order's blocks that are cached here, in the same stream.
+
+        `holder_id` is this replica's, by which the router has found it.
+        """
+        async with aclosing(self._engine.copy(order, layout, use_direct)) as replies:
             async for reply in replies:
                 yield reply
 

@@ -6,17 +6,20 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from actors.engine_loop.engine_loop import EngineLoop
+from actors.engine_loop.engine_loop import Do, EngineLoop
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
+from actors.kv_transfer.peer_transport import PeerTransport
 from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from actors.process.actor_thread import ActorThread
 from actors.settings import PrefillSettings
@@ -34,27 +37,45 @@ from engine.remote_prefill.kv_transfer import (
     KVLayout,
     RemoteLoad,
 )
+from engine.sequence.token_blocks import TokenBlocks
 from engine.stats.engine_stats import EngineStats
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from protos.prefix_holder import PrefixHolder
+
+if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+    from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger(__name__)
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # the token that ends a sequence is not used
 _GRACE_S = 10.0  # after an order's time-out, in which a late reader may end its stream
-_Event = ExportedBlocks | TokenChunk | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """The last event of a copy: all that was wanted has been exported."""
+
+    request_id: str
+
+
+_Event = ExportedBlocks | TokenChunk | Refused | _Copied
 
 
 class PrefillEngine:
     """An `EngineCore` whose tokens are not used. Each chunk's blocks leave while the next chunk is computed.
 
     Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread. Its cache and
-    its queue are reported to `index`.
+    its queue are reported to `index`. `peers` is the deployment that this replica is one of: a prefix that another one
+    holds is copied from there.
     """
 
-    def __init__(self, settings: PrefillSettings, replica_id: str, index: ReportSink) -> None:
+    def __init__(
+        self, settings: PrefillSettings, replica_id: str, index: ReportSink, peers: DeploymentHandle[Any]
+    ) -> None:
         self._settings = settings
         self._replica_id = replica_id
+        self._peer_handle = peers
         self._event_loop = asyncio.get_running_loop()
         self._events: dict[str, asyncio.Queue[_Event]] = {}
         self._numbers = count()
@@ -99,20 +120,55 @@ class PrefillEngine:
                 f"{self._settings.step_timeout_s:.0f} s is the limit; the replica is replaced"
             )
 
-    async def read(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
-        """Compute an order's tokens; its blocks leave as they are computed. Closing the generator frees everything."""
+    async def read(
+        self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
+    ) -> AsyncGenerator[PrefillReply, None]:
+        """Compute an order's tokens; its blocks leave as they are computed. Closing the generator frees everything.
+
+        Leading blocks that `holder` has are copied from there, where that takes less time.
+        """
+
+        def begin(request_id: str) -> None:
+            if holder is not None and holder.worker_id != self._replica_id:
+                self._peers.expect(request_id, holder)
+            self._exporter.watch(request_id, order.first_block)
+            self._loop.submit(Add(_request(request_id, order)))
+
+        async with aclosing(self._answer(order, layout, use_direct, begin, self._load)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def copy(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
+        """Send those of an order's blocks that are cached, as `read` does; nothing is computed, and nothing queues."""
+
+        def begin(request_id: str) -> None:
+            self._loop.submit(Do(lambda: self._copy(request_id, order)))
+
+        load = RemoteLoad(self._replica_id, 0, 0.0)  # a copy waits for no prompt
+        async with aclosing(self._answer(order, layout, use_direct, begin, lambda: load)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _answer(
+        self,
+        order: FetchOrder,
+        layout: KVLayout,
+        use_direct: bool,
+        begin: Callable[[str], None],
+        load_of: Callable[[], RemoteLoad],
+    ) -> AsyncGenerator[PrefillReply, None]:
+        """Answer an order with the events that `begin` brings about under the id that it is given."""
         if difference := self._layout.difference(layout):
             yield FetchEnd(order.fetch_id, FetchFailure.MISMATCH, difference)
             return
         request_id = f"{order.request_id}-{next(self._numbers)}"
         events = self._events[request_id] = asyncio.Queue()
-        load = self._load()
-        self._exporter.watch(request_id, order.first_block)
-        self._loop.submit(Add(_request(request_id, order)))
+        load = load_of()
+        begin(request_id)
         sent: list[DirectBlocks] = []
         try:
             yield FetchAccepted(order.fetch_id, load)
-            async for reply in self._replies(order.fetch_id, events, use_direct):
+            async for reply in self._replies(order.fetch_id, events, use_direct, load_of):
                 if isinstance(reply, DirectBlocks):
                     sent.append(reply)
                 yield reply
@@ -122,15 +178,16 @@ class PrefillEngine:
             self._release(sent)
             del self._events[request_id]
             self._exporter.forget(request_id)
+            self._peers.forget(request_id)
             self._loop.submit(Abort(request_id))
 
     async def _replies(
-        self, fetch_id: int, events: asyncio.Queue[_Event], use_direct: bool
+        self, fetch_id: int, events: asyncio.Queue[_Event], use_direct: bool, load_of: Callable[[], RemoteLoad]
     ) -> AsyncGenerator[PrefillReply, None]:
         while True:
             match await events.get():
                 case ExportedBlocks(_, first_block, blocks):
-                    yield ChunkHeader(fetch_id, first_block, self._load())
+                    yield ChunkHeader(fetch_id, first_block, load_of())
                     yield await self._parcel(blocks, use_direct)
                 case Refused() as refused:
                     yield FetchEnd(fetch_id, FetchFailure.REFUSED, refused.message)
@@ -139,7 +196,7 @@ class PrefillEngine:
                     detail = "the order's time was up in the prefill replica"
                     yield FetchEnd(fetch_id, FetchFailure.TIMEOUT, detail)
                     return
-                case TokenChunk():
+                case TokenChunk() | _Copied():
                     yield FetchEnd(fetch_id)
                     return
 
@@ -169,7 +226,9 @@ class PrefillEngine:
         os.nice(self._settings.niceness)  # of this thread and those it starts: asyncio's stays as quick as it was
         self._carrier = choose_carrier(self._settings.kv_transport)
         kv_events = KVEventBuffer()
-        core = EngineCore.from_config(self._settings.engine, None, kv_events.record)
+        self._peers = PeerTransport(self._peer_handle, self._carrier)
+        core = EngineCore.from_config(self._settings.engine, None, kv_events.record, self._peers)
+        self._blocks = core.blocks
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"
         if isinstance(runner, TensorParallelRunner):
@@ -180,8 +239,19 @@ class PrefillEngine:
         core.on_computed = self._exporter.collect
         reporter = StatusReporter(self._report, kv_events, lambda: core.blocks.cached_keys)
         self._loop = EngineLoop(core, self._emit, reporter=reporter)
+        self._peers.open(self._layout, on_news=self._loop.wake)
         is_ready()
         self._loop.run()
+
+    def _copy(self, request_id: str, order: FetchOrder) -> None:
+        found = self._blocks.cached_blocks(TokenBlocks(list(order.token_ids), order.cache_salt))
+        self._exporter.export(request_id, order.first_block, found[order.first_block :])
+        num_blocks = len(order.token_ids) // self._layout.block_size
+        if len(found) == num_blocks:
+            self._say(_Copied(request_id))
+            return
+        lack = UnavailableError(f"{len(found)} of the prompt's first {num_blocks} blocks are cached there")
+        self._say(Refused.of(request_id, lack))
 
     def _emit(self, output: StepOutput | Refused) -> None:
         if isinstance(output, Refused):

@@ -32,9 +32,12 @@ class PrefillMetrics(Collector):
         stats = self._stats
         if stats is None:
             return
-        computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens
+        computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens - stats.remote.num_tokens
         yield _counter("computed_tokens", "Prompt tokens computed.", computed)
         yield _counter("cached_tokens", "Prompt tokens found in its prefix cache.", stats.num_prefix_hit_tokens)
+        yield _counter(
+            "copied_tokens", "Prompt tokens whose blocks came from another replica.", stats.remote.num_tokens
+        )
         yield _gauge("queued_tokens", "Prompt tokens to be computed.", stats.num_queued_prefill_tokens)
         yield _gauge("tokens_per_second", "Measured speed, 0 before that.", stats.prefill_tokens_per_s)
         yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", self._direct.num_chunks)

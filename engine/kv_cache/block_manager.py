@@ -83,6 +83,10 @@ class BlockManager:
         """
         return self._adopt(tokens, self._match_prefix(tokens))
 
+    def cached_blocks(self, tokens: TokenBlocks) -> list[int]:
+        """Return the ids of the leading full blocks that can be found, valid until blocks are next reserved."""
+        return self._match(tokens, len(tokens.token_ids) // self.block_size)
+
     def num_cached_tokens(self, tokens: TokenBlocks) -> int:
         """Return how many tokens the sequence would adopt if it were admitted now; changes nothing."""
         return len(self._match_prefix(tokens)) * self.block_size
@@ -206,8 +210,11 @@ class BlockManager:
         self._pool.check_parents(root_keys)
 
     def _match_prefix(self, tokens: TokenBlocks) -> list[int]:
+        return self._match(tokens, self._num_adoptable(tokens))
+
+    def _match(self, tokens: TokenBlocks, num_blocks: int) -> list[int]:
         matched: list[int] = []
-        for index in range(self._num_adoptable(tokens)):
+        for index in range(num_blocks):
             block_id = self._pool.find(self._content(tokens, index))
             if block_id is None:
                 break

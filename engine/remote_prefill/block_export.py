@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,11 +56,13 @@ class BlockExporter:
             if progress := self._watched.get(scheduled.sequence.request_id):
                 self._export(scheduled, progress)
 
+    def export(self, request_id: str, first_block: int, block_ids: Seq[int]) -> None:
+        """Export blocks of the pool as those of a request from `first_block` on."""
+        for start in range(0, len(block_ids), self._max_blocks):
+            blocks = self._pool.export_blocks(block_ids[start : start + self._max_blocks])
+            self._sink(ExportedBlocks(request_id, first_block + start, blocks))
+
     def _export(self, scheduled: ScheduledSequence, progress: _Progress) -> None:
-        request_id, table = scheduled.sequence.request_id, scheduled.sequence.block_table
-        end = (scheduled.start + scheduled.num_tokens) // self._block_size
-        while progress.next_block < end:
-            first = progress.next_block
-            progress.next_block = min(end, first + self._max_blocks)
-            blocks = self._pool.export_blocks(table[first : progress.next_block])
-            self._sink(ExportedBlocks(request_id, first, blocks))
+        first, table = progress.next_block, scheduled.sequence.block_table
+        progress.next_block = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
+        self.export(scheduled.sequence.request_id, first, table[first : progress.next_block])

@@ -113,6 +113,9 @@ class KVTransport(Protocol):
     def poll(self, max_news: int) -> list[FetchNews]:
         """Return the oldest news that have arrived and were not polled yet, at most `max_news`."""
 
+    def num_available_blocks(self, request_id: str) -> int | None:
+        """Return how many leading blocks of a request can be had; None where there is no such limit."""
+
     def cancel(self, fetch_id: int) -> None:
         """Give a fetch up: `poll` says nothing more of it. Ids that are unknown or have ended are ignored."""
 

@@ -124,14 +124,22 @@ class RemotePrefill:
         return num_tokens >= self._min_tokens and self._fetches.follow(sequence)
 
     def _fetch(self, sequence: Sequence, load: PrefillLoad) -> bool:
-        num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
-        if num_blocks == 0 or not self._meter.gate.is_open:
+        num_blocks = self._num_available_blocks(sequence)
+        if num_blocks <= 0 or not self._meter.gate.is_open:
             return False
         placement = self._place(num_blocks * self._blocks.block_size, load)
         logger.debug("request %s: %s", sequence.request_id, placement)
         if placement.is_remote:
             self._order(sequence, num_blocks, placement)
         return placement.is_remote
+
+    def _num_available_blocks(self, sequence: Sequence) -> int:
+        """Count the missing blocks that the transport can bring."""
+        num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
+        end_block = self._transport.num_available_blocks(sequence.request_id)
+        if end_block is None:
+            return num_blocks
+        return min(num_blocks, end_block - sequence.num_computed_tokens // self._blocks.block_size)
 
     def _place(self, num_tokens: int, load: PrefillLoad) -> PrefillPlacement:
         local = LocalOutlook(

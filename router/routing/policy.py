@@ -66,10 +66,12 @@ class CostConfig:
     Attributes:
         others_weight: how much the delay of later requests counts against the request's own; 0 looks at the request
             alone. docs/routing.md compares values.
+        fetch_share: the cost of a token whose KV another worker holds, in computed ones; 1 where none is fetched.
         tie_s, tie_fraction: costs within both of the lowest count as equal to it.
     """
 
     others_weight: float = 1.5
+    fetch_share: float = 1.0
     tie_s: float = 0.001
     tie_fraction: float = 0.01
 
@@ -139,14 +141,20 @@ class Decision:
     def _formula(self, row: int) -> str:
         fleet, terms = self.fleet, self.terms
         rate = fleet.prefill_tokens_per_s[row]
-        uncached = self.request.num_tokens - terms.cached_tokens[row]
+        uncached = terms.prefill_s[row] * rate
+        cached = terms.cached_tokens[row]
+        spared = self.request.num_tokens - cached - uncached  # by blocks that another worker holds
         return (
             f"{fleet.worker_ids[row]} {terms.total_s[row]:.4f} s"
             f" = queue {fleet.backlog_tokens[row]:.0f}/{rate:.0f}"
-            f" + prefill ({self.request.num_tokens}-{terms.cached_tokens[row]:.0f}={uncached:.0f})/{rate:.0f}"
+            f" + prefill ({self.request.num_tokens}-{cached:.0f}{_less(spared)}={uncached:.0f})/{rate:.0f}"
             f" + interference {terms.interference_s[row]:.4f} ({fleet.decode_tokens[row]:.0f} decode tokens)"
             f" + others {terms.others_s[row]:.4f}"
         )
+
+
+def _less(num_tokens: float) -> str:
+    return f"-{num_tokens:.0f}" if num_tokens >= 1 else ""
 
 
 def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Decision:
@@ -168,7 +176,8 @@ def cost_terms(request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Co
     """
     cached = cached_tokens(request, fleet)
     queue_s = fleet.backlog_tokens / fleet.prefill_tokens_per_s
-    prefill_s = (request.num_tokens - cached) / fleet.prefill_tokens_per_s
+    fetched = cached.max() - cached
+    prefill_s = (request.num_tokens - cached - (1 - config.fetch_share) * fetched) / fleet.prefill_tokens_per_s
     interference_s = (queue_s + prefill_s) * fleet.decode_slowdown * fleet.decode_tokens
     others_s = prefill_s * (config.others_weight * float(np.mean(fleet.backlog_tokens > 0)))
     return CostTerms(cached, queue_s, prefill_s, interference_s, others_s)

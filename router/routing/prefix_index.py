@@ -20,6 +20,7 @@ import numpy as np
 
 from protos.block_keys import BlockKey, split_keys
 from protos.cache_delta import CacheDelta
+from protos.prefix_holder import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
 _MANY_BITS = 24  # numpy finds more than these sooner than a loop
@@ -92,6 +93,19 @@ class PrefixIndex:
         if keys:
             self._record(result, alive, len(keys))
         return result
+
+    def longest_held(self, keys: Sequence[BlockKey], worker_ids: Iterable[str], more_than: int) -> PrefixHolder | None:
+        """Return the worker that has reported most of the leading blocks, and more than so many; None where none has.
+
+        Predicted blocks do not count: their worker may not have computed them yet.
+        """
+        best: PrefixHolder | None = None
+        for worker_id in worker_ids:
+            held = view.held if (view := self._views.get(worker_id)) else {}
+            num_blocks = next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
+            if num_blocks > max(more_than, best.num_blocks if best else 0):
+                best = PrefixHolder(worker_id, num_blocks)
+        return best
 
     def needs_snapshot(self) -> list[str]:
         """Return the workers with a gap since their last snapshot, and those first met in mid-sequence."""

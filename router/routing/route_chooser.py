@@ -86,4 +86,5 @@ def _query_for(call: RoutedCall, worker_ids: Sequence[str]) -> RouteQuery:
         candidates=tuple(worker_ids),
         refused_by=before.reply.worker_ids[0] if before and before.reply else None,
         is_explained=call.is_explained or logger.isEnabledFor(logging.DEBUG),
+        wants_holder=call.wants_holder,
     )

@@ -28,6 +28,8 @@ class Route:
 class RoutedCall:
     """A request, the joined keys of its blocks, and its route, with the numbers behind it where `is_explained`.
 
+    With `wants_holder` the route names the worker that holds more of the prefix than the chosen one.
+
     Serve hands its router the very objects that the caller passes, in the caller's process; so the router can read the
     keys and set the route, and neither is sent: the pair gets the request alone.
     """
@@ -35,6 +37,7 @@ class RoutedCall:
     request: GenerateRequest
     keys: bytes = b""
     is_explained: bool = False
+    wants_holder: bool = False
     route: Route | None = None
     withdraw: Callable[[], None] | None = None  # ends the reservation, while there is one
     is_taken: bool = False  # by a pair, whose first token may be long in coming

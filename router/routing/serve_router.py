@@ -39,10 +39,11 @@ class PrefixAwareRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # else Serve asks a full fleet in a busy loop
         call = self._call_of(pending_request)
-        if call is None:
+        if call is None or pending_request is None:
             ranks = self._chooser.by_load(list(replicas))
         else:
             ranks = await self._chooser.choose(call, list(replicas))
+            self._chosen(call, pending_request)
         return [[replicas[worker_id] for worker_id in rank if worker_id in replicas] for rank in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
@@ -66,6 +67,9 @@ class PrefixAwareRouter(RequestRouter):
     def _open_index(self, config: RouterConfig) -> IndexClient:
         return IndexClient(self.app_name, config)
 
+    def _chosen(self, call: RoutedCall, pending_request: PendingRequest) -> None:
+        """Add to the request what its route tells; the call itself has it."""
+
     def _call_of(self, pending_request: PendingRequest | None) -> RoutedCall | None:
         if pending_request is None or not pending_request.args:
             return None
@@ -76,8 +80,20 @@ class PrefixAwareRouter(RequestRouter):
 class PrefillRouter(PrefixAwareRouter):
     """Orders prefill replicas for each order of a pair by their own caches and queues, which another index knows.
 
-    The pair's engine has made the order and its KV layout (`engine.remote_prefill.kv_transfer`), the two arguments.
+    The pair's engine has made the order and its KV layout (`engine.remote_prefill.kv_transfer`), the two arguments. The
+    router adds the replica that holds more of the prefix than the chosen one, which copies those blocks from there.
     """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        holder_id = pending_request.kwargs.get("holder_id") if pending_request is not None else None
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == holder_id]
+        return [named] if named else await super().choose_replicas(candidate_replicas, pending_request)
+
+    def _chosen(self, call: RoutedCall, pending_request: PendingRequest) -> None:
+        reply = call.route.reply if call.route else None
+        pending_request.kwargs["holder"] = reply.holder if reply else None
 
     def _open_index(self, config: RouterConfig) -> IndexClient:
         return open_prefill_index(self.app_name, config)
@@ -88,4 +104,4 @@ class PrefillRouter(PrefixAwareRouter):
         order, layout = pending_request.args[:2]
         root = root_key(layout.model_version, order.cache_salt)
         keys = join_keys(block_keys(order.token_ids, layout.block_size, root))
-        return RoutedCall(GenerateRequest(order.request_id, order.token_ids), keys)
+        return RoutedCall(GenerateRequest(order.request_id, order.token_ids), keys, wants_holder=True)

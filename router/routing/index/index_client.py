@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ _NAMESPACE = "outrider"
 _REPORT_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends it
 _LONGEST_PAUSE_S = 2.0
+_FETCH_SHARE = 0.5  # a guess on the safe side: the replica has measured it, and computes where that takes less
 
 Reply = TypeVar("Reply")
 
@@ -155,8 +157,8 @@ class IndexClient:
 
 
 def open_prefill_index(application: str, config: RouterConfig) -> IndexClient:
-    """Return the index of an application's prefill replicas, which knows no pairs."""
-    return IndexClient(f"{application}-prefill", config)
+    """Return the index of an application's prefill replicas, which knows no pairs: they have blocks from each other."""
+    return IndexClient(f"{application}-prefill", replace(config, fetch_share=_FETCH_SHARE))
 
 
 def _get_or_create(name: str, config: RouterConfig) -> Any:

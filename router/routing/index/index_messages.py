@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protos.prefix_holder import PrefixHolder
 from router.routing.audit import RouteForecast
 
 
@@ -16,6 +17,7 @@ class RouteQuery:
         keys: joined keys of the full blocks of those tokens; empty routes by load.
         refused_by: the worker that was chosen for this request before and did not take it; its reservation ends.
         is_explained: the reply has the `formula`.
+        wants_holder: the reply has the `holder`.
     """
 
     request_id: str
@@ -25,6 +27,7 @@ class RouteQuery:
     candidates: tuple[str, ...]
     refused_by: str | None = None
     is_explained: bool = False
+    wants_holder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,11 @@ class RouteReply(RouteForecast):
         formula: the cost with its numbers, where the query `is_explained`.
         num_known_blocks: distinct blocks in the index.
         num_doubtful_workers: workers whose snapshot is still to come.
+        holder: the candidate with more of the prefix than the chosen one, where there is one and the query wants it.
     """
 
     worker_ids: tuple[str, ...]
     formula: str
     num_known_blocks: int
     num_doubtful_workers: int
+    holder: PrefixHolder | None = None

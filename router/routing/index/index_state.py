@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from protos.block_keys import split_keys
+from protos.prefix_holder import PrefixHolder
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery, RouteReply
@@ -25,7 +26,7 @@ class IndexState:
         self._block_size = config.block_size
         self._index = PrefixIndex()
         self._loads = LoadTable()
-        ranker = partial(rank, Policy(config.policy), config=CostConfig(others_weight=config.others_weight))
+        ranker = partial(rank, Policy(config.policy), config=CostConfig(config.others_weight, config.fetch_share))
         self._selector = Selector(ranker, config.block_size, self._index, self._loads)
         self._reported_s: dict[str, float] = {}
         self._not_serving: set[str] = set()
@@ -55,7 +56,8 @@ class IndexState:
         )
         decision = self._selector.select(request, serving or query.candidates, now_s)
         self._reported_s.setdefault(decision.worker_id, now_s)
-        return self._reply(decision, query.is_explained)
+        reply = self._reply(decision, query.is_explained)
+        return replace(reply, holder=self._holder(request, decision)) if query.wants_holder else reply
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """End the reservation of a request that the worker did not take."""
@@ -74,6 +76,12 @@ class IndexState:
         for worker_id in silent:
             self.forget(worker_id)
         return silent
+
+    def _holder(self, request: RouteRequest, decision: Decision) -> PrefixHolder | None:
+        """Find the candidate that has reported more of the prefix than the chosen worker is expected to hold."""
+        num_known = decision.ranked(1)[0].cached_tokens // self._block_size
+        others = [worker_id for worker_id in decision.fleet.worker_ids if worker_id != decision.worker_id]
+        return self._index.longest_held(request.keys, others, num_known)
 
     def _reply(self, decision: Decision, is_explained: bool) -> RouteReply:
         costs = decision.ranked()

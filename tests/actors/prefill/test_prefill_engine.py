@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.remote_prefill.fetch_failure import FetchFailure
-from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder
+from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
+from protos.prefix_holder import PrefixHolder
 from protos.worker_report import WorkerReport
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
@@ -97,15 +99,54 @@ def carrier(monkeypatch: pytest.MonkeyPatch) -> FakeCarrier:
     return fake
 
 
-@pytest.fixture
-async def engine(target: Path, carrier: FakeCarrier, index: FakeIndex) -> AsyncIterator[PrefillEngine]:
+class PeerHandle:
+    """A handle that copies from `peer`, for callers in other event loops than the peer's."""
+
+    def __init__(self) -> None:
+        self.peer: PrefillEngine | None = None
+        self.holder_ids: list[str] = []
+        self._event_loop = asyncio.get_running_loop()
+
+    def options(self, **options: object) -> PeerHandle:
+        assert options["method_name"] == "copy"
+        return self
+
+    def remote(self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder_id: str) -> PeerHandle:
+        assert self.peer is not None
+        self.holder_ids.append(holder_id)
+        self._replies = self.peer.copy(order, layout, use_direct=False)
+        return self
+
+    def __aiter__(self) -> PeerHandle:
+        return self
+
+    async def __anext__(self) -> PrefillReply:
+        coming = anext(self._replies, None)
+        reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coming, self._event_loop))
+        if reply is None:
+            raise StopAsyncIteration
+        return reply
+
+    def cancel(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._replies.aclose(), self._event_loop)
+
+
+@asynccontextmanager
+async def started(target: Path, name: str, index: FakeIndex, peers: PeerHandle) -> AsyncIterator[PrefillEngine]:
     model = ModelConfig(str(target), dtype="float32", num_threads=1)
     cache, limits = CacheConfig(num_blocks=64, memory_bytes=None), SchedulerConfig(max_tokens_per_step=32)
-    started = PrefillEngine(PrefillSettings(EngineConfig(model, cache, limits)), "replica", index)
-    await started.wait_ready()
-    yield started
-    started._reporting.cancel()
-    started._loop.close()
+    config = EngineConfig(model, cache, limits, min_remote_prefill_tokens=32)
+    replica = PrefillEngine(PrefillSettings(config), name, index, cast(Any, peers))
+    await replica.wait_ready()
+    yield replica
+    replica._reporting.cancel()
+    replica._loop.close()
+
+
+@pytest.fixture
+async def engine(target: Path, carrier: FakeCarrier, index: FakeIndex) -> AsyncIterator[PrefillEngine]:
+    async with started(target, "replica", index, PeerHandle()) as replica:
+        yield replica
 
 
 async def until(is_so) -> None:
@@ -177,3 +218,53 @@ async def test_the_index_learns_the_blocks_that_a_replica_holds_and_its_queue(en
     await until(lambda: index.reports[-1].load.queued_prefill_tokens == 0)
     assert index.reports[-1].load.worker_id == "replica"
     assert index.reports[-1].load.prefill_tokens_per_s > 0
+
+
+def values(replies: list[PrefillReply]) -> np.ndarray:
+    return np.concatenate([each for each in replies if isinstance(each, np.ndarray)]).view(np.float32)
+
+
+LONGER = replace(ORDER, fetch_id=8, token_ids=PROMPT + tuple(range(5, 37)))  # two blocks behind those of `PROMPT`
+
+
+async def test_a_prefix_that_another_replica_holds_is_copied_and_the_rest_computed(
+    engine: PrefillEngine, target: Path, carrier: FakeCarrier
+) -> None:
+    alone = values(await replies_of(engine, LONGER))
+    handle = PeerHandle()
+    async with (
+        started(target, "first", FakeIndex(), handle) as first,
+        started(target, "second", FakeIndex(), handle) as second,
+    ):
+        handle.peer = first
+        await replies_of(first)
+        both = values([each async for each in second.read(LONGER, second._layout, False, PrefixHolder("first", 6))])
+        assert np.allclose(both, alone, atol=1e-5)
+        await until(lambda: second.stats.remote.num_tokens == 96)
+        assert handle.holder_ids == ["first"]
+        assert not second.stats.remote.failures
+        assert second.stats.num_prefix_hit_tokens == 0, "so it computed the other 32"
+        assert first.stats.num_prefix_queried_tokens == 96, "nothing was queued there"
+
+
+async def test_what_a_holder_has_lost_is_computed(engine: PrefillEngine, target: Path, carrier: FakeCarrier) -> None:
+    handle = PeerHandle()
+    async with (
+        started(target, "first", FakeIndex(), handle) as first,
+        started(target, "second", FakeIndex(), handle) as second,
+    ):
+        handle.peer = first
+        await replies_of(first, replace(ORDER, token_ids=PROMPT[:64]))
+        some = [each async for each in second.read(LONGER, second._layout, False, PrefixHolder("first", 6))]
+        assert np.allclose(values(some), values(await replies_of(engine, LONGER)), atol=1e-5)
+        assert some[-1] == FetchEnd(8)
+        await until(lambda: second.stats.remote.num_tokens == 64)
+        assert second.stats.remote.failures == {FetchFailure.REFUSED: 1}
+
+
+async def test_a_replica_copies_nothing_from_itself(engine: PrefillEngine) -> None:
+    await replies_of(engine)
+    again = [each async for each in engine.read(LONGER, engine._layout, False, PrefixHolder("replica", 6))]
+    assert again[-1] == FetchEnd(8)
+    await until(lambda: engine.stats.num_prefix_hit_tokens == 96)
+    assert engine.stats.remote.num_fetches == 0

@@ -56,6 +56,16 @@ def test_others_count_only_as_far_as_workers_are_busy():
     assert cost_terms(request, fleet(load("a"), load("b")), CONFIG).others_s.tolist() == [0.0, 0.0]
 
 
+def test_blocks_that_can_be_fetched_cost_a_part_everywhere():
+    request = replace(REQUEST, prefix_blocks={"b": 8})
+    workers = fleet(load("a"), load("b", 500))
+    assert rank(Policy.PREFIX, request, workers, CONFIG).worker_id == "b"
+    decision = rank(Policy.PREFIX, request, workers, CostConfig(fetch_share=0.25))
+    assert decision.worker_id == "a"
+    assert decision.terms.prefill_s.tolist() == [pytest.approx(0.4), pytest.approx(0.2)]
+    assert "prefill (1000-0-600=400)/1000" in decision.explain()
+
+
 def test_the_load_policy_ignores_prefixes():
     decision = rank(Policy.LOAD, replace(REQUEST, prefix_blocks={"b": 9}), fleet(load("a"), load("b", 100)), CONFIG)
     assert decision.worker_id == "a"

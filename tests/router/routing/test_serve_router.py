@@ -13,6 +13,7 @@ from ray.serve.request_router import PendingRequest
 from protos.block_keys import block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
+from protos.prefix_holder import PrefixHolder
 from router.routing.index.index_messages import RouteQuery, RouteReply
 from router.routing.routed_call import RoutedCall
 from router.routing.serve_router import PrefillRouter, PrefixAwareRouter
@@ -41,6 +42,7 @@ class FakeIndex:
     """Chooses the workers in the order of `order`, or is gone."""
 
     order: tuple[str, ...] = ("b", "c", "a")
+    holder: PrefixHolder | None = None
     is_gone: bool = False
     queries: list[RouteQuery] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
@@ -50,7 +52,7 @@ class FakeIndex:
         await asyncio.sleep(0.001)
         if self.is_gone:
             raise UnavailableError("gone")
-        return RouteReply(0, 0, 0.0, 0.0, 0.0, self.order, "", 0, 0)
+        return RouteReply(0, 0, 0.0, 0.0, 0.0, self.order, "", 0, 0, self.holder)
 
     def withdraw(self, worker_id: str, request_id: str) -> None: ...
 
@@ -181,17 +183,34 @@ class FakeLayout:
     block_size: int = 16
 
 
-async def test_an_order_goes_to_the_prefill_replica_that_holds_its_blocks(
-    index: FakeIndex, replicas: list[FakeReplica]
-):
+@pytest.fixture
+async def prefill_router(index: FakeIndex, replicas: list[FakeReplica]) -> PrefillRouter:
     router = PrefillRouter(
         deployment_id=PAIR, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
     )
     router.initialize_state(block_size=16)
-    router.update_replicas(replicas)
+    router.update_replicas(replicas)  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
+    return router
+
+
+async def test_a_copy_is_asked_of_the_holder_and_of_any_other_where_that_is_gone(
+    prefill_router: PrefillRouter, index: FakeIndex
+):
+    for holder_id, chosen in (("c", "c"), ("gone", "abc")):
+        request = pending(FakeOrder(), FakeLayout(), method="copy")
+        request.kwargs["holder_id"] = holder_id
+        assert await choose(prefill_router, request) in chosen
+    assert not index.queries
+
+
+async def test_an_order_goes_to_the_prefill_replica_that_holds_its_blocks(
+    prefill_router: PrefillRouter, index: FakeIndex, replicas: list[FakeReplica]
+):
+    router, index.holder = prefill_router, PrefixHolder("c", 2)
     request = pending(FakeOrder(), FakeLayout(), method="prefill")
     assert await choose(router, request) == "b"
+    assert request.kwargs == {"holder": PrefixHolder("c", 2)}
     router.on_request_routed(request, replicas[1].replica_id, None)
     (query,) = index.queries
     assert query.num_tokens == 40

@@ -1,9 +1,12 @@
 """The index actor's knowledge without Ray: reports in, decisions out."""
 
+from dataclasses import replace
+
 import pytest
 
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
+from protos.prefix_holder import PrefixHolder
 from protos.worker_load import WorkerLoad
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
@@ -60,6 +63,27 @@ def test_a_busy_holder_is_left_and_the_reply_counts_the_blocks_given_up(state: I
     reply = state.select(query("r", *KEYS[:10]), 100.0)
     assert reply.worker_ids[0] != "b"
     assert (reply.predicted_blocks, reply.achievable_blocks) == (0, 8)
+
+
+def test_the_holder_of_more_blocks_than_the_chosen_worker_is_named_where_it_is_wanted(state: IndexState):
+    state.report(report("b", 1, *KEYS[:8], queued=60_000), 100.0)
+    state.report(report("c", 1, *KEYS[:3], queued=60_000), 100.0)
+    wanted = replace(query("r", *KEYS[:10]), wants_holder=True)
+    first, second = state.select(wanted, 100.0), state.select(replace(wanted, request_id="s"), 100.0)
+    assert (first.worker_ids[0], first.holder) == ("a", PrefixHolder("b", 8))
+    assert (second.worker_ids[0], second.holder) == ("a", None), "it is expected to hold them"
+    assert state.select(query("t", *KEYS[:10]), 100.0).holder is None
+    state.report(report("b", 2, queued=0), 100.0)
+    state.forget("a")
+    at_holder = state.select(replace(wanted, request_id="u"), 100.0)
+    assert (at_holder.worker_ids[0], at_holder.holder) == ("b", None)
+
+
+def test_blocks_that_were_only_predicted_make_no_holder(state: IndexState):
+    state.select(query("r", *KEYS[:10]), 100.0)
+    busy = replace(query("s", *KEYS[:10]), wants_holder=True, candidates=("a", "b", "c"))
+    for worker_id in WORKERS:
+        assert state.select(replace(busy, candidates=(worker_id,)), 100.0).holder is None
 
 
 def test_a_gap_in_the_reports_asks_for_a_snapshot_until_it_comes(state: IndexState):

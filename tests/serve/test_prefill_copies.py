@@ -1,0 +1,46 @@
+"""Blocks of one prompt from two prefill replicas: those that one has computed before, and those behind them."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.serve.served_pair import ServedPair, SharedCluster, eventually
+from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt
+from tests.serve.test_served_pair import plain_tokens
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+OWN_TOKENS = 400
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
+    """Orders go to either replica by chance; the pair has room for one prompt, so each prompt evicts the one before."""
+    prefill = {**PREFILL, "num_replicas": 2, "memory_gib": 64 * MIB / (1 << 30)}
+    return cluster.serve(tiny_pair, prefill=prefill, cache={"num_blocks": 160}, router={"policy": "random"})
+
+
+def test_a_prompts_blocks_come_from_two_replicas_and_its_text_is_the_same(served: ServedPair, tiny_pair: Path) -> None:
+    seeds, own = count(1), prompt(0, OWN_TOKENS)
+
+    def has_copied() -> bool:
+        prefix, other = prompt(next(seeds)), prompt(-next(seeds))
+        for each in (prefix, other):
+            served.stream(prompt=each, max_tokens=1)
+        answer = served.stream(prompt=prefix + own, temperature=0.0, max_tokens=16)
+        assert answer.token_ids == plain_tokens(tiny_pair / "target", 0.0, 16, prefix + own)
+        return copied(served) > 0
+
+    eventually(has_copied)
+    assert copied(served) == PROMPT_TOKENS - 16, (
+        "all blocks of the prefix but for its last one, which the pair computed"
+    )
+    assert not any(failures(served).values())
+
+
+def copied(served: ServedPair) -> float:
+    return served.metric("outrider_prefill_replica_copied_tokens")
