@@ -20,7 +20,7 @@ def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     return loaded
 
 
-class ArrivalStreamer(BaseStreamer):
+class ArrivalStreamer(BaseStreamer):  # type: ignore[misc]  # mypy does not read transformers
     """The times at which new tokens came; `generate` hands over the prompt first, which is not counted."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, ReaderTensor
 from safetensors import safe_open
 
 from engine.model.linear.quantized_linear import to_int4, to_int8
@@ -23,26 +23,30 @@ NAMES = {
 }
 
 
-def numbers_of(folder: Path, name: str) -> torch.Tensor:
-    """Some rows of a tensor of the file, by the definition of its blocks, [4, in] float32."""
-    (file,) = (folder / "gguf").glob("*.gguf")
-    (tensor,) = (each for each in GGUFReader(file).tensors if each.name == name)
+@pytest.fixture(scope="module")
+def numbers(smollm2_folder: Path) -> dict[str, torch.Tensor]:
+    """Some rows of tensors of the file, by the definition of their blocks, each [4, in] float32."""
+    (file,) = (smollm2_folder / "gguf").glob("*.gguf")
+    return {each.name: _numbers_of(each) for each in GGUFReader(file).tensors if each.name in NAMES}
+
+
+def _numbers_of(tensor: ReaderTensor) -> torch.Tensor:
     _, _, num_bytes, _, read = BLOCKS[tensor.tensor_type.name]
     blocks = np.asarray(tensor.data)[ROWS].reshape(-1, num_bytes)
     return torch.tensor([number for block in blocks for number in read(block.tobytes())]).reshape(4, -1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_blocks_are_the_served_weights(smollm2_folder: Path, name: str) -> None:
-    numbers = numbers_of(smollm2_folder, name)
+def test_its_blocks_are_the_served_weights(smollm2_folder: Path, numbers: dict[str, torch.Tensor], name: str) -> None:
     with safe_open(smollm2_folder / "model.safetensors", framework="pt") as weights:
         served = weights.get_slice(NAMES[name])[ROWS]
-    assert torch.equal(served, numbers.to(torch.bfloat16))
+    assert torch.equal(served, numbers[name].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_requantized_weights_are_those_of_its_blocks(smollm2_folder: Path, name: str, dtype: torch.dtype) -> None:
-    numbers = numbers_of(smollm2_folder, name)
+def test_requantized_weights_are_those_of_its_blocks(
+    numbers: dict[str, torch.Tensor], name: str, dtype: torch.dtype
+) -> None:
     requantize = to_int8 if name == "token_embd.weight" else to_int4
-    assert torch.equal(requantize(numbers.to(dtype)).dequantized(), numbers)
+    assert torch.equal(requantize(numbers[name].to(dtype)).dequantized(), numbers[name])

@@ -71,7 +71,7 @@ def _read(file: Path, header: GgufHeader, dtype: torch.dtype) -> PreTrainedModel
             f"{str(file)!r} (architecture {header.architecture!r}) holds {held:,} numbers, and transformers' model has "
             f"{read:,}: a part of it would be left out. Convert the original checkpoint instead"
         )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _restore_rope(file: Path, header: GgufHeader, config: PreTrainedConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +98,8 @@ def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuar
 
 def weight_of(module: nn.Module) -> Tensor | None:
     """The weight [out, in] of a plain linear layer; None for a subclass, which may compute something else."""
-    if type(module) is Conv1D:  # GPT-2's linear, stored as [in, out]
-        return module.weight.t()
+    if type(module) is Conv1D:
+        return cast("Tensor", module.weight).t()  # GPT-2's linear, stored as [in, out]
     return module.weight if type(module) is nn.Linear else None
 
 
