@@ -12,6 +12,7 @@ from functools import partial
 
 import psutil
 
+from bench.served.chaos.interference import Orders
 from bench.served.chaos.world import Args, World
 
 STOP_S = 8.0
@@ -114,17 +115,24 @@ def _fill_object_store(world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
-def _move_clock(shift_s: float, world: World) -> None:
-    world.shift_clock(shift_s)
-    time.sleep(STOP_S)
-    world.shift_clock(0.0)
+def _interfere(orders: Callable[[World], Orders], seconds: float, world: World) -> None:
+    world.interfere(orders(world))
+    time.sleep(seconds)
+    world.interfere(Orders())
     world.eventually(world.generates, "a request is answered")
 
 
-def _take_long_step(world: World) -> None:
-    world.stall_engine(world.processes.of("target")[0].pid, LONG_STEP_S)
-    time.sleep(LONG_STEP_S)
-    world.eventually(world.generates, "a request is answered")
+def _long_step(world: World) -> Orders:
+    pid = world.processes.of("target")[0].pid
+    return Orders(stalled_pid=pid, stalled_until_s=time.monotonic() + LONG_STEP_S)
+
+
+def _noise(world: World) -> Orders:
+    return Orders(noisy_until_s=time.monotonic() + STOP_S)
+
+
+def _clock(shift_s: float, world: World) -> Orders:
+    return Orders(clock_shift_s=shift_s)
 
 
 def _redeploy(change: Callable[[Args], None], world: World) -> None:
@@ -153,13 +161,14 @@ _KILLED = (*_STOPPED[:5], "ingress", "standby proxy", "HAProxy", *_STOPPED[5:])
 
 FAULTS = [
     *(Fault(f"kill: {kind}", partial(_kill, kind), kind in _FACES) for kind in _KILLED),
-    *(Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind)) for kind in (*_STOPPED, "ingress", "HAProxy")),
+    *(Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind)) for kind in (*_STOPPED, *_KILLED[5:8])),
     Fault("kill: raylet of a second node, with the prefill replica", _kill_second_raylet),
     Fault(f"fill /dev/shm for {FILL_S:.0f} s", _fill_shared_memory),
     Fault(f"fill the object store for {FILL_S:.0f} s", _fill_object_store),
-    Fault("clock an hour ahead, then right again", partial(_move_clock, CLOCK_SHIFT_S)),
-    Fault("clock an hour back, then right again", partial(_move_clock, -CLOCK_SHIFT_S)),
-    Fault(f"a step of {LONG_STEP_S:.0f} s", _take_long_step),
+    Fault("clock an hour ahead, then right again", partial(_interfere, partial(_clock, CLOCK_SHIFT_S), STOP_S)),
+    Fault("clock an hour back, then right again", partial(_interfere, partial(_clock, -CLOCK_SHIFT_S), STOP_S)),
+    Fault(f"a step of {LONG_STEP_S:.0f} s", partial(_interfere, _long_step, LONG_STEP_S)),
+    Fault(f"{STOP_S:.0f} s of channel and index messages lost, late, repeated", partial(_interfere, _noise, STOP_S)),
     Fault("redeploy: another draft", partial(_redeploy, _other_draft)),
     Fault("redeploy: another K", partial(_redeploy, _other_number)),
     Fault("redeploy: one pair", partial(_redeploy, _one_pair)),

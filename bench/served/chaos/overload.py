@@ -34,6 +34,7 @@ _HEAD = (
     "requests/s",
     "answered",
     "refused",
+    "by HAProxy",
     "other",
     "tokens/s",
     "refusal p50",

@@ -1,4 +1,4 @@
-"""A served application that a fault may touch: its processes, its deploy.yaml, its clock and its shared memory."""
+"""A served application that a fault may touch: its processes, deploy.yaml, clock, messages and shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ import yaml
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
 from bench.served.application import ServedApplication
+from bench.served.chaos import interference
+from bench.served.chaos.interference import Orders
 from bench.served.chaos.processes import MARK, Processes, new_mark
 from cluster.deploy_file import with_absolute_paths
 from cluster.ports import free_port
@@ -34,25 +35,6 @@ _REQUEST_TIMEOUT_S = 120.0
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 400_000_000  # Ray's object store: it would else want a third of the memory, and not find it there
 _MOUNT = f'mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm && exec "$@"'
-_CLOCK = '''"""Shift `time.time` of this process, and stop the engine's thread of one, as the file says."""
-import mmap, os, struct, threading, time
-_file = open(os.environ["OUTRIDER_CLOCK"], "rb")
-_map = mmap.mmap(_file.fileno(), 24, prot=mmap.PROT_READ)
-_time, _time_ns, _monotonic, _sleep = time.time, time.time_ns, time.monotonic, time.sleep
-
-def _shift():
-    return struct.unpack_from("d", _map)[0]
-
-def _stalled():
-    pid, until_s = struct.unpack_from("qd", _map, 8)
-    if pid == os.getpid() and threading.current_thread().name == "TargetActor":
-        _sleep(max(0.0, until_s - _monotonic()))
-    return _monotonic()
-
-time.time = lambda: _time() + _shift()
-time.time_ns = lambda: _time_ns() + int(_shift() * 1e9)
-time.monotonic = _stalled
-'''
 Args = dict[str, Any]
 
 
@@ -64,7 +46,7 @@ class World:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.port, self._grpc_port = free_port(), free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self._clock = self._folder / "clock"
+        self._orders_path = self._folder / "interference"
         self._mark = new_mark()
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._application: ServedApplication | None = None
@@ -86,8 +68,8 @@ class World:
     def start(self) -> None:
         """Start serving, and return when every replica is ready."""
         set_variables()  # Ray's token, for the dashboard and for clients of the cluster
-        self.shift_clock(0.0)
-        (self._folder / "sitecustomize.py").write_text(_CLOCK)
+        self.interfere(Orders())
+        (self._folder / "sitecustomize.py").write_text("import bench.served.chaos.interference\n")
         path = self._folder / "deploy.yaml"
         path.write_text(yaml.safe_dump(self.deployment, sort_keys=False))
         self._application = ServedApplication(path, self.base_url, _wrapper(), self._environment(), ("--dashboard",))
@@ -98,7 +80,7 @@ class World:
     def _environment(self) -> dict[str, str]:
         return {
             MARK: self._mark,
-            "OUTRIDER_CLOCK": str(self._clock),
+            interference.VARIABLE: str(self._orders_path),
             "PYTHONPATH": f"{Path.cwd()}:{self._folder}",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(_STORE_BYTES),
         }
@@ -163,20 +145,9 @@ class World:
         self.eventually(lambda: len(self.processes.of("raylet")) > len(before), "a second raylet runs")
         return next(process for process in self.processes.of("raylet") if process.pid not in before)
 
-    def shift_clock(self, shift_s: float) -> None:
-        """Let `time.time` of every Python process be that much ahead."""
-        self._tell_clock("d", 0, shift_s)
-
-    def stall_engine(self, pid: int, seconds: float) -> None:
-        """Let a target's step take so long; its other threads go on."""
-        self._tell_clock("qd", 8, pid, time.monotonic() + seconds)
-
-    def _tell_clock(self, layout: str, offset: int, *values: float) -> None:
-        if not self._clock.exists():
-            self._clock.write_bytes(bytes(24))
-        with self._clock.open("r+b") as file:
-            file.seek(offset)
-            file.write(struct.pack(layout, *values))
+    def interfere(self, orders: Orders) -> None:
+        """Let the orders hold in every Python process, until the next ones."""
+        orders.write(self._orders_path)
 
     @property
     def has_own_shared_memory(self) -> bool:
