@@ -67,6 +67,11 @@ class Client:
     max_priority: int | None = None
     is_logged: bool = True
 
+    @property
+    def tenant_id(self) -> str:
+        """The tenant's name beyond this process."""
+        return digest(self.tenant)
+
     def secret(self, text: str) -> str:
         """Return a client's salt or name of a conversation such that no other tenant can have the same one."""
         if not self.tenant:
@@ -85,6 +90,11 @@ class Client:
                 "This needs an API key with admin=true behind it; a server on loopback without keys may set "
                 "ingress.open_admin: true."
             )
+
+
+def digest(name: str) -> str:
+    """Return a short name in place of one that may be long: the index remembers 100,000 of them."""
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32] if name else ""
 
 
 ANYONE = Client()

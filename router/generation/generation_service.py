@@ -161,7 +161,7 @@ class GenerationService:
         """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
         self.check_model(body.model)
         check_num_choices(len(body.prompts), body.n or 1, self.config.limits)
-        self._gate.check(current_client.get().tenant, len(body.prompts) * (body.n or 1))
+        self._gate.check(current_client.get().tenant_id, len(body.prompts) * (body.n or 1))
         prompts = [await self._prompt(prompt, body) for prompt in body.prompts]
         return await self._start(
             GenerateParams(
@@ -179,7 +179,7 @@ class GenerationService:
     async def chat(self, body: ChatCompletionRequest) -> Generation:
         """Start what `/v1/chat/completions` asks for; nothing runs before its deltas are read."""
         self.check_model(body.model)
-        self._gate.check(current_client.get().tenant, body.n or 1)
+        self._gate.check(current_client.get().tenant_id, body.n or 1)
         token_ids = await self.chat_prompt(body)
         use = body.tool_use
         thinking = thinking_after(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import replace
 
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
-from router.api_keys import Client, current_client
+from router.api_keys import Client, current_client, digest
 from router.config import IngressLimits
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import sampling_params
@@ -90,12 +89,12 @@ def _request(
         priority=_priority(params.fields.priority, client),
         num_places=num_choices if index == 0 else 1,
         is_admitted=index > 0,
-        tenant=_digest(client.tenant),
+        tenant=client.tenant_id,
         weight=client.weight,
         timeout_s=params.fields.timeout_s,
         cache_salt=client.secret(params.fields.cache_salt or ""),
         prediction_token_ids=params.prediction_token_ids[: card.max_model_len],
-        session_id=_digest(client.secret(params.fields.prompt_cache_key or params.fields.user or "")),
+        session_id=digest(client.secret(params.fields.prompt_cache_key or params.fields.user or "")),
         is_seeded=params.fields.seed is not None,
         returns_sources=bool(params.fields.return_token_sources),
         returns_guesses=params.fields.has_draft_events,
@@ -115,11 +114,6 @@ def _priority(asked: int | None, client: Client) -> int:
             param="priority",
         )
     return asked
-
-
-def _digest(name: str) -> str:
-    """Return a short name in place of one that may be long: the index remembers 100,000 of them."""
-    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32] if name else ""
 
 
 def _within_length(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

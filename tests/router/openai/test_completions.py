@@ -13,8 +13,11 @@ from openai.types import Completion
 from protos.errors import EngineError, OverloadedError, UnavailableError
 from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
 from router.backend import refusal_gate
+from router.generation.generation_service import GenerationService
+from router.openai.api import build_app
 from router.tokenizer.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, say
+from tests.router.key_files import api_keys
 
 
 def ids(text: str) -> list[int]:
@@ -177,15 +180,20 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     assert (caught.value.type, caught.value.code) == ("service_unavailable_error", "overloaded")
 
 
-async def test_a_refusal_that_the_pairs_were_not_asked_for_is_marked_for_the_proxy(
-    http: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+async def test_a_tenant_s_refusals_that_the_pairs_were_not_asked_for_are_marked_for_the_proxy(
+    service: GenerationService, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STREAK_S"):
         monkeypatch.setattr(refusal_gate, name, 100.0)
     backend.failures = [OverloadedError("full") for _ in range(4)]
-    answers = [await http.post("/v1/completions", json={"model": "fake", "prompt": "a"}) for _ in range(5)]
-    assert [answer.status_code for answer in answers] == [503] * 5
-    assert ["x-outrider-full" in answer.headers for answer in answers] == [False] * 4 + [True]
+    app = build_app(service, api_keys("a tenant=one", "b tenant=two"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://outrider") as http:
+        answers = [
+            await http.post("/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"x-api-key": key})
+            for key in "aaaaab"
+        ]
+    assert [answer.status_code for answer in answers] == [503] * 5 + [200]
+    assert ["x-outrider-full" in answer.headers for answer in answers] == [False] * 4 + [True, False]
 
 
 async def test_a_request_of_many_choices_is_refused_before_any_of_them_runs(
