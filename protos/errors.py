@@ -122,10 +122,6 @@ class OverloadedError(ServingError):
     usual_retry_after_s = 1.0
 
 
-class StillOverloadedError(OverloadedError):
-    """Refused without a look at the pairs, as every other request of this client would be now."""
-
-
 class UnavailableError(ServingError):
     """No healthy replica can take the request now (starting, draining, or restarting)."""
 

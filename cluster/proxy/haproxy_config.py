@@ -76,7 +76,7 @@ _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\
 _REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
 _REFUSED_CLIENTS = """
 backend refusals
-    stick-table type binary len 32 size 100k expire 60s store gpc0,gpc0_rate(250ms),gpt0
+    stick-table type binary len 32 size 100k expire 60s store gpc(3),gpc_rate(3,1s),gpt0
 """
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protos.errors import OverloadedError, StillOverloadedError
+from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
 _NUM_FREE = 3  # refusals one after the other until the gate closes: another pair may have room
@@ -51,8 +51,7 @@ class RefusalGate:
         elif now_s >= streak.until_s:
             streak.until_s = now_s + streak.spacing_s
         else:
-            kind = StillOverloadedError if streak.num_places == 1 else OverloadedError
-            raise kind(str(streak.error), retry_after_s=streak.error.retry_after_s)
+            raise OverloadedError(str(streak.error), retry_after_s=streak.error.retry_after_s)
 
     def refused(self, request: GenerateRequest, error: OverloadedError) -> None:
         """Record a pair's refusal."""

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protos.errors import EngineError, NotFoundError, RequestError, ServingError, StillOverloadedError
+from protos.errors import EngineError, NotFoundError, OverloadedError, RequestError, ServingError
 from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
@@ -41,7 +41,7 @@ def error_response(error: ServingError, status: int | None = None) -> JSONRespon
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if isinstance(error, StillOverloadedError):
+    if isinstance(error, OverloadedError):
         headers[_FULL] = "1"
     return JSONResponse(error_object(error), status_code=status or error.http_status, headers=headers)
 

@@ -1,4 +1,4 @@
-"""HAProxy refuses by itself for a moment after an ingress has said that it would refuse all of a client's requests."""
+"""HAProxy refuses by itself most requests of a client that meets refusals, and lets through as many as are answered."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class FullServer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     num_asked = 0
     is_marked = True
+    status = 503
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
         FullServer.num_asked += 1
-        self._answer(503, {"Retry-After": "7"} | ({"X-Outrider-Full": "1"} if self.is_marked else {}))
+        is_marked = self.is_marked and self.status != 200
+        self._answer(self.status, {"Retry-After": "7"} | ({"X-Outrider-Full": "1"} if is_marked else {}))
 
     def do_GET(self) -> None:
         self._answer(200, {})
@@ -46,7 +48,7 @@ class FullServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """HAProxy before a full server; a refusal counts for longer than a test takes."""
-    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", haproxy_config._REFUSED_CLIENTS.replace("250ms", "40s"))
+    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", haproxy_config._REFUSED_CLIENTS.replace("3,1s", "3,40s"))
     yield from serve(start, monkeypatch)
 
 
@@ -107,3 +109,22 @@ def test_a_refusal_without_the_mark_concerns_one_request(proxy: Proxy, monkeypat
     for _ in range(3):
         ask(proxy)
     assert FullServer.num_asked == 3
+
+
+def test_a_client_without_refusals_is_not_limited(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullServer, "status", 200)
+    for _ in range(9):
+        ask(proxy)
+    monkeypatch.setattr(FullServer, "status", 503)
+    ask(proxy)
+    assert FullServer.num_asked == 10
+
+
+def test_answers_let_a_quarter_more_requests_through(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullServer, "status", 200)
+    for _ in range(8):
+        ask(proxy)
+    monkeypatch.setattr(FullServer, "status", 503)
+    for _ in range(9):
+        ask(proxy)
+    assert FullServer.num_asked == 8 + 8 // 4 + 1

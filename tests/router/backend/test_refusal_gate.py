@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.errors import OverloadedError, StillOverloadedError
+from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 from router.backend.refusal_gate import RefusalGate
 
@@ -85,11 +85,3 @@ def test_the_gate_opens_after_some_that_are_let_in_or_after_a_time():
     now_s[0] = 1.5
     for _ in range(9):
         gate.check("a", 1)
-
-
-def test_only_a_refusal_that_all_sizes_meet_is_one_for_the_proxy_to_repeat():
-    with pytest.raises(OverloadedError) as caught:
-        closed_gate([0.0], num_places=2).check("a", 2)
-    assert type(caught.value) is OverloadedError
-    with pytest.raises(StillOverloadedError):
-        closed_gate([0.0]).check("a", 2)

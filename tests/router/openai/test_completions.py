@@ -180,7 +180,7 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     assert (caught.value.type, caught.value.code) == ("service_unavailable_error", "overloaded")
 
 
-async def test_a_tenant_s_refusals_that_the_pairs_were_not_asked_for_are_marked_for_the_proxy(
+async def test_a_full_pair_is_not_asked_again_at_once_and_the_proxy_hears_of_it(
     service: GenerationService, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_STREAK_S"):
@@ -193,7 +193,7 @@ async def test_a_tenant_s_refusals_that_the_pairs_were_not_asked_for_are_marked_
             for key in "aaaaab"
         ]
     assert [answer.status_code for answer in answers] == [503] * 5 + [200]
-    assert ["x-outrider-full" in answer.headers for answer in answers] == [False] * 4 + [True, False]
+    assert ["x-outrider-full" in answer.headers for answer in answers] == [True] * 5 + [False]
 
 
 async def test_a_request_of_many_choices_is_refused_before_any_of_them_runs(
