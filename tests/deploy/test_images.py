@@ -13,6 +13,9 @@ import pytest
 from cluster.serve_environment import FAST_PATH
 
 ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "deploy" / "images"
+TORCH = "https://download.pytorch.org/whl"
+INSTALL = "    && apt-get install --yes --no-install-recommends"
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
 
 
@@ -26,6 +29,19 @@ def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
     assert (ROOT / script[1]).is_file()
     assert "torch==2.13.0" in text
     assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_images_differ_in_their_torch_and_in_the_compiler_that_triton_needs():
+    """So the lines that `build_offline.sh` has run for the one are run for the other."""
+    cpu, cuda = (
+        [line for line in (IMAGES / f"{name}.Dockerfile").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+        for name in ("cpu", "cuda")
+    )
+    changed = [pair for pair in zip(cpu, cuda, strict=True) if pair[0] != pair[1]]
+    assert changed == [
+        (f"ARG TORCH_INDEX={TORCH}/cpu", f"ARG TORCH_INDEX={TORCH}/cu130"),
+        (f"{INSTALL} libgomp1 wget \\", f"{INSTALL} gcc libc6-dev libgomp1 wget \\"),
+    ]
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint has no wheel for this machine")
