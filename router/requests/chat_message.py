@@ -72,6 +72,9 @@ class Role(StrEnum):
     FUNCTION = "function"
 
 
+MAX_MESSAGES = 1 << 16  # of one chat: it also bounds the number of mistakes that are listed
+
+
 class ChatMessageFields(Body):
     """One message, an answer of ours as `model_dump()` writes it included."""
 

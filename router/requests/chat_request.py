@@ -8,7 +8,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
-from router.requests.chat_message import ChatMessageFields
+from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCount
 from router.requests.tools import Tool, ToolUse, tool_use
 
@@ -18,7 +18,7 @@ _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type
 class ChatCompletionRequest(GenerationFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: TokenCount | None = None  # OpenAI's older name of max_completion_tokens
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None

@@ -34,7 +34,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logits_processors": ([],),
-    "modalities": (["text"],),
+    "modalities": (["text"], []),
     "moderation": (),
     "suffix": ("",),
     "use_beam_search": (False,),

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
-from router.requests.chat_message import ChatMessageFields
+from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
 
 
 class TokenizeRequest(Body):
@@ -16,7 +16,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True  # of a text; a chat template writes its own
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -43,9 +43,9 @@ async def test_fields_that_mean_nothing_are_named(http: httpx.AsyncClient) -> No
 
 
 async def test_fields_inside_of_others_are_named_by_their_path(http: httpx.AsyncClient) -> None:
-    body = {**CHAT, "messages": [{"role": "user", "content": "hi", "mood\n": "é"}], "tool_choice": None}
-    answer = await post(http, body, "/v1/chat/completions")
-    assert answer.headers["x-ignored-fields"] == "messages.0.mood%0A"
+    messages = [{"role": "user", "content": "hi", "mood\n": "é"}, {"role": "user", "content": "you", "id": 7, "at": 8}]
+    answer = await post(http, {**CHAT, "messages": messages, "tool_choice": None}, "/v1/chat/completions")
+    assert answer.headers["x-ignored-fields"] == "messages.0.mood%0A, messages.1.id, messages.1.at"
 
 
 async def test_an_error_behind_an_ignored_field_is_still_one(http: httpx.AsyncClient) -> None:
