@@ -146,13 +146,14 @@ def main() -> None:
 
 def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
     """Print the table; return whether every promise was kept."""
-    print("| thrown | answers | streams beside | longest gap | verdict |\n|---|---|---|---|---|")
+    print("| thrown | answers | streams beside | first token | longest gap | verdict |\n|---|---|---|---|---|---|")
     for each in outcomes:
         answers = ", ".join(f"{number} x {status}" for status, number in sorted(each.answers.items()))
         verdict = "; ".join(each.broken) or "kept"
         stay = each.stay
         refused = f", {stay.num_refused} refused" if stay.num_refused else ""
-        print(f"| {each.name} | {answers} | {stay.num_streams}{refused} | {stay.longest_gap_s:.2f} s | {verdict} |")
+        waits = f"{stay.longest_start_s:.2f} s | {stay.longest_gap_s:.2f} s"
+        print(f"| {each.name} | {answers} | {stay.num_streams}{refused} | {waits} | {verdict} |")
     gone = [name for pid, name in before.lasting.items() if pid not in after.lasting]
     growths = {name: size - before.num_bytes[name] for name, size in after.num_bytes.items()}
     growth = after.num_bytes.total() - before.num_bytes.total()

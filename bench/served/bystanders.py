@@ -29,7 +29,9 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """What the bystanders met since the last report, and their longest wait; refused is 503 with Retry-After.
+    """What the bystanders met since the last report; refused is 503 with Retry-After.
+
+    Their longest waits are those for a stream's first event, and between its events.
 
     A stream that fails counts as changed if what came before is no beginning of its text. `num_tokens_off` are the
     tokens that whole streams had too few or too many; `strange` are the texts of changed ones, with their seeds.
@@ -39,6 +41,7 @@ class Stay:
     num_changed: int = 0
     num_refused: int = 0
     failures: tuple[str, ...] = ()
+    longest_start_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens_off: int = 0
     strange: tuple[tuple[int, str], ...] = ()
@@ -131,7 +134,8 @@ class _Seed:
         self._text: str | None = None
         self._lock = threading.Lock()
         self._stay = Stay()
-        self._arrived_s = time.monotonic()
+        self._arrived_s = time.monotonic()  # the last event, or the request
+        self._has_begun = False
         self._number = 0
 
     def stream(self) -> None:
@@ -140,7 +144,7 @@ class _Seed:
         body = {**self._body, "cache_salt": f"{self._seed}-{self._number}"} if self._habits.is_cold else self._body
         came = _Came()
         failure = None
-        self._arrived_s = time.monotonic()
+        self._arrived_s, self._has_begun = time.monotonic(), False
         try:
             with httpx.stream("POST", self._url, json=body, timeout=_TIMEOUT_S) as answer:
                 if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
@@ -151,9 +155,8 @@ class _Seed:
                     failure = f"HTTP {answer.status_code}"
                 for line in answer.iter_lines():
                     came.read(line)
-                    now_s = time.monotonic()
-                    self._add(Stay(longest_gap_s=now_s - self._arrived_s))
-                    self._arrived_s = now_s
+                    self._add(self._wait())
+                    self._arrived_s, self._has_begun = time.monotonic(), True
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             failure = f"{type(error).__name__}: {error}"
         self._add(self._judged(came, failure))
@@ -183,7 +186,11 @@ class _Seed:
         """Return what was met since the last call, the wait that still lasts included."""
         with self._lock:
             stay, self._stay = self._stay, Stay()
-        return total([stay, Stay(longest_gap_s=time.monotonic() - self._arrived_s)])
+        return total([stay, self._wait()])
+
+    def _wait(self) -> Stay:
+        seconds = time.monotonic() - self._arrived_s
+        return Stay(longest_gap_s=seconds) if self._has_begun else Stay(longest_start_s=seconds)
 
     def stream_for_ever(self) -> None:
         while True:
@@ -209,6 +216,7 @@ def total(stays: Sequence[Stay]) -> Stay:
         sum(stay.num_changed for stay in stays),
         sum(stay.num_refused for stay in stays),
         tuple(failure for stay in stays for failure in stay.failures),
+        max(stay.longest_start_s for stay in stays),
         max(stay.longest_gap_s for stay in stays),
         sum(stay.num_tokens_off for stay in stays),
         tuple(text for stay in stays for text in stay.strange),
