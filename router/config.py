@@ -10,6 +10,7 @@ class IngressLimits:
     """Bounds of one request and of the wait for its answer."""
 
     max_body_bytes: int = 8 << 20
+    max_body_bytes_in_flight: int = 128 << 20  # of all bodies that an ingress replica is reading and checking
     max_choices: int = 128  # prompts times n of one request
     first_token_timeout_s: float = 600.0  # includes the wait in the pair's queue
     inter_token_timeout_s: float = 30.0  # a pair that is silent for longer is given up, and the stream moves

@@ -46,6 +46,10 @@ class Stay:
     num_tokens_off: int = 0
     strange: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def longest_stall_s(self) -> float:
+        return max(self.longest_start_s, self.longest_gap_s)
+
 
 class Bystanders:
     """A process of its own with one stream after the other per seed, so that what it waits for is not its caller.

@@ -33,14 +33,25 @@ class RouterSection(Section):
 
 
 class LimitsSection(Section):
-    """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`)."""
+    """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`).
+
+    All bodies that an ingress replica is reading and checking hold at most `max_body_bytes_in_flight`.
+    """
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    max_body_bytes_in_flight: int = Field(default=128 << 20, ge=1024)
     max_choices: int = Field(default=128, ge=1)
     first_token_timeout_s: float = Field(default=600.0, gt=0, strict=False)
     inter_token_timeout_s: float = Field(default=30.0, gt=0, strict=False)
     migration_deadline_s: float = Field(default=60.0, gt=0, strict=False)
     max_migrations: int = Field(default=64, ge=0)
+
+    def conflicts(self) -> Iterable[str]:
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            yield (
+                f"max_body_bytes_in_flight is {self.max_body_bytes_in_flight}, less than max_body_bytes, "
+                f"{self.max_body_bytes}: no such body could be read; raise the one or lower the other"
+            )
 
 
 class IngressSection(Section):

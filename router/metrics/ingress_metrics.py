@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from protos.messages import SpeculationStats
 from router.metrics.traffic_metrics import Traffic, TrafficMetrics
@@ -76,6 +76,9 @@ class IngressMetrics:
             ("face", "operation", "status"),
             registry=self._registry,
         )
+        self._body_bytes = Gauge(
+            "outrider_http_body_bytes", "Bytes of bodies that are being read and checked.", registry=self._registry
+        )
         self._migrations = Counter(
             "outrider_migrations",
             "Times a request was sent again, to go on from its committed tokens, as its pair was lost.",
@@ -87,6 +90,10 @@ class IngressMetrics:
     def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""
         self._requests.labels(frontend, operation, status).inc()
+
+    def set_body_bytes(self, num_bytes: int) -> None:
+        """Note how much the bodies hold that are being read and checked."""
+        self._body_bytes.set(num_bytes)
 
     def count_migration(self) -> None:
         """Count one attempt to go on with a request whose pair was lost."""

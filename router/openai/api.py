@@ -28,7 +28,7 @@ from router.openai.draft_answers import drafts_answer, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.headers import NameIgnoredFields, add_cors
-from router.openai.http_body import ignore_fields, read_body
+from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.messages.messages_writer import MessagesWriter
 from router.openai.openapi import openapi_document
@@ -58,8 +58,8 @@ class OpenAIApi:
         self._service = service
         self._api_keys = api_keys
         self._tokenizer = service.files.tokenizer
-        self._max_body_bytes = service.config.limits.max_body_bytes
         self._is_strict = service.config.strict_fields
+        self._bodies = BodyReader(service.config.limits, service.metrics, is_strict=self._is_strict)
 
     async def authenticate(self, request: Request) -> None:
         """Refuse a call without a known key, if keys are configured."""
@@ -165,7 +165,7 @@ class OpenAIApi:
         return JSONResponse(DetokenizeAnswer(prompt=text))
 
     async def _body(self, request: Request, schema: type[Schema]) -> Schema:
-        return await read_body(request, schema, self._max_body_bytes, is_strict=self._is_strict)
+        return await self._bodies.read(request, schema)
 
     async def live(self) -> Response:
         """Answer 200 while this process answers, whatever the pairs do."""
@@ -193,17 +193,17 @@ class OpenAIApi:
 
     async def swap_drafts(self, request: Request) -> Response:
         """Have every pair run another draft; for admins."""
-        body = await read_body(request, SwapDrafts, self._max_body_bytes, is_strict=True)
+        body = await self._bodies.read(request, SwapDrafts, is_strict=True)
         return JSONResponse(drafts_answer(await self._service.drafts.swap(body.path, body.wait_s)))
 
     async def try_drafts(self, request: Request) -> Response:
         """Have every pair try another draft against its own; for admins."""
-        body = await read_body(request, TryDrafts, self._max_body_bytes, is_strict=True)
+        body = await self._bodies.read(request, TryDrafts, is_strict=True)
         return JSONResponse(drafts_answer(await self._service.drafts.canary(TryDraft(**body.model_dump()))))
 
     async def stop_canaries(self, request: Request) -> Response:
         """End all trials of drafts; for admins."""
-        await read_body(request, StopCanaries, self._max_body_bytes, is_strict=True)
+        await self._bodies.read(request, StopCanaries, is_strict=True)
         return JSONResponse(drafts_answer(await self._service.drafts.stop_canary()))
 
     async def metrics(self) -> Response:

@@ -1,4 +1,4 @@
-"""The validated body of an HTTP request: content type, encoding, size, JSON, schema.
+"""The validated body of an HTTP request: content type, encoding, size, room beside others, JSON, schema.
 
 Clients send more fields than any one server knows. Those that no schema has are left out of the body, and named in the
 answer's header `X-Ignored-Fields`; `strict_fields` refuses them.
@@ -16,7 +16,9 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from protos.errors import RequestError, RequestTooLargeError
+from protos.errors import OverloadedError, RequestError, RequestTooLargeError
+from router.config import IngressLimits
+from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
@@ -27,20 +29,78 @@ IGNORED_FIELDS = "ignored_fields"  # of a request's state
 _OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mistake, never another server's field
 _MAX_IGNORED = 64
 _MAX_MISTAKES = 1000
+_MAX_DIGITS = 20
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
-async def read_body(request: Request, schema: type[Schema], max_body_bytes: int, *, is_strict: bool = False) -> Schema:
-    """Return the request's body as `schema`; the names of what was left out of it go to the request's state.
+class BodyReader:
+    """Reads bodies, of which all that are being read and checked may hold `limits.max_body_bytes_in_flight` together.
 
-    Raises:
-        RequestError: it is not declared as JSON, is not JSON, or breaks the schema.
-        RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
+    Bytes count as they arrive: a client that announces a long body and sends it slowly takes no room from others.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise RequestError(f"The content type is {content_type or 'missing'}; send application/json.")
-    raw = await _read_bytes(request, max_body_bytes)
+
+    def __init__(self, limits: IngressLimits, metrics: IngressMetrics, *, is_strict: bool) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._is_strict = is_strict
+        self._num_held = 0
+
+    async def read(self, request: Request, schema: type[Schema], *, is_strict: bool = False) -> Schema:
+        """Return the request's body as `schema`; the names of what was left out of it go to the request's state.
+
+        Raises:
+            RequestError: it is not declared as JSON, is not JSON, or breaks the schema.
+            RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
+            OverloadedError: there is no room for it beside the bodies that are being read.
+        """
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise RequestError(f"The content type is {content_type or 'missing'}; send application/json.")
+        body = bytearray()
+        try:
+            await self._fill(body, request)
+            return _parsed(body, request, schema, is_strict=is_strict or self._is_strict)
+        finally:
+            self._hold(-len(body))
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
+        """Add the body of `request`, expanded if it is compressed."""
+        expand = _expander(request.headers.get("content-encoding", "identity").strip().lower())
+        self._check_length(_announced(request))
+        num_read = 0
+        async for part in request.stream():
+            num_read += len(part)
+            more = part if expand is None else _expanded(expand, part, self._limits.max_body_bytes + 1 - len(body))
+            self._check_length(max(len(body) + len(more), num_read), len(more))
+            body += more
+            self._hold(len(more))
+        if expand is not None and not expand.eof:
+            raise RequestError("The compressed body ends before its end; send all of it.")
+
+    def _check_length(self, num_bytes: int, num_more: int | None = None) -> None:
+        """Refuse a body of `num_bytes`, of which `num_more` are not yet held (all by default)."""
+        if num_bytes > self._limits.max_body_bytes:
+            raise RequestTooLargeError(
+                f"The body is longer than {self._limits.max_body_bytes} bytes; send a shorter prompt."
+            )
+        num_held = self._num_held + (num_bytes if num_more is None else num_more)
+        if num_held > self._limits.max_body_bytes_in_flight:
+            raise OverloadedError(
+                f"Requests that are being read would hold {num_held} bytes, and "
+                f"{self._limits.max_body_bytes_in_flight} are the most here; send this one again later."
+            )
+
+    def _hold(self, num_bytes: int) -> None:
+        self._num_held += num_bytes
+        self._metrics.set_body_bytes(self._num_held)
+
+
+def _announced(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < _MAX_DIGITS else 0
+
+
+def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
@@ -88,22 +148,11 @@ def _remove(value: Any, path: tuple[Any, ...]) -> None:
         value.pop(name, None)
 
 
-async def _read_bytes(request: Request, max_body_bytes: int) -> bytes:
-    """Return the body, expanded if it is compressed."""
-    expand = _expander(request.headers.get("content-encoding", "identity").strip().lower())
-    body = bytearray()
-    num_read = 0
-    async for part in request.stream():
-        num_read += len(part)
-        try:
-            body += part if expand is None else expand.decompress(part, max_body_bytes + 1 - len(body))
-        except zlib.error as error:
-            raise RequestError(f"The body is not what its content encoding says: {error}.") from None
-        if max(len(body), num_read) > max_body_bytes:
-            raise RequestTooLargeError(f"The body is longer than {max_body_bytes} bytes; send a shorter prompt.")
-    if expand is not None and not expand.eof:
-        raise RequestError("The compressed body ends before its end; send all of it.")
-    return bytes(body)
+def _expanded(expand: zlib._Decompress, part: bytes, max_bytes: int) -> bytes:
+    try:
+        return expand.decompress(part, max_bytes)
+    except zlib.error as error:
+        raise RequestError(f"The body is not what its content encoding says: {error}.") from None
 
 
 def _expander(encoding: str) -> zlib._Decompress | None:

@@ -184,7 +184,7 @@ def report(outcome: Outcome) -> None:
     refused = f", {stay.num_refused} refused" if stay.num_refused else ""
     print(
         f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)} | {stay.num_tokens_off} | "
-        f"{stay.num_changed} | {max(stay.longest_start_s, stay.longest_gap_s):.1f} s | {outcome.recovery_s:.1f} s | {verdict} |",
+        f"{stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | {verdict} |",
         flush=True,
     )
 

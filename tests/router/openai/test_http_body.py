@@ -1,0 +1,79 @@
+"""Bodies that are read at once share a budget of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from router.config import IngressLimits
+from tests.router.fake_backend import FakeBackend
+
+REQUEST = {"model": "fake", "prompt": "abc", "max_tokens": 4}
+BODY = json.dumps(REQUEST).encode().rjust(5_000)
+HEADERS = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def limits() -> IngressLimits:
+    return IngressLimits(max_body_bytes=18_000, max_body_bytes_in_flight=18_000)
+
+
+@pytest.fixture
+async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Clients of a real server, which sees a body as it comes."""
+    async with httpx.AsyncClient(base_url=base_url.removesuffix("/v1")) as client:
+        yield client
+
+
+async def bytes_held(http: httpx.AsyncClient) -> float:
+    text = (await http.get("/metrics")).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("outrider_http_body_bytes"))
+
+
+async def until_held(http: httpx.AsyncClient, num_bytes: int) -> None:
+    async with asyncio.timeout(20):
+        while await bytes_held(http) != num_bytes:  # noqa: ASYNC110 - each look is a request
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_bodies_share_a_budget_and_give_it_back(
+    http: httpx.AsyncClient, backend: FakeBackend, is_announced: bool
+) -> None:
+    """Three of 5 kB wait for their ends, beside which a fourth has no room, and a small one has."""
+    rest = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield BODY[:-1]
+        await rest.wait()
+        yield BODY[-1:]
+
+    async def fast() -> AsyncIterator[bytes]:
+        yield BODY
+
+    slow_ones = [asyncio.create_task(http.post("/v1/completions", content=slow(), headers=HEADERS)) for _ in range(3)]
+    await until_held(http, 3 * (len(BODY) - 1))
+    refused = await http.post("/v1/completions", content=BODY if is_announced else fast(), headers=HEADERS)
+    assert refused.status_code == 503
+    assert "18000 are the most here" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    small = await http.post("/v1/completions", json=REQUEST)
+    assert small.status_code == 200
+    rest.set()
+    assert [answer.status_code for answer in await asyncio.gather(*slow_ones)] == [200] * 3
+    await until_held(http, 0)
+
+
+async def test_a_client_that_goes_away_leaves_its_room(http: httpx.AsyncClient) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        yield BODY[:-1]
+        await asyncio.Event().wait()
+
+    gone = asyncio.create_task(http.post("/v1/completions", content=never(), headers=HEADERS))
+    await until_held(http, len(BODY) - 1)
+    gone.cancel()
+    await until_held(http, 0)
