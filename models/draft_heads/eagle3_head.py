@@ -19,7 +19,7 @@ from models.training.loss import distillation_loss
 from models.training.optimizer import PairedOptimizer
 from models.training.train import Budget, TrainingReport, autocast, train
 
-DRAFT_VOCAB_SIZE = 3072  # 98.3% of the library's tokens are among so many
+DRAFT_VOCAB_SIZE = 3072  # 98.3% of the library's tokens are among so many of the demo's 4,096
 NUM_STEPS = 4
 STEP_WEIGHT = 0.8  # of each draft against the one before it
 UNROLLED_FROM = 0.4  # of the budget; before, only the first draft is learned, at a third of the cost
@@ -70,12 +70,16 @@ class Eagle3Lesson:
 
 
 def train_eagle3(
-    target: LlamaForCausalLM, next_texts: Callable[[], Tensor], budget: Budget, folder: Path
+    target: LlamaForCausalLM,
+    next_texts: Callable[[], Tensor],
+    budget: Budget,
+    folder: Path,
+    draft_vocab_size: int = DRAFT_VOCAB_SIZE,
 ) -> TrainingReport:
     """Train a head on batches of texts [B, T] into `folder`, in the original format."""
     texts = torch.cat([next_texts() for _ in range(NUM_COUNTED_BATCHES)])
-    target_ids = frequent_ids(texts, target.config.vocab_size, DRAFT_VOCAB_SIZE)
-    student = new_student(target, DRAFT_VOCAB_SIZE).to(budget.device)
+    target_ids = frequent_ids(texts, target.config.vocab_size, draft_vocab_size)
+    student = new_student(target, draft_vocab_size).to(budget.device)
     student.begin_as(target, target_ids)
     layer = [*student.fc.parameters(), *student.midlayer.parameters()]
     others = [*student.norm.parameters(), *student.lm_head.parameters(), *(p for p in layer if p.ndim == 1)]

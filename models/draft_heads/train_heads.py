@@ -1,10 +1,17 @@
-"""`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head for the demo target."""
+"""`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head.
+
+It is one for the demo target, or for any Llama-shaped chat model, on its own answers to prompts:
+
+    python -m models.draft_heads.train_heads --kind eagle3 --chats 784 --draft-vocab 8000 --minutes 60
+        --target .cache/models/smollm2-135m-instruct --out .cache/eagle3-smollm2
+"""
 
 import argparse
 import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +22,7 @@ from models.demo_pair.acceptance import Acceptance
 from models.demo_pair.card import DEMO_FOLDER, acceptance_table, read_json
 from models.demo_pair.evaluate import NUM_PROMPTS, held_out_prompts
 from models.demo_pair.train_demo_pair import machine
+from models.draft_heads.chats import answered, made_prompts, read_prompts
 from models.draft_heads.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaHeads, MedusaLesson, load_heads, measure_heads, save_heads
@@ -38,41 +46,75 @@ LOG_EVERY_STEPS = 20
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=tuple(TRAINERS), required=True)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
     parser.add_argument("--out", type=Path, help="the head's folder; beside the target if left out")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training; rollouts and measuring come on top")
     parser.add_argument("--rollouts", type=int, default=96, help="windows that the target writes for its head")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="held-out prompts to measure with")
+    parser.add_argument("--chats", type=int, default=0, help="train on so many answers; 0: on the demo's corpus")
+    parser.add_argument("--chat-prompts", type=Path, help="file of their prompts, one per line; made if left out")
+    parser.add_argument("--answer-tokens", type=int, default=192, help="of a chat, at most")
+    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE, help="tokens that an EAGLE-3 head drafts")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-class Batches:
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Texts to learn from, and prompts to measure with."""
+
+    next_texts: Callable[[], Tensor]  # token ids [B, T] of the next batch
+    held_out: Tensor  # prompts [N, S] that are never trained on
+    about: str  # both, in words for the card
+
+
+def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
+    """Return chats where the command line asks for some, else the demo's corpus."""
+    return chat_material(arguments) if arguments.chats else corpus_material(target, arguments)
+
+
+def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
     """Windows of the corpus, and every second time of text that the target wrote, as at serving time."""
-
-    def __init__(self, target: LlamaForCausalLM, arguments: argparse.Namespace) -> None:
-        tokenizer = load_tokenizer(arguments.target)
-        self._stream = WindowStream(tokenize_corpus(tokenizer, collect()), arguments.seed)
-        rollouts = write_rollouts(
-            target, self._stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed
-        )
-        self._sources = mixed_sources(self._stream, rollouts, ROLLOUT_EVERY_BATCHES)
-
-    def next(self) -> Tensor:
-        """Token ids [B, T]."""
-        return next(self._sources).windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1]
+    tokenizer, corpus = load_tokenizer(arguments.target), collect()
+    stream = WindowStream(tokenize_corpus(tokenizer, corpus), arguments.seed)
+    rollouts = write_rollouts(target, stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed)
+    sources = mixed_sources(stream, rollouts, ROLLOUT_EVERY_BATCHES)
+    documents = [document.text for document in corpus.held_out if not document.is_test]
+    return Material(
+        lambda: next(sources).windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],
+        held_out_prompts(encode(tokenizer, documents), arguments.prompts),
+        "its training corpus, held-out files of it to measure with, and text that it wrote",
+    )
 
 
-def train(head: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Batches, minutes: float) -> str:
+def chat_material(arguments: argparse.Namespace) -> Material:
+    """Answers of the target, and beginnings of others to measure with."""
+    file = arguments.chat_prompts
+    prompts = (read_prompts(file) if file else made_prompts(arguments.seed))[: arguments.chats]
+    began = time.monotonic()
+    chats = answered(arguments.target, prompts, arguments.answer_tokens, arguments.seed)
+    num_tokens, seconds = sum(map(len, chats.texts)), time.monotonic() - began
+    logger.info("chats=%d tokens=%d seconds=%.0f", len(chats.texts), num_tokens, seconds)
+    pool = chats.windows(WINDOW_TOKENS, arguments.seed)
+    return Material(
+        lambda: pool.windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],
+        chats.held_out(arguments.prompts),
+        f"{len(prompts)} of its own answers ({num_tokens:,} tokens), others of them to measure with",
+    )
+
+
+def train(
+    head: nn.Module, loss_of: Callable[[Tensor], Tensor], next_texts: Callable[[], Tensor], minutes: float
+) -> str:
     """Step until the minutes are over; return the cost, in words."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
     began, step, mean_loss = time.monotonic(), 0, 0.0
     while (progress := (time.monotonic() - began) / (60.0 * minutes)) < 1.0:
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * schedule(progress)
-        loss = loss_of(batches.next())
+        loss = loss_of(next_texts())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
@@ -86,48 +128,54 @@ def train(head: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Batches
     )
 
 
-def held_out(arguments: argparse.Namespace) -> Tensor:
-    """Return the prompts with which the pair itself is measured."""
-    documents = [document.text for document in collect().held_out if not document.is_test]
-    return held_out_prompts(encode(load_tokenizer(arguments.target), documents), arguments.prompts)
-
-
 def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
     """Train and save a set of Medusa heads, and return its card."""
     teacher = load_checkpoint(arguments.target, torch.bfloat16).requires_grad_(False)
-    heads = MedusaHeads(target.config.hidden_size)
-    spent = train(heads, MedusaLesson(heads, teacher), Batches(teacher, arguments), arguments.minutes)
+    heads, texts = MedusaHeads(target.config.hidden_size), material(teacher, arguments)
+    spent = train(heads, MedusaLesson(heads, teacher), texts.next_texts, arguments.minutes)
     save_heads(heads, target, folder)
-    saved, prompts = load_heads(folder, target), held_out(arguments)
-    measured = {f"{t:g}": measure_heads(target, saved, prompts, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
-    size = (folder / "model.safetensors").stat().st_size / 1e6
+    saved = load_heads(folder, target)
+    measured = {f"{t:g}": measure_heads(target, saved, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
     about = (
         f"{saved.num_heads} heads of {saved.num_blocks} residual blocks each on the target's last hidden "
-        f"state, {size:.1f} MB in bfloat16, in vLLM's format; all share the target's linear layer to the vocabulary."
+        f"state, {megabytes(folder):.1f} MB in bfloat16, in vLLM's format; all share the target's linear layer to the "
+        "vocabulary."
     )
-    return card("Medusa heads", "medusa", about, measured, spent, len(prompts))
+    return card(Made("Medusa heads", "medusa", about, spent), arguments, folder, texts, measured)
 
 
 def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Train and save an EAGLE-3 head, and return its card, with the pair's draft to compare."""
+    """Train and save an EAGLE-3 head, and return its card, with the draft of a pair to compare."""
     budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS, WINDOW_TOKENS)
-    report = train_eagle3(target, Batches(target, arguments).next, budget, folder)
-    return eagle3_card(target, arguments, folder, report)
+    texts = material(target, arguments)
+    report = train_eagle3(target, texts.next_texts, budget, folder, arguments.draft_vocab)
+    return eagle3_card(target, arguments, folder, texts, report)
 
 
-def eagle3_card(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, report: TrainingReport) -> str:
+def eagle3_card(
+    target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, texts: Material, report: TrainingReport
+) -> str:
     """Measure the head in `folder` and describe its making."""
-    head, prompts = eagle3_logits(folder, target), held_out(arguments)
-    measured = {f"{t:g}": measure_head(target, head, prompts, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
-    size = (folder / "model.safetensors").stat().st_size / 1e6
+    head = eagle3_logits(folder, target)
+    measured = {f"{t:g}": measure_head(target, head, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
     about = (
-        f"One layer on the target's states of three layers (arXiv:2503.01840), {size:.1f} MB in bfloat16, in the "
-        f"original format; it drafts the {DRAFT_VOCAB_SIZE:,} most frequent of the {target.config.vocab_size:,} tokens."
+        f"One layer on the target's states of three layers (arXiv:2503.01840), {megabytes(folder):.1f} MB in bfloat16, "
+        f"in the original format; it drafts the {arguments.draft_vocab:,} most frequent of the "
+        f"{target.config.vocab_size:,} tokens."
     )
     spent = f"{report.num_steps} steps, {report.num_tokens:,} tokens in {report.seconds / 60:.0f} minutes"
-    text = card("EAGLE-3 head", "eagle3", about, measured, f"{spent}, last loss {report.last_loss:.3f}", len(prompts))
-    draft = acceptance_table(read_json(arguments.target.parent / "measurements.json")["acceptance"])
+    made = Made("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
+    text = card(made, arguments, folder, texts, measured)
+    measurements = arguments.target.parent / "measurements.json"
+    if not measurements.exists():
+        return text
+    draft = acceptance_table(read_json(measurements)["acceptance"])
     return f"{text}\n## The pair's own draft\n\nMeasured in the same way, on the same prompts:\n\n{draft}\n"
+
+
+def megabytes(folder: Path) -> float:
+    """Return the size of the head in `folder`."""
+    return (folder / "model.safetensors").stat().st_size / 1e6
 
 
 TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]] = {
@@ -136,7 +184,19 @@ TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]]
 }
 
 
-def card(title: str, kind: str, about: str, measured: dict[str, Acceptance], spent: str, num_prompts: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A head and its cost, in words."""
+
+    title: str
+    kind: str
+    about: str
+    spent: str
+
+
+def card(
+    made: Made, arguments: argparse.Namespace, folder: Path, texts: Material, measured: dict[str, Acceptance]
+) -> str:
     """Return a head's README: its kind, the acceptance of its drafts by position, its making."""
     num_drafts = len(next(iter(measured.values())).by_position)
     columns = ["temperature", *map(str, range(1, num_drafts + 1)), "tokens per pass", "repetition", "rounds"]
@@ -146,25 +206,25 @@ def card(title: str, kind: str, about: str, measured: dict[str, Acceptance], spe
         rest = f"{found.tokens_per_pass:.2f} | {found.repetition:.2f} | {found.num_rounds}"
         lines.append(f"| {temperature} | {chances} | {rest} |")
     table = "\n".join(lines)
-    return f"""# {title} for the demo target
+    num_prompts, num_prompt_tokens = texts.held_out.shape
+    return f"""# {made.title} for {arguments.target}
 
-{about}
+{made.about}
 
-`draft: {{kind: {kind}, path: models/demo/{kind}}}` in deploy.yaml serves with it.
+`draft: {{kind: {made.kind}, path: {folder}}}` in deploy.yaml serves with it.
 
 ## Acceptance by position
 
-The target continues {num_prompts} prompts of 128 tokens from held-out library files by {MEASURED_TOKENS} tokens each.
-A draft is accepted when it is the token that the target chose; temperature 1 is coupled. The chance at a position is
-given that all before it were accepted. Greedy text of so small a target falls into loops, as its repetition says.
+The target continues {num_prompts} held-out prompts of {num_prompt_tokens} tokens by {MEASURED_TOKENS} tokens each. A
+draft is accepted when it is the token that the target chose; temperature 1 is coupled. The chance at a position is
+given that all before it were accepted. Greedy text of a small target falls into loops, as its repetition says.
 
 {table}
 
 ## How it was made
 
-`python -m models.draft_heads.train_heads {" ".join(sys.argv[1:])}`: {spent}; {machine(torch.device("cpu"))}.
-Distilled from the target's own distribution over its training corpus and over text that it wrote.
-It must be trained again with the target.
+`python -m models.draft_heads.train_heads {" ".join(sys.argv[1:])}`: {made.spent}; {machine(torch.device("cpu"))}.
+Distilled from the target's own distribution over {texts.about}. It must be trained again with the target.
 """
 
 
