@@ -143,7 +143,7 @@ def model_version(path: str, quantization: str = "none") -> str:
     folder = _folder_of(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if quantization != "none":
-        digest.update(f"{quantization} in groups of 32".encode())
+        digest.update(f"{quantization} in groups of 32, rows for int8 with bases".encode())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         digest.update(file_sample(file))
     return digest.hexdigest()

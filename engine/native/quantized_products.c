@@ -1,8 +1,11 @@
 /* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX or AVX-512's VNNI.
 
    Rows and weights are whole numbers with a scale for every GROUP of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks:
-   a huge input (arXiv:2402.17762) costs its own group precision and no other. The sum of a group is exact; groups are
-   added in float32, in the order of the inputs. A row's result does not depend on the rows beside it.
+   a huge input (arXiv:2402.17762) costs its own group precision and no other. What it costs there is halved where rows
+   also have a base, the least input of a group: the huge ones are mostly of one sign. Rows that meet weights of 8 bits
+   have bases, weights of 4 bits have them themselves; a base counts as often as the other side's numbers of its group
+   say, whose sum is kept with them. The sum of a group is exact; groups are added in float32, in the order of the inputs. A
+   row's result does not depend on the rows beside it.
 
    W lies as a stream of blocks, for each pair of 16 outputs and another 16 and each group. 8 bits: eight lines of 64
    bytes for the first outputs and eight for the others, a line being four inputs of 16 outputs. 4 bits: eight lines,
@@ -16,6 +19,7 @@
 enum {
     GROUP = 32,         /* inputs */
     OUTPUTS = 32,       /* of a pair */
+    GROUP_TABLES = 2 * OUTPUTS,
     HALF_BLOCK = 512,   /* bytes of a group of 16 outputs, as int8 */
     BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
     BLOCK_ROWS = 128,
@@ -27,11 +31,11 @@ enum {
 };
 
 struct quantized {
-    int8_t *x;         /* [rows, num_inputs + PAD], in units of row_scales */
+    int8_t *x;         /* [rows, num_inputs + PAD] in units of row_scales, -127 to 127; for 8 bits 0 to 255 */
     float *row_scales; /* [rows, groups] */
-    int32_t *row_sums; /* [rows, groups] of x */
+    float *row_bases;  /* [rows, groups], for 8 bits; for 4 the sums of the groups */
     const uint8_t *weight;
-    const uint16_t *tables; /* [pairs, groups, 1 or 2, OUTPUTS] float16: scales, and bases of 4 bits */
+    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS] float16: scales; bases of 4 bits, or sums of 8 */
     const float *bias;      /* [num_outputs] or NULL */
     bf16 *out;              /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs, num_groups;
@@ -43,8 +47,8 @@ struct quantized {
 struct part {
     const int8_t *x; /* rows `stride` bytes apart */
     int64_t stride;
-    const float *row_scales; /* and row_sums: rows `table_stride` apart */
-    const int32_t *row_sums;
+    const float *row_scales; /* and row_bases: rows `table_stride` apart */
+    const float *row_bases;
     int64_t table_stride;
     const uint8_t *w;
     const uint16_t *tables;
@@ -58,40 +62,65 @@ AVX static __m512 widened(const bf16 *x) {
 
 AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
 
-/* One row of x to int8: the largest magnitude of a group is 127 of its scale. */
+/* A group's scale: what is `range` in x is `levels` afterwards. */
+INLINE float scale_of(float range, float levels) { return range < 1e-30f * levels ? 1e-30f : range / levels; }
+
+/* A group of x for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
+AVX INLINE void quantize_based(__m512 low, __m512 high, int8_t *to, float *scale, float *base) {
+    *base = _mm512_reduce_min_ps(_mm512_min_ps(low, high));
+    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(low, high)) - *base, 255.0f);
+    const __m512 inverse = _mm512_set1_ps(1.0f / *scale), least = _mm512_set1_ps(*base);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(low, least), inverse));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(high, least), inverse));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtusepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtusepi32_epi8(second));
+}
+
+/* The same for weights of 4 bits: the largest magnitude is 127. */
+AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scale, float *sum) {
+    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f);
+    const __m512 inverse = _mm512_set1_ps(1.0f / *scale);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtsepi32_epi8(second));
+    *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+/* One row of x to numbers of 8 bits. */
 AVX static void quantize(const struct quantized *p, const bf16 *x, int64_t row) {
     int8_t *to = p->x + row * (p->num_inputs + PAD);
+    float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
     for (int64_t group = 0; group < p->num_groups; group++, x += GROUP, to += GROUP) {
         const __m512 low = widened(x), high = widened(x + 16);
-        float scale = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))) / 127.0f;
-        if (scale < 1e-30f) scale = 1e-30f;
-        const __m512 inverse = _mm512_set1_ps(1.0f / scale);
-        const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
-        const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
-        _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
-        _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtsepi32_epi8(second));
-        p->row_scales[row * p->num_groups + group] = scale;
-        p->row_sums[row * p->num_groups + group] = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+        if (p->bits == 8) quantize_based(low, high, to, scales + group, bases + group);
+        else quantize_summed(low, high, to, scales + group, bases + group);
     }
 }
 
-/* A group's exact sum as a number, onto what came before it. */
-AVX INLINE __m512 add_scaled(__m512 onto, __m512i sum, __m512 scale, float row_scale) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(row_scale)), onto);
+/* The base of a group's weights, or their sum where rows have the bases; `tables` are those of 16 outputs. */
+AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const int bits) {
+    const __m512 second = from_float16(tables + OUTPUTS);
+    return bits == 8 ? _mm512_mul_ps(second, scale) : second;
 }
 
-/* The same for a weight's base, which every input of the group has. */
-AVX INLINE __m512 add_based(__m512 onto, __m512 base, float row_scale, int32_t row_sum) {
-    return _mm512_fmadd_ps(base, _mm512_set1_ps(row_scale * (float)row_sum), onto);
+/* A group's exact sum as a number onto what came before it, and what the base of one side adds. */
+AVX INLINE __m512 add_group(__m512 onto, __m512i sum, __m512 scale, __m512 second, float row_scale, float row_base) {
+    onto = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(row_scale)), onto);
+    return _mm512_fmadd_ps(second, _mm512_set1_ps(row_base), onto);
 }
 
-/* A part, onto the sums [pairs, rows, 32]. VNNI takes weights as they are above zero: those of 8 bits are 128 more
-   meanwhile, and sums begin at as much less. Several pairs side by side are as many streams from memory, and sums
-   enough to be computed while others wait for their last product; they lie `pair` groups apart. */
+/* Four products of 16 outputs each onto their sums. VNNI takes the one side as 0 to 255, the other as -128 to 127. */
+AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const int bits) {
+    return bits == 8 ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
+}
+
+/* A part, onto the sums [pairs, rows, 32]. Several pairs side by side are as many streams from memory, and sums enough
+   to be computed while others wait for their last product; they lie `pair` groups apart. */
 AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, struct part p, int64_t pair, float *sums) {
-    const __m512i raise = _mm512_set1_epi8(-128), low = _mm512_set1_epi8(15);
+    const __m512i low = _mm512_set1_epi8(15);
     const int64_t pair_bytes = pair * (bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK);
-    const int64_t pair_tables = pair * (bits == 8 ? OUTPUTS : 2 * OUTPUTS);
+    const int64_t pair_tables = pair * GROUP_TABLES;
     __m512 total[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int i = 0; i < rows * pairs; i++)
@@ -103,14 +132,11 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
         for (int i = 0; i < pairs; i++)
             if (p.is_first_reader) {
                 fetch_lines(p.w + i * pair_bytes + next, 0, bits == 8 ? 16 : 8);
-                if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * OUTPUTS, 0, 1);
+                if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
             }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
-        for (int i = 0; i < rows * pairs; i++) {
-            const int32_t row_sum = p.row_sums[i % rows * p.table_stride + group];
-            sum[i][0] = sum[i][1] = _mm512_set1_epi32(bits == 8 ? -128 * row_sum : 0);
-        }
+        for (int i = 0; i < rows * pairs; i++) sum[i][0] = sum[i][1] = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int line = 0; line < 8; line++) { /* four inputs of 32 outputs */
 #pragma GCC unroll 4
@@ -118,8 +144,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
                 const uint8_t *w = p.w + i * pair_bytes + line * 64;
                 __m512i first = _mm512_loadu_si512(w), second;
                 if (bits == 8) {
-                    second = _mm512_xor_si512(_mm512_loadu_si512(w + HALF_BLOCK), raise);
-                    first = _mm512_xor_si512(first, raise);
+                    second = _mm512_loadu_si512(w + HALF_BLOCK);
                 } else {
                     second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
                     first = _mm512_and_si512(first, low);
@@ -127,8 +152,8 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
-                    sum[i * rows + row][0] = _mm512_dpbusd_epi32(sum[i * rows + row][0], first, inputs);
-                    sum[i * rows + row][1] = _mm512_dpbusd_epi32(sum[i * rows + row][1], second, inputs);
+                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], first, inputs, bits);
+                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], second, inputs, bits);
                 }
             }
         }
@@ -137,22 +162,18 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 const uint16_t *tables = p.tables + i * pair_tables + half * 16;
-                const __m512 scale = from_float16(tables);
+                const __m512 scale = from_float16(tables), second = second_of(tables, scale, bits);
 #pragma GCC unroll 8
-                for (int row = 0; row < rows; row++)
-                    total[i * rows + row][half] = add_scaled(total[i * rows + row][half], sum[i * rows + row][half], scale,
-                                                             p.row_scales[row * p.table_stride + group]);
-                if (bits == 8) continue;
-                const __m512 base = from_float16(tables + OUTPUTS);
-#pragma GCC unroll 8
-                for (int row = 0; row < rows; row++)
-                    total[i * rows + row][half] =
-                        add_based(total[i * rows + row][half], base, p.row_scales[row * p.table_stride + group],
-                                  p.row_sums[row * p.table_stride + group]);
+                for (int row = 0; row < rows; row++) {
+                    const int64_t place = row * p.table_stride + group;
+                    __m512 *onto = &total[i * rows + row][half];
+                    *onto = add_group(*onto, sum[i * rows + row][half], scale, second, p.row_scales[place],
+                                      p.row_bases[place]);
+                }
             }
         p.x += GROUP;
         p.w += bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK;
-        p.tables += bits == 8 ? OUTPUTS : 2 * OUTPUTS;
+        p.tables += GROUP_TABLES;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows * pairs; i++)
@@ -198,26 +219,30 @@ AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *su
         _tile_zero(1);
         _tile_loadd(4, p.x, p.stride);
         _tile_loadd(6, p.w, 64);
-        _tile_dpbssd(0, 4, 6);
         _tile_loadd(7, p.w + HALF_BLOCK, 64);
-        _tile_dpbssd(1, 4, 7);
+        if (bits == 8) {
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+        } else {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        }
         _tile_stored(0, numbers[0], 64);
         _tile_stored(1, numbers[1], 64);
         for (int half = 0; half < 2; half++) {
             const __m512 scale = from_float16(p.tables + half * 16);
-            const __m512 base = bits == 4 ? from_float16(p.tables + OUTPUTS + half * 16) : scale;
+            const __m512 second = second_of(p.tables + half * 16, scale, bits);
             for (int64_t row = 0; row < rows; row++) {
-                const float row_scale = p.row_scales[row * p.table_stride + group];
+                const int64_t place = row * p.table_stride + group;
                 const __m512i sum = _mm512_load_si512(numbers[half] + row * 16);
                 float *onto = sums + row * OUTPUTS + half * 16;
-                __m512 total = add_scaled(_mm512_loadu_ps(onto), sum, scale, row_scale);
-                if (bits == 4) total = add_based(total, base, row_scale, p.row_sums[row * p.table_stride + group]);
-                _mm512_storeu_ps(onto, total);
+                _mm512_storeu_ps(onto, add_group(_mm512_loadu_ps(onto), sum, scale, second, p.row_scales[place],
+                                                 p.row_bases[place]));
             }
         }
         p.x += GROUP;
         p.w += 2 * HALF_BLOCK;
-        p.tables += bits == 8 ? OUTPUTS : 2 * OUTPUTS;
+        p.tables += GROUP_TABLES;
     }
 }
 
@@ -246,12 +271,12 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
-    struct part part = {.x = p->x, .stride = p->num_inputs + PAD, .row_scales = p->row_scales, .row_sums = p->row_sums,
+    struct part part = {.x = p->x, .stride = p->num_inputs + PAD, .row_scales = p->row_scales, .row_bases = p->row_bases,
                         .table_stride = groups, .num_groups = groups, .is_first_reader = 1};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
         part.w = p->weight + pair * groups * 2 * HALF_BLOCK;
-        part.tables = p->tables + pair * groups * OUTPUTS;
+        part.tables = p->tables + pair * groups * GROUP_TABLES;
         __builtin_memset(sums, 0, sizeof sums);
         add_pairs(rows, pairs, part, groups, sums);
         for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
@@ -264,7 +289,7 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int has_tiles = outrider_has_tiles;
     const int64_t max_rows = has_tiles ? 16 : VECTOR_ROWS;
-    const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8, group_tables = p->bits == 8 ? OUTPUTS : 2 * OUTPUTS;
+    const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8;
     if (has_tiles) configure_tiles_for(min(rows, 16), 0, GROUP);
     for (int64_t pair = first; pair < last; pair++) {
         __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
@@ -272,7 +297,7 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
             struct part part = {.stride = p->num_inputs + PAD, .table_stride = p->num_groups};
             part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
             part.w = p->weight + (pair * p->num_groups + group) * group_bytes;
-            part.tables = p->tables + (pair * p->num_groups + group) * group_tables;
+            part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;
             if (has_tiles && p->bits == 4) {
                 unpack(part.w, part.num_groups, unpacked);
                 part.w = unpacked;
@@ -281,7 +306,7 @@ AMX static void multiply(const struct quantized *p, int64_t row, int64_t rows, i
                 const int64_t height = min(max_rows, rows - i);
                 part.x = p->x + (row + i) * part.stride + group * GROUP;
                 part.row_scales = p->row_scales + (row + i) * p->num_groups + group;
-                part.row_sums = p->row_sums + (row + i) * p->num_groups + group;
+                part.row_bases = p->row_bases + (row + i) * p->num_groups + group;
                 part.is_first_reader = i == 0;
                 float *onto = sums + i * OUTPUTS;
                 if (!has_tiles) {
@@ -330,8 +355,8 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
                                     int is_gated, int8_t *scratch) {
     const int64_t num_groups = num_inputs / GROUP, num_pairs = num_outputs / OUTPUTS;
     float *scales = (float *)(scratch + num_rows * (num_inputs + PAD));
-    int32_t *row_sums = (int32_t *)(scales + num_rows * num_groups);
-    const struct quantized p = {scratch, scales, row_sums, weight, tables, bias, out, num_rows, num_inputs,
+    float *row_bases = scales + num_rows * num_groups;
+    const struct quantized p = {scratch, scales, row_bases, weight, tables, bias, out, num_rows, num_inputs,
                                 num_outputs, num_groups, bits, is_gated};
     const int64_t pairs = max(1, min((256 << 10) / (num_inputs * OUTPUTS), num_pairs / 8));
     const struct cut cut = {p, x, pairs, (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
@@ -340,5 +365,5 @@ AMX void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const 
 }
 
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs) {
-    return num_rows * (num_inputs + PAD + num_inputs / GROUP * (int64_t)(sizeof(float) + sizeof(int32_t)));
+    return num_rows * (num_inputs + PAD + num_inputs / GROUP * (int64_t)(2 * sizeof(float)));
 }

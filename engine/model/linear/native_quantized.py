@@ -20,7 +20,7 @@ class NativeQuantizedProduct:
     """bfloat16 rows by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
 
     A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output. The rows are
-    rounded to int8 too, each group of 32 inputs with a scale of its own.
+    rounded to 8 bits too, each group of 32 inputs with a scale of its own and, where the weights have none, a base.
     """
 
     def __init__(self, numbers: Tensor, scales: Tensor, bases: Tensor | None, bias: Tensor | None) -> None:
@@ -39,8 +39,8 @@ class NativeQuantizedProduct:
         if bases is not None:  # the levels of the first outputs of a pair below those of the second
             first, second = self._packed.unbind(2)
             self._packed = first | second << 4
-        present = [_whole_pairs(table.detach().half()) for table in (scales, bases) if table is not None]
-        tables = torch.stack(present, dim=-1)
+        second = _group_sums(numbers) if bases is None else bases
+        tables = torch.stack([_whole_pairs(table.detach().half()) for table in (scales, second)], dim=-1)
         pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
         self._tables = pairs.permute(0, 2, 3, 1).contiguous()
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
@@ -90,6 +90,12 @@ class NativeQuantizedProduct:
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
         return PackedWeight(*tensors, self._num_inputs, self._num_outputs, self._num_bits, self._is_gated)
+
+
+def _group_sums(numbers: Tensor) -> Tensor:
+    """The sum of each group's numbers, [out, in / 32] int32: how often a row's base counts."""
+    groups: Tensor = numbers.unflatten(1, (-1, GROUP_SIZE))
+    return groups.sum(dim=-1, dtype=torch.int32)
 
 
 def _whole_pairs(table: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Linear layers with int8 or int4 weights: fewer bytes per step where reading the weights is what a step costs.
 
 A weight has a scale (int4: and a base) for every 32 inputs of an output, as in llama.cpp's Q8_0 and Q4_1; rows are
-rounded to int8 with a scale for every 32 inputs too. Real models have a few inputs a thousand times as large as the
-rest (arXiv:2402.17762): one scale per row would round the rest away. Sums within a group are exact, and groups are
-added in the order of the inputs: a row's result does not depend on the rows beside it.
+rounded to 8 bits with a scale for every 32 inputs too, and with a base where the weights have none. Real models have a
+few inputs a thousand times as large as the rest (arXiv:2402.17762): one scale per row would round the rest away. Sums
+within a group are exact, and groups are added in the order of the inputs: a row's result does not depend on the rows
+beside it.
 
 Products run on our own kernel (`engine.model.linear.native_quantized`). The last product, from states to logits, stays
 int8 where the others are int4. The distribution that is served is that of the quantized weights; everything above this

@@ -22,11 +22,16 @@ SHAPES = (
 )  # outputs, inputs; blocks are of 1,024 inputs
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """The rows as the kernel sees them: whole numbers times a scale for each group of inputs."""
+def _rounded(x: Tensor, num_bits: int) -> Tensor:
+    """The rows as the kernel sees them: whole numbers times a scale for each group of inputs, for 8 bits on a base."""
     groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
-    scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-30)
-    return ((groups * (1 / scales)).round().clamp(-127, 127).double() * scales.double()).flatten(-2)
+    if num_bits == 4:
+        scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-30)
+        return ((groups * (1 / scales)).round().clamp(-127, 127).double() * scales.double()).flatten(-2)
+    bases, highest = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    scales = ((highest - bases) / 255).clamp(min=1e-30)
+    levels = ((groups - bases) * (1 / scales)).round().clamp(0, 255).double()
+    return (levels * scales.double() + bases.double()).flatten(-2)
 
 
 def _tables(shape: tuple[int, int], num_bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -51,7 +56,7 @@ def test_a_product_is_that_of_its_numbers(shape: tuple[int, int], num_bits: int,
     multiply, weight = NativeQuantizedProduct(*tables, bias), _weight(*tables)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]).bfloat16()
-        expected = _rounded(x) @ weight.T
+        expected = _rounded(x, num_bits) @ weight.T
         if bias is not None:
             expected += bias.double()
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-4 * shape[1])
@@ -65,9 +70,20 @@ def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int) 
     product, exact = NativeQuantizedProduct(*tables, None)(x).double(), x.double() @ _weight(*tables).T
     others = torch.ones(256, dtype=torch.bool)
     others[32:64] = False
-    error = (_rounded(x) - x.double())[:, others].norm() / x.double()[:, others].norm()
+    error = (_rounded(x, num_bits) - x.double())[:, others].norm() / x.double()[:, others].norm()
     assert error < 0.01
     torch.testing.assert_close(product, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+
+
+def test_a_huge_input_of_one_sign_costs_its_group_half_as_much() -> None:
+    """Rows that meet int8 weights have a base: the sum of such a group's weights is a part of the product."""
+    numbers, scales, _ = _tables((64, 64), 8)
+    x = torch.rand(8, 64).bfloat16()
+    x[:, 40] = -200.0
+    weight = _weight(numbers, scales, None)
+    found = NativeQuantizedProduct(numbers, scales, None, None)(x).double() - x.double() @ weight.T
+    about_zero = (x[:, 32:].double() / (200 / 127)).round() * (200 / 127) - x[:, 32:].double()
+    assert found.norm() < 0.6 * (about_zero @ weight[:, 32:].T).norm()
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
