@@ -32,6 +32,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),  # of a client; Ray's own limit is 2 GiB
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
+    "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _EVERY_CLUSTER = (

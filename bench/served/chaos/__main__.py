@@ -153,11 +153,9 @@ def _print_usage(minute: float, usage: Usage, world: World) -> None:
 
 
 def _growth(first: Usage, last: Usage) -> str:
-    """Return the three kinds of process whose memory has grown most."""
-    grown = Counter(
-        {title: num_bytes - first.bytes_by_title[title] for title, num_bytes in last.bytes_by_title.items()}
-    )
-    return ", ".join(f"{title} {num_bytes / 2**20:+.0f} MiB" for title, num_bytes in grown.most_common(3))
+    """Return the five processes whose memory has grown most."""
+    grown = Counter({key: now - first.bytes_by_process.get(key, 0) for key, now in last.bytes_by_process.items()})
+    return ", ".join(f"{kind} {num_bytes / 2**20:+.0f} MiB" for (_, kind), num_bytes in grown.most_common(5))
 
 
 def _is_flat(first: Usage, last: Usage) -> bool:

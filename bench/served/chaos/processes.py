@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ class Usage:
     num_actors: int
     num_threads: int
     num_handles: int
-    bytes_by_title: Counter[str]
+    bytes_by_process: dict[tuple[int, str], int]  # by its id and kind
 
 
 class Processes:
@@ -86,7 +85,7 @@ class Processes:
             sum(size.num_actors for size in sizes),
             sum(size.num_threads for size in sizes),
             sum(size.num_handles for size in sizes),
-            sum((size.bytes_by_title for size in sizes), Counter()),
+            {key: num_bytes for size in sizes for key, num_bytes in size.bytes_by_process.items()},
         )
 
 
@@ -113,9 +112,9 @@ def _is_running(process: psutil.Process) -> bool:
 
 def _usage_of(process: psutil.Process) -> Usage | None:
     try:
-        title = title_of(process)
-        num_bytes = process.memory_info().rss
-        titled = Counter({title.partition("#")[0]: num_bytes})
-        return Usage(num_bytes, 1, int(title.startswith("ray::")), process.num_threads(), process.num_fds(), titled)
+        title, num_bytes = title_of(process), process.memory_info().rss
+        kind = next((kind for kind, beginning in KINDS.items() if title.startswith(beginning)), title)
+        named = {(process.pid, kind): num_bytes}
+        return Usage(num_bytes, 1, int(title.startswith("ray::")), process.num_threads(), process.num_fds(), named)
     except psutil.Error:
         return None
