@@ -16,14 +16,14 @@ from typer import Option
 
 from cluster.cli.console import console, report
 from cluster.cli.load import Load, Objective, Timing, quantile, run_load
-from cluster.cli.server import API_KEY, URL, served_model
+from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
 from protos.errors import ConfigError
 
 _WORDS = ("the", "def", "return", "value", "of", "list", "in", "for", "file", "with", "name", "is", "to", "self", "new")
 
 
 def bench(
-    url: Annotated[str, Option(help="base address of the server")] = URL,
+    url: ServerUrl = URL,
     model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     num_requests: Annotated[int, Option("--num-requests", "-n", min=1, help="requests to send")] = 32,

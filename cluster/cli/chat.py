@@ -10,13 +10,13 @@ from openai import OpenAI, OpenAIError
 from typer import Option
 
 from cluster.cli.console import console, report, report_error
-from cluster.cli.server import API_KEY, URL, served_model
+from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
 
 _HELP = "Ctrl-D ends, Ctrl-C stops an answer, /new forgets the conversation"
 
 
 def chat(
-    url: Annotated[str, Option(help="base address of the server")] = URL,
+    url: ServerUrl = URL,
     model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     system: Annotated[str | None, Option(help="the system message")] = None,

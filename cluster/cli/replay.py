@@ -14,7 +14,7 @@ from openai import OpenAI, OpenAIError
 from typer import Argument, Option
 
 from cluster.cli.console import report
-from cluster.cli.server import API_KEY, URL, served_model
+from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
 from protos.errors import ConfigError
 from protos.fingerprint import read_fingerprint
 
@@ -43,7 +43,7 @@ class Record:
 
 def replay(
     file: Annotated[str, Argument(metavar="FILE", help="JSON or JSON lines; - reads standard input")],
-    url: Annotated[str, Option(help="base address of the server")] = URL,
+    url: ServerUrl = URL,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
 ) -> None:
     """Run stored requests again and compare their tokens; name what has changed, and end with 1, if any differ."""

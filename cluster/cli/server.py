@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+from urllib.parse import urlsplit
+
 from openai import APIConnectionError, OpenAI, OpenAIError
+from typer import Option
 
 from protos.errors import ConfigError
 
 URL = "http://127.0.0.1:8000/v1"
 API_KEY = "none"
 _TIMEOUT_S = 10.0
+
+
+def _with_version(url: str) -> str:
+    """Return the address of the API; one without a path is that of the server, whose API is at /v1."""
+    return url.rstrip("/") + "/v1" if urlsplit(url).path in {"", "/"} else url
+
+
+ServerUrl = Annotated[str, Option(help="base address of the server, with /v1 or without", callback=_with_version)]
 
 
 def served_model(url: str, api_key: str, model: str | None) -> str:

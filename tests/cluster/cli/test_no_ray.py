@@ -89,7 +89,7 @@ def test_requests_keep_their_id_and_the_pair_is_measured(ports: range):
 
 @pytest.mark.parametrize("way", [["--concurrency", "2"], ["--rate", "50"]])
 def test_bench_measures_a_server_under_either_load(ports: range, way: list[str], capsys: pytest.CaptureFixture[str]):
-    url = f"http://127.0.0.1:{ports[0]}/v1"
+    url = f"http://127.0.0.1:{ports[0]}"
     assert main(["bench", "--url", url, "-n", "4", "--max-tokens", "5", "--prompt-words", "3", *way]) == 0
     rows = {
         row.split("│")[1].strip(): row.split("│")[2].strip()
