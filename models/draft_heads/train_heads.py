@@ -145,7 +145,7 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
 
 
 def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
-    """Train and save an EAGLE-3 head, and return its card, with the draft of a pair to compare."""
+    """Train and save an EAGLE-3 head, and return its card."""
     budget = Budget(arguments.minutes, target.device, WINDOWS_PER_STEP * WINDOW_TOKENS, WINDOW_TOKENS)
     texts = material(target, arguments)
     report = train_eagle3(target, texts.next_texts, budget, folder, arguments.draft_vocab)
@@ -155,7 +155,7 @@ def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
 def eagle3_card(
     target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, texts: Material, report: TrainingReport
 ) -> str:
-    """Measure the head in `folder` and describe its making."""
+    """Measure the head in `folder` and describe its making; a pair's draft on the same prompts is beside it."""
     head = eagle3_logits(folder, target)
     measured = {f"{t:g}": measure_head(target, head, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
     about = (
@@ -167,7 +167,7 @@ def eagle3_card(
     made = Made("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
     text = card(made, arguments, folder, texts, measured)
     measurements = arguments.target.parent / "measurements.json"
-    if not measurements.exists():
+    if arguments.chats or not measurements.exists():
         return text
     draft = acceptance_table(read_json(measurements)["acceptance"])
     return f"{text}\n## The pair's own draft\n\nMeasured in the same way, on the same prompts:\n\n{draft}\n"
