@@ -18,7 +18,7 @@ MODELS = ("models/published", "models/training", "models/tuning")
 SHIPPED = ("actors", "cluster", "engine", *MODELS, "outrider", "protos", "router")
 FILES = sorted(file for package in SHIPPED for file in (ROOT / package).rglob("*.py"))
 # by a function, for an extra
-LOADED_WHERE_ASKED_FOR = ("kv_event_publisher.py", "top_view.py", "triton_", "vllm_engine.py")
+LOADED_WHERE_ASKED_FOR = ("kv_event_publisher.py", "top_view.py", "triton_", "vllm_")
 OURS = {"actors", "bench", "cluster", "engine", "models", "outrider", "protos", "router"}
 
 
