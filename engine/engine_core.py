@@ -416,7 +416,7 @@ class EngineCore:
                     task.sequence.is_greedy,
                     task.sequence.matcher is not None,
                     draft.num_valid,
-                    draft.computed.depth,
+                    draft.depth,
                     draft.num_forced,
                     outcome.num_accepted,
                 )

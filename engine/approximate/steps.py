@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -143,11 +142,11 @@ class StepSpeculation:
             else:
                 rejected.add(index)
                 is_coupled = task.sequence.verify is VerifyMode.COUPLED
-                exact.append(replace(task, draft=Draft(tuple(reasoning.step_ids)) if is_coupled else NO_DRAFT))
+                exact.append(task._replace(draft=Draft(tuple(reasoning.step_ids)) if is_coupled else NO_DRAFT))
                 self._leave_to_target(reasoning)
         verified = iter(self._verifier.verify(logits, exact) if exact else ())
         outcomes = (accepted[index] if index in accepted else next(verified) for index in range(len(tasks)))
-        return [replace(each, is_exact=False) if index in rejected else each for index, each in enumerate(outcomes)]
+        return [each._replace(is_exact=False) if index in rejected else each for index, each in enumerate(outcomes)]
 
     def _phase(self, sequence: Sequence) -> Phase:
         reasoning = self._reasoning.get(sequence.request_id)

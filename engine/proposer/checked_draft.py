@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.draft import NO_DRAFT, Draft, depths
 from engine.sampling.vocabulary import Vocabulary
@@ -10,8 +10,7 @@ from engine.sequence.draft_query import DraftQuery
 from protos.messages import VerifyMode
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedDraft:
+class CheckedDraft(NamedTuple):
     """A draft, and how many of its leading tokens are in the vocabulary; the grammar put the last `num_forced` there.
 
     Where an id is not, the draft ends with it: the model must not see it, but a verifier that tests ratios must know
@@ -27,6 +26,11 @@ class CheckedDraft:
     def computed(self) -> Draft:
         """The tokens that the model computes."""
         return self.draft.head(self.num_valid)
+
+    @property
+    def depth(self) -> int:
+        """The most computed drafts that can stand."""
+        return self.computed.depth if self.draft.parents else self.num_valid
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -1,12 +1,24 @@
-"""The subject of a row of logits: the request whose token it samples, and the tokens before it."""
+"""The subject of a row of logits: the request whose token it samples, and the tokens before it.
+
+A step has hundreds of rows, and most of it wants nothing of them but numbers. So the rows of a chain are one object
+(`ChainRows`), the rows of a step are runs of these (`RowBatch`), and a number that a request gives is asked for once
+per run and repeated by numpy. A `LogitsRow` is made where a row is asked for by itself: under penalties, for a grammar.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.sampling.grammar import TokenMask
 from protos.messages import SamplingParams
+
+Number = TypeVar("Number", np.int64, np.uint64, np.float64)
 
 
 class LogitsRow(NamedTuple):
@@ -37,3 +49,91 @@ class LogitsRow(NamedTuple):
     @property
     def num_generated(self) -> int:
         return self.position - self.num_prompt_tokens
+
+
+class ChainRows(Seq[LogitsRow]):
+    """The rows of a chain that no grammar rules: `first`, which has no drafts, then one behind each of `draft_ids`."""
+
+    __slots__ = ("draft_ids", "first")
+
+    def __init__(self, first: LogitsRow, draft_ids: tuple[int, ...]) -> None:
+        self.first = first
+        self.draft_ids = draft_ids
+
+    def __len__(self) -> int:
+        return len(self.draft_ids) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> LogitsRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LogitsRow]: ...
+
+    def __getitem__(self, index: int | slice) -> LogitsRow | list[LogitsRow]:
+        counts = range(len(self))[index]
+        if isinstance(counts, int):
+            return self.first._replace(draft_ids=self.draft_ids[:counts]) if counts else self.first
+        return [self[count] for count in counts]
+
+
+class RowBatch(Seq[LogitsRow]):
+    """Rows in runs: the rows of a chain are one run, any other row is a run of its own.
+
+    Attributes:
+        firsts: the first row of each run; its request and its mask are those of the whole run.
+        run_of_row: index of each row's run, [R].
+    """
+
+    def __init__(self, groups: Seq[Seq[LogitsRow]]) -> None:
+        """Take the rows of `groups` end to end."""
+        runs: list[Seq[LogitsRow]] = []
+        for group in groups:
+            if isinstance(group, ChainRows):
+                runs.append(group)
+            else:
+                runs += [(row,) for row in group]
+        self.firsts = [run.first if isinstance(run, ChainRows) else run[0] for run in runs]
+        self._runs = runs
+        counts = np.array([len(run) for run in runs], np.int64)
+        self.run_of_row = np.repeat(np.arange(len(runs)), counts)
+        self._places = np.arange(len(self.run_of_row)) - (np.cumsum(counts) - counts)[self.run_of_row]  # in its run
+
+    @classmethod
+    def of(cls, rows: Seq[LogitsRow]) -> RowBatch:
+        """Return `rows` as a batch; itself if it is one."""
+        return rows if isinstance(rows, cls) else cls((rows,))
+
+    def __len__(self) -> int:
+        return len(self.run_of_row)
+
+    def __iter__(self) -> Iterator[LogitsRow]:
+        return chain.from_iterable(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> LogitsRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LogitsRow]: ...
+
+    def __getitem__(self, index: int | slice) -> LogitsRow | list[LogitsRow]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        return self._runs[int(self.run_of_row[index])][int(self._places[index])]
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Absolute position of the token that each row samples, [R]."""
+        return self.per_row(lambda first: first.position, np.int64) + self._places
+
+    @property
+    def num_drafts(self) -> NDArray[np.int64]:
+        """Drafts before each row, [R]."""
+        return self.per_row(lambda first: len(first.draft_ids), np.int64) + self._places
+
+    def per_row(self, value: Callable[[LogitsRow], Any], dtype: type[Number]) -> NDArray[Number]:
+        """Return a number of each row, [R], which must be the same in all rows of a run."""
+        return np.array([value(first) for first in self.firsts], dtype)[self.run_of_row]
+
+    def of_runs(self, runs: Seq[int]) -> tuple[list[int], RowBatch]:
+        """Return the rows of these runs: their indices, and themselves."""
+        return np.flatnonzero(np.isin(self.run_of_row, runs)).tolist(), RowBatch([self._runs[run] for run in runs])

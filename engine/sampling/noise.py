@@ -18,6 +18,7 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.indexing import send
@@ -50,16 +51,13 @@ def noise_keys(
     """One key per row, `[R] int64`; a key and a lane name one random number.
 
     Seeds are any integers and count modulo 2**64. Positions are absolute: the prompt's first token is at position 0.
+    The host computes the keys, a number per row, so that a device gets one copy instead of some fifty small kernels.
     """
-    seeds = list(seeds)
-    if seeds and not -(1 << 63) <= min(seeds) <= max(seeds) < 1 << 63:
-        seeds = [_as_int64(seed) for seed in seeds]
-    words = np.array([seeds, list(sample_indices), list(positions)], np.int64)
-    rows = send(torch.from_numpy(words), device or torch.device("cpu"))  # [3, R]
-    keys = torch.zeros_like(rows[0])
-    for word in (*rows, int(purpose)):
-        keys = _mix_(keys + word + _GOLDEN_GAMMA)
-    return keys
+    words = [_words(seeds), _words(sample_indices), _words(positions), np.uint64(purpose)]
+    keys = np.zeros_like(words[0])
+    for word in words:
+        keys = _mix_words_(keys + word + np.uint64(_GOLDEN_GAMMA % (1 << 64)))
+    return send(torch.from_numpy(keys.view(np.int64)), device or torch.device("cpu"))
 
 
 def uniform(keys: Tensor, lanes: Tensor | int = 0) -> Tensor:
@@ -110,8 +108,22 @@ def _logical_shift(x: Tensor, num_bits: int) -> Tensor:
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
-def _as_int64(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+def _words(numbers: Iterable[int]) -> NDArray[np.uint64]:
+    """Integers modulo 2**64."""
+    if isinstance(numbers, np.ndarray):
+        assert numbers.dtype.kind in "iu", "rounded to floating point, two seeds may be one"
+        return numbers.astype(np.uint64)
+    return np.array([number % (1 << 64) for number in numbers], np.uint64)
+
+
+def _mix_words_(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble in place, as `_mix_`: the shifts of unsigned words fill with zeros."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MULTIPLIER_1 % (1 << 64))
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MULTIPLIER_2 % (1 << 64))
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _chunks(num_lanes: int, num_rows: int, device: torch.device) -> Seq[tuple[int, int]]:

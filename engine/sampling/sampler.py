@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.draft import SparseDistribution
-from engine.indexing import has_triton, index_tensor, upload
+from engine.indexing import has_triton, index_tensor, send
 from engine.native.logits import highest
-from engine.sampling.logits_row import LogitsRow
+from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.masks import (
     add_bias,
     has_banned_tokens,
@@ -47,30 +49,40 @@ from protos.messages import GREEDY_BELOW, SamplingParams
 class Transform:
     """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`.
 
-    A row needs it where its parameters ask for it and, if there is more to know, `is_needed` says so of the row.
+    A row needs it where its parameters ask for it and, if there is more to know, `is_needed` says so of the row: of the
+    first of a run for all of it, if `is_uniform`.
     """
 
     is_asked: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
     is_needed: Callable[[LogitsRow], bool] | None = None
+    is_uniform: bool = True
 
-    def choose(self, rows: Seq[LogitsRow], samplings: Mapping[int, SamplingParams]) -> Seq[int]:
-        """Return the indices of the rows that need it; `samplings` are their parameters, each once, by its id."""
+    def choose(self, rows: RowBatch, samplings: Mapping[int, SamplingParams]) -> tuple[Seq[int], Seq[LogitsRow]]:
+        """Return the rows that need it, their indices first; `samplings` are their parameters, each once, by its id."""
         asking = {key for key, sampling in samplings.items() if self.is_asked(sampling)}
         if not asking:
-            return []
+            return (), ()
         is_needed = self.is_needed
         if is_needed is None and len(asking) == len(samplings):
-            return range(len(rows))
-        chosen = [index for index, row in enumerate(rows) if id(row.sampling) in asking]
-        return chosen if is_needed is None else [index for index in chosen if is_needed(rows[index])]
+            return range(len(rows)), rows
+        runs = [run for run, first in enumerate(rows.firsts) if id(first.sampling) in asking]
+        if is_needed is not None and self.is_uniform:
+            runs = [run for run in runs if is_needed(rows.firsts[run])]
+        if not runs:
+            return (), ()
+        chosen, members = rows.of_runs(runs)
+        if self.is_uniform or is_needed is None:
+            return chosen, members
+        needing = [(index, row) for index, row in zip(chosen, members, strict=True) if is_needed(row)]
+        return [index for index, _ in needing], [row for _, row in needing]
 
 
 TRANSFORMS = (
     Transform(has_penalties, penalize),
     Transform(has_bias, add_bias),
     Transform(may_have_mask, mask_forbidden_tokens, has_mask),
-    Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens),
+    Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens, is_uniform=False),
     Transform(has_temperature, divide_by_temperature),
     Transform(has_top_k, keep_top_k),
     Transform(has_top_p, keep_top_p),
@@ -95,19 +107,19 @@ class Sampler:
         A row's distribution is the softmax of its scores, or their argmax where the row is greedy. The logits are left
         as they are; when no row needs anything the result is the logits themselves, so do not write to it.
         """
-        scores = logits
-        samplings = {id(row.sampling): row.sampling for row in rows}
+        scores, batch = logits, RowBatch.of(rows)
+        samplings = {id(first.sampling): first.sampling for first in batch.firsts}
         for transform in TRANSFORMS:
-            chosen = transform.choose(rows, samplings)
+            chosen, members = transform.choose(batch, samplings)
             if not chosen:
                 continue
             if len(chosen) == len(rows):
-                scores = transform.apply(scores, rows)
+                scores = transform.apply(scores, members)
                 continue
             if scores is logits:
                 scores = logits.clone()
             index = index_tensor(chosen, logits.device)
-            scores[index] = transform.apply(scores[index], [rows[i] for i in chosen])
+            scores[index] = transform.apply(scores[index], members)
         return scores
 
     def sample(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -121,7 +133,7 @@ class Sampler:
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.sampling.triton_draw import draw
 
-        has_noise = upload([row.sampling.temperature >= GREEDY_BELOW for row in rows], torch.int8, scores.device)
+        has_noise = send(torch.from_numpy(_has_noise(rows).astype(np.int8)), scores.device)
         return draw(scores, row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), has_noise)
 
     def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
@@ -137,18 +149,18 @@ class Sampler:
 
     def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
         """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
-        noisy = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
+        noisy = np.flatnonzero(_has_noise(rows)).tolist()
         if not noisy:
             return scores
+        keys = row_keys(rows, purpose, scores.device)
         if len(noisy) == len(rows):
-            return _noise(rows, purpose, scores).add_(scores)
-        noise = _noise([rows[i] for i in noisy], purpose, scores)
+            return _noise(keys, scores).add_(scores)
         index = index_tensor(noisy, scores.device)
-        return scores.index_add(0, index, noise.to(scores.dtype))
+        return scores.index_add(0, index, _noise(keys[index], scores).to(scores.dtype))
 
     def probs(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Probabilities of each row, `[R, V]`: one-hot at the argmax if greedy, all zero if no token is possible."""
-        greedy = [index for index, row in enumerate(rows) if row.sampling.is_greedy]
+        greedy = np.flatnonzero(~_has_noise(rows)).tolist()
         if len(greedy) == len(rows):
             return _one_hot_at_argmax(scores)
         probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
@@ -172,9 +184,13 @@ class Sampler:
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
 
-def _noise(rows: Seq[LogitsRow], purpose: Purpose, like: Tensor) -> Tensor:
-    """Gumbel noise of each row, `[R, V]`; rows of branches that stand at one position share theirs."""
-    keys = row_keys(rows, purpose, like.device)
+def _has_noise(rows: Seq[LogitsRow]) -> NDArray[np.bool_]:
+    """Return which rows are sampled, [R]; the others are greedy."""
+    return np.asarray(RowBatch.of(rows).per_row(lambda first: first.sampling.temperature, np.float64) >= GREEDY_BELOW)
+
+
+def _noise(keys: Tensor, like: Tensor) -> Tensor:
+    """Gumbel noise of each row's key, `[R, V]`; rows of branches that stand at one position share theirs."""
     if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
         return gumbel(keys, like.shape[1])
     distinct, index = torch.unique(keys, return_inverse=True)
@@ -187,7 +203,8 @@ def _one_hot_at_argmax(scores: Tensor) -> Tensor:
 
 def row_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
     """The noise key of the token each row samples, `[R] int64`."""
-    return _keys(rows, [len(row.token_ids) + len(row.draft_ids) for row in rows], purpose, device)
+    batch = RowBatch.of(rows)
+    return _keys(batch, batch.positions, purpose, device)
 
 
 def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
@@ -196,14 +213,15 @@ def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> T
     A pass commits at least one token, so the next one starts at another position and meets none of its numbers, even
     where it drafts for positions that this one has drafted for.
     """
-    return _keys(rows, [row.pass_position for row in rows], purpose, device)
+    batch = RowBatch.of(rows)
+    return _keys(batch, batch.per_row(lambda first: first.pass_position, np.int64), purpose, device)
 
 
 def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
     """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
-    return index_tensor((len(row.draft_ids) for row in rows), device)
+    return send(torch.from_numpy(RowBatch.of(rows).num_drafts), device)
 
 
-def _keys(rows: Seq[LogitsRow], positions: Seq[int], purpose: Purpose, device: torch.device) -> Tensor:
-    seeds = [row.sampling.seed for row in rows]
-    return noise_keys(seeds, [row.sample_index for row in rows], positions, purpose, device)
+def _keys(rows: RowBatch, positions: NDArray[np.int64], purpose: Purpose, device: torch.device) -> Tensor:
+    seeds = rows.per_row(lambda first: first.sampling.seed % (1 << 64), np.uint64)
+    return noise_keys(seeds, rows.per_row(lambda first: first.sample_index, np.int64), positions, purpose, device)

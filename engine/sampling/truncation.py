@@ -8,12 +8,15 @@ it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from engine.indexing import has_triton, index_tensor, upload
-from engine.sampling.logits_row import LogitsRow
+from engine.indexing import has_triton, index_tensor, send
+from engine.sampling.logits_row import LogitsRow, RowBatch
 from protos.messages import SamplingParams
 
 _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
@@ -26,7 +29,7 @@ def has_temperature(sampling: SamplingParams) -> bool:
 
 def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Divide each row by its temperature; `[R, V]` -> `[R, V]`."""
-    return scores / _column([row.sampling.temperature for row in rows], scores)
+    return scores / _column(rows, lambda first: first.sampling.temperature, scores)
 
 
 def has_top_k(sampling: SamplingParams) -> bool:
@@ -52,7 +55,7 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
     The probabilities are those of the scores given, so a cut before this one counts.
     """
-    top_p = _column([row.sampling.top_p for row in rows], scores)
+    top_p = _column(rows, lambda first: first.sampling.top_p, scores)
     if scores.is_cuda and has_triton():
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.sampling.triton_nucleus import nucleus_thresholds
@@ -73,7 +76,7 @@ def has_min_p(sampling: SamplingParams) -> bool:
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the tokens at least `min_p` times as probable as the likeliest one (arXiv:2407.01082)."""
-    log_min_p = _column([math.log(row.sampling.min_p) for row in rows], scores)
+    log_min_p = _column(rows, lambda first: math.log(first.sampling.min_p), scores)
     return _cut_below(scores, scores.amax(dim=1, keepdim=True) + log_min_p)
 
 
@@ -87,5 +90,6 @@ def _cut_below(scores: Tensor, threshold: Tensor) -> Tensor:
     return scores.masked_fill(scores < threshold, -math.inf)
 
 
-def _column(values: list[float], like: Tensor) -> Tensor:
-    return upload(values, like.dtype, like.device)[:, None]  # [R, 1]
+def _column(rows: Seq[LogitsRow], value: Callable[[LogitsRow], float], like: Tensor) -> Tensor:
+    """Return a number that the request of each row gives, [R, 1]."""
+    return send(torch.from_numpy(RowBatch.of(rows).per_row(value, np.float64)).to(like.dtype), like.device)[:, None]

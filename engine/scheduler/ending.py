@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sequence.sequence import Sequence, SequenceStatus
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """The tokens of one pass that are kept; a stop token is the last of them."""
 
     token_ids: tuple[int, ...]

@@ -37,8 +37,9 @@ class InFlightBatch:
         tasks = []
         first_row = 0
         for scheduled, draft in zip(self.batch.sampled, self.drafts, strict=True):
-            tasks.append(VerifyTask(scheduled.sequence, draft.draft, first_row + scheduled.num_scored_rows))
-            first_row += scheduled.num_logits(draft.num_valid)
+            first_row += scheduled.num_scored_rows
+            tasks.append(VerifyTask(scheduled.sequence, draft.draft, first_row))
+            first_row += draft.num_valid + 1
         return tasks
 
     def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:

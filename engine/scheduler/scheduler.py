@@ -373,4 +373,4 @@ class Scheduler:
 
 def _is_ready(sequence: Sequence) -> bool:
     """True if it has caught up with its tokens, so its next pass samples."""
-    return sequence.num_uncomputed_tokens == 1 and not sequence.is_fetching
+    return len(sequence.token_ids) - sequence.num_computed_tokens == 1 and not sequence.is_fetching

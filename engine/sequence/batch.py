@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence.sequence import Sequence
 from engine.span import Span
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's rows of a step: `token_ids[start : start + num_tokens]`, then at most `max_draft_tokens` drafts.
 
     They are a prefill chunk when they end before the committed tokens do; otherwise the last committed token and

@@ -44,6 +44,8 @@ class RequestTokens(TokenBlocks):
         self.request = request
         self.sampling = request.sampling
         self.verify = rule.verify
+        self.is_greedy = request.sampling.is_greedy  # every token is the argmax
+        self.is_matched = self.is_greedy or rule.verify is VerifyMode.COUPLED  # drafts are verified by matching
         self.method = rule.method
         self.matcher = matcher
         self.num_draft_tokens = rule.num_draft_tokens
@@ -59,16 +61,6 @@ class RequestTokens(TokenBlocks):
     def request_id(self) -> str:
         """Id of the request."""
         return self.request.request_id
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if every token is the argmax."""
-        return self.sampling.is_greedy
-
-    @property
-    def is_matched(self) -> bool:
-        """True if drafts are verified by matching, as those of greedy requests are in every mode."""
-        return self.verify is VerifyMode.COUPLED or self.is_greedy
 
     @property
     def num_output_tokens(self) -> int:

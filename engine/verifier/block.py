@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM, SparseDistribution
+from engine.sampling.logits_row import RowBatch
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.verifier import rejection_rule
@@ -27,7 +28,7 @@ from engine.verifier.verify_task import VerifyTask
 
 def verify_by_block(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    chains = ChainBatch(sampler.probs(scores, [row for task in tasks for row in task.rows]), tasks)
+    chains = ChainBatch(sampler.probs(scores, RowBatch([task.rows for task in tasks])), tasks)
     ratios = chain_ratios(chains)
     counts = [count_accepted(successes) for successes in _judge_chains(chains, ratios)]
     return chains.results(counts, [rho[count] for rho, count in zip(ratios, counts, strict=True)])

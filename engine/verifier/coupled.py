@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from engine.sampling.logits_row import RowBatch
 from engine.sampling.sampler import Sampler
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
@@ -19,7 +20,7 @@ from engine.verifier.verify_task import VerifyTask
 
 def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify chains and trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    sampled_ids = sampler.sample(scores, [row for task in tasks for row in task.rows]).tolist()
+    sampled_ids = sampler.sample(scores, RowBatch([task.rows for task in tasks])).tolist()
     ends = list(accumulate(len(task.rows) for task in tasks))
     return [_verify(task, sampled_ids[end - len(task.rows) : end]) for task, end in zip(tasks, ends, strict=True)]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
-from engine.sampling.logits_row import LogitsRow
+from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, row_keys
 from engine.sampling.sparse_distribution import is_consistent, one_hot
@@ -33,7 +33,7 @@ from engine.verifier.verify_task import VerifyTask
 
 def verify_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    chains = ChainBatch(sampler.probs(scores, [row for task in tasks for row in task.rows]), tasks)
+    chains = ChainBatch(sampler.probs(scores, RowBatch([task.rows for task in tasks])), tasks)
     return chains.results([rejection_rule.count_accepted(stands) for stands in _judge_chains(chains)])
 
 
@@ -82,7 +82,7 @@ class _Verdict:
 
 def verify_tree_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
     """Verify trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    target_probs = sampler.probs(scores, [row for task in tasks for row in task.rows])  # [R, V]
+    target_probs = sampler.probs(scores, RowBatch([task.rows for task in tasks]))  # [R, V]
     by_task = torch.split(target_probs, [len(task.rows) for task in tasks])
     walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
     last_rows = [task.rows[_row_after(walk.path)] for walk, task in zip(walks, tasks, strict=True)]

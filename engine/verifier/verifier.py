@@ -5,12 +5,14 @@ Each sequence is verified in its own mode; greedy and sampled rows and rows of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate
+from operator import itemgetter
 
 from torch import Tensor
 
+from engine.sampling.logits_row import RowBatch
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.thread_limit import limited_threads
@@ -21,6 +23,7 @@ from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask, prepare
 from protos.messages import VerifyMode
 
+_Rule = tuple[bool, VerifyMode]  # of trees or of chains: tasks of one rule are verified together
 _VERIFY_CHAIN = {
     VerifyMode.COUPLED: verify_coupled,
     VerifyMode.REJECTION: verify_by_rejection,
@@ -44,11 +47,16 @@ class Verifier:
         A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
         distribution, so the caller may cut off what lies beyond a stop token or a length limit.
         """
-        order = sorted(range(len(tasks)), key=lambda index: _rule(tasks[index]))
+        by_rule: dict[_Rule, list[int]] = {}
+        for index, task in enumerate(tasks):
+            by_rule.setdefault((task.is_tree, task.mode), []).append(index)
+        order = [index for members in by_rule.values() for index in members]
         prepared = [prepare(tasks[index], logits.shape[1]) for index in order]
         with limited_threads(logits):
-            results = dict(zip(order, self._verify_sorted(logits, prepared), strict=True))
-            return _with_logprobs(logits, tasks, [results[index] for index in range(len(tasks))])
+            verified = self._verify_sorted(logits, prepared, {rule: len(each) for rule, each in by_rule.items()})
+            if len(by_rule) > 1:
+                verified = [result for _, result in sorted(zip(order, verified, strict=True), key=itemgetter(0))]
+            return _with_logprobs(logits, tasks, verified)
 
     def draw(self, logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
         """Return what `verify` commits for tasks without drafts that are verified by matching, `[tasks] int64`.
@@ -59,13 +67,13 @@ class Verifier:
         rows = [task.rows[0] for task in prepared]
         return self._sampler.sample(self._sampler.apply_processors(_select(logits, prepared), rows), rows)
 
-    def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """Verify prepared tasks that are sorted by rule."""
-        scores = self._sampler.apply_processors(_select(logits, tasks), [row for task in tasks for row in task.rows])
+    def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
+        """Verify prepared tasks, those of one rule after another: `counts` of each."""
+        scores = self._sampler.apply_processors(_select(logits, tasks), RowBatch([task.rows for task in tasks]))
         results: list[VerifyResult] = []
         first_row = 0
-        for (is_tree, mode), group in groupby(tasks, key=_rule):
-            members = list(group)
+        for (is_tree, mode), count in counts.items():
+            members = tasks[len(results) : len(results) + count]
             assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
             end_row = first_row + sum(len(task.rows) for task in members)
@@ -74,15 +82,12 @@ class Verifier:
         return results
 
 
-def _rule(task: VerifyTask) -> tuple[bool, VerifyMode]:
-    """Return the key of the rule that verifies a task: tasks of one rule are verified together."""
-    return task.is_tree, task.mode
-
-
 def _select(logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
     """Return the rows of the tasks, in their order; the logits themselves when that is what they are already."""
-    row_ids = [task.first_row + i for task in tasks for i in range(len(task.rows))]
-    return logits if row_ids == list(range(len(logits))) else logits[row_ids]
+    num_rows = [len(task.rows) for task in tasks]
+    if [task.first_row for task in tasks] == [0, *accumulate(num_rows[:-1])] and sum(num_rows) == len(logits):
+        return logits
+    return logits[[task.first_row + i for task, count in zip(tasks, num_rows, strict=True) for i in range(count)]]
 
 
 def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], results: Seq[VerifyResult]) -> list[VerifyResult]:
@@ -92,7 +97,7 @@ def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], results: Seq[VerifyRe
     wanted = [_queries(task, result) for task, result in zip(tasks, results, strict=True)]
     answers = iter(token_logprobs(logits, [query for queries in wanted for query in queries]))
     return [
-        replace(result, logprobs=tuple(next(answers) for _ in queries)) if queries else result
+        result._replace(logprobs=tuple(next(answers) for _ in queries)) if queries else result
         for result, queries in zip(results, wanted, strict=True)
     ]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from protos.messages import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
 
     `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.draft import Draft
 from engine.sampling.grammar import TokenMask
-from engine.sampling.logits_row import LogitsRow
+from engine.sampling.logits_row import ChainRows, LogitsRow
 from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
 from protos.messages import VerifyMode
@@ -15,8 +15,7 @@ from protos.messages import VerifyMode
 IMPOSSIBLE_ID = -1  # equals no sampled token and has probability 0
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyTask:
+class VerifyTask(NamedTuple):
     """One sequence's rows of the step's logits, from `first_row`: after the committed tokens, then after each draft.
 
     The rows may end before the first draft outside the vocabulary, which no model can compute, or before the first that
@@ -30,7 +29,7 @@ class VerifyTask:
     sequence: Sequence
     draft: Draft
     first_row: int
-    rows: tuple[LogitsRow, ...] = ()
+    rows: Seq[LogitsRow] = ()
 
     @property
     def mode(self) -> VerifyMode:
@@ -57,32 +56,23 @@ def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
     num_valid = Vocabulary(num_tokens).num_known(ids)
+    sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
+    sample_index = sequence.request.sample_index
     if matcher is None and not task.is_tree:
-        return VerifyTask(
-            sequence, task.draft.head(num_valid + 1), task.first_row, _free_rows(sequence, ids, num_valid)
-        )
+        first = LogitsRow(sampling, token_ids, num_prompt_tokens, sample_index)
+        return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, ChainRows(first, ids[:num_valid]))
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)
     if matcher is not None and task.is_tree:
         masks = [matcher.mask_after(task.draft.path(node)) for node in range(-1, num_valid)]
     elif matcher is not None:
         num_valid = matcher.num_allowed(ids[:num_valid])
         masks = matcher.masks(ids[:num_valid])
-    sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
-    sample_index = sequence.request.sample_index
     paths = [task.draft.path(node) for node in range(-1, num_valid)] if task.is_tree else _heads(ids, num_valid)
     rows = tuple(
         LogitsRow(sampling, token_ids, num_prompt_tokens, sample_index, path, mask)
         for path, mask in zip(paths, masks, strict=True)
     )
     return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, rows)
-
-
-def _free_rows(sequence: Sequence, ids: tuple[int, ...], num_valid: int) -> tuple[LogitsRow, ...]:
-    """Return the rows of a chain that no grammar rules: nearly all of them, hundreds in a step."""
-    sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
-    index = sequence.request.sample_index
-    paths = _heads(ids, num_valid)
-    return tuple([LogitsRow(sampling, token_ids, num_prompt_tokens, index, path) for path in paths])
 
 
 def _heads(ids: tuple[int, ...], num_valid: int) -> list[tuple[int, ...]]:
