@@ -75,8 +75,10 @@ def harden(text: str, settings: ProxySettings) -> str:
 _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
 _REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
 _REFUSED_CLIENTS = """
+backend clients
+    stick-table type binary len 32 size 100k expire 60s store gpc(2),gpc_rate(2,1s)
 backend refusals
-    stick-table type binary len 32 size 100k expire 60s store gpc(3),gpc_rate(3,1s),gpt0
+    stick-table type binary len 32 size 100k expire 60s store gpc0,gpc0_rate(5s),gpt0
 """
 
 

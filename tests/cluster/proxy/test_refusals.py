@@ -48,7 +48,8 @@ class FullServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """HAProxy before a full server; a refusal counts for longer than a test takes."""
-    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", haproxy_config._REFUSED_CLIENTS.replace("3,1s", "3,40s"))
+    tables = haproxy_config._REFUSED_CLIENTS.replace("1s)", "40s)").replace("5s)", "40s)")
+    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", tables)
     yield from serve(start, monkeypatch)
 
 
