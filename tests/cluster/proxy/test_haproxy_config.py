@@ -63,7 +63,7 @@ class Proxy:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proxy]]:
     monkeypatch.setattr(haproxy_config, "REQUEST_TIMEOUT_S", 1)
     monkeypatch.setattr(haproxy_config, "_BODY", haproxy_config._BODY.replace("15s", "1s"))
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def run(settings: ProxySettings = PLAIN) -> Proxy:
         proxy = Proxy(tmp_path)
@@ -85,6 +85,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         raise AssertionError("HAProxy does not listen")
 
     yield run
+    for file in tmp_path.glob("*.cfg"):
+        file.unlink()  # as with its cluster's folder: nothing stands in for it then
     for process in processes:
         process.kill()
         process.wait()

