@@ -32,6 +32,7 @@ install: $(DEV_INSTALLED)  ## create .venv with everything Outrider and its test
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'  # resolves in half the time
 
 $(INSTALLED): $(PACKAGE) | $(BIN)/pip
 	@echo "installing into .venv (a few minutes the first time)"
