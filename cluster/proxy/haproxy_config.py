@@ -15,6 +15,7 @@ from pathlib import Path
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # of the 4096 that HAProxy takes
+MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that end when the client wants
 _RETRY_AFTER_S = 1
 _REASONS = {
     502: "The server's answer broke off; send the request again.",
@@ -68,11 +69,24 @@ def harden(text: str, settings: ProxySettings) -> str:
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
         tls = _tls(settings, "h2")
-        text = _replace(text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings)}")
-    return f"# hardened\n{text}{_REFUSED_CLIENTS}"
+        text = _replace(text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings)}{ENDLESS_CALLS}")
+    return f"# hardened\n{text}{_REFUSED_CLIENTS}{ENDLESS_CALLERS}"
 
 
 _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
+# gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.
+ENDLESS_CALLS = f"""\
+    acl is_endless path /grpc.health.v1.Health/Watch
+    acl is_endless path_beg /grpc.reflection.
+    http-request track-sc1 src table endless_callers if is_endless
+    http-request return status 200 hdr content-type application/grpc hdr grpc-status 8 \
+hdr grpc-message "At most {MAX_ENDLESS_CALLS} such calls are open at once; end one first." \
+if is_endless {{ sc1_conn_cur gt {MAX_ENDLESS_CALLS} }}
+"""
+ENDLESS_CALLERS = """
+backend endless_callers
+    stick-table type ipv6 size 100k expire 60s store conn_cur
+"""
 _REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
 _REFUSED_CLIENTS = """
 backend clients
