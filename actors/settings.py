@@ -108,6 +108,7 @@ class AutoTuneSettings:
 class PairSettings:
     """The settings with which a pair's shell starts its actors and judges their health.
 
+    `niceness` is added to that of the threads that compute, so that they give way to those that answer clients.
     `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or has work of
     which nothing comes for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s`
     makes the replica unhealthy.
@@ -117,6 +118,7 @@ class PairSettings:
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
     draft_share: ProcessShare | None = None  # set where the draft has a process
+    niceness: int = 0
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
     start_timeout_s: float = 1800.0

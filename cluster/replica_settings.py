@@ -17,7 +17,9 @@ from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressLimits
 
-_PREFILL_NICENESS = 10  # on nodes where it shares cores with pairs: a waiting token is worth more than a waiting prompt
+# On nodes whose cores compute: what answers goes first, for whose millisecond streams wait; then tokens, then prompts.
+_PAIR_NICENESS = 5
+_PREFILL_NICENESS = 15
 
 
 def placement_request(config: DeployConfig) -> PlacementRequest:
@@ -55,6 +57,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         draft=_draft_settings(config, placement),
         target_share=placement.target,
         draft_share=placement.draft,
+        niceness=_niceness(config.pair.niceness, placement, _PAIR_NICENESS),
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
         kv_events=None if config.pair.kv_events is None else KVEventSettings(**config.pair.kv_events.model_dump()),
@@ -76,7 +79,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
             log=None,
         ),
-        niceness=_prefill_niceness(config, placement),
+        niceness=_niceness(config.prefill.niceness, placement, _PREFILL_NICENESS),
         kv_transport=config.prefill.kv_transport,
     )
 
@@ -96,10 +99,10 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
     return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", tune.minutes)
 
 
-def _prefill_niceness(config: DeployConfig, placement: PairPlacement) -> int:
-    if config.prefill.niceness is not None:
-        return config.prefill.niceness
-    return 0 if placement.num_gpus else _PREFILL_NICENESS
+def _niceness(configured: int | None, placement: PairPlacement, on_processors: int) -> int:
+    if configured is not None:
+        return configured
+    return 0 if placement.num_gpus else on_processors
 
 
 def _located(head: HeadConfig | None) -> HeadConfig | None:

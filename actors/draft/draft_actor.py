@@ -26,7 +26,7 @@ class DraftActor:
         self._generation = 0 if choice is None else choice.generation
         self._settings = settings if choice is None else with_draft_at(settings, choice.path)
         self._folder = folder
-        self._thread = ActorThread("DraftActor", self._serve)
+        self._thread = ActorThread("DraftActor", self._serve, settings.niceness)
 
     def ready(self) -> None:
         """Returns when the model is loaded and the socket listens. Raises ConfigError for what cannot be served."""

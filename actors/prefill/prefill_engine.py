@@ -80,7 +80,7 @@ class PrefillEngine:
         self._events: dict[str, asyncio.Queue[_Event]] = {}
         self._numbers = count()
         self._reporter = IndexReporter(replica_id, index)
-        self._thread = ActorThread("Prefill", self._serve)
+        self._thread = ActorThread("Prefill", self._serve, settings.niceness)
 
     async def wait_ready(self) -> None:
         """Return when the model is loaded. Raises ConfigError for a model that cannot be served."""
@@ -223,7 +223,6 @@ class PrefillEngine:
     # ---- in the engine's thread
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
-        os.nice(self._settings.niceness)  # of this thread and those it starts: asyncio's stays as quick as it was
         self._carrier = choose_carrier(self._settings.kv_transport)
         kv_events = KVEventBuffer()
         self._peers = PeerTransport(self._peer_handle, self._carrier)

@@ -17,11 +17,13 @@ class ActorThread:
     """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
     A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
-    restarts the actor, and its peers start over.
+    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts:
+    others of the process stay as quick as they were.
     """
 
-    def __init__(self, name: str, main: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, name: str, main: Callable[[Callable[[], None]], None], niceness: int = 0) -> None:
         self._main = main
+        self._niceness = niceness
         self._is_settled = threading.Event()
         self._failure: ServingError | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -40,6 +42,7 @@ class ActorThread:
 
     def _run(self) -> None:
         try:
+            os.nice(self._niceness)  # of the thread, on Linux
             self._main(self._settle)
         except BaseException as error:  # Rust libraries panic with children of it alone
             logger.exception("%s failed", self._thread.name)

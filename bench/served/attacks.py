@@ -29,12 +29,17 @@ _GARBAGE_REFUSED = "no message"  # gRPC's own refusal of what is no protobuf has
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """The addresses of an application, and the name of its model."""
+    """The addresses of an application, the name of its model, and an API key; any where none is asked."""
 
     host: str
     http_port: int
     grpc_port: int
     model: str
+    key: str = "none"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
 
     @property
     def url(self) -> str:
@@ -64,7 +69,7 @@ async def _post(client: httpx.AsyncClient, path: str, face: Face, body: Any, hea
     content = body if isinstance(body, bytes) else json.dumps({"model": face.model, "max_tokens": 8, **body}).encode()
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        answer = await client.post(path, content=content, headers={"Content-Type": "application/json", **names})
+        answer = await client.post(path, content=content, headers={**face.headers, **names})
     except httpx.HTTPError as error:
         return type(error).__name__
     return status_of(answer)
@@ -207,7 +212,7 @@ async def _leavers(face: Face) -> Answers:
         try:
             async with (
                 httpx.AsyncClient(base_url=face.url, timeout=_TIMEOUT_S) as client,
-                client.stream("POST", "/v1/completions", json=body) as answer,
+                client.stream("POST", "/v1/completions", json=body, headers=face.headers) as answer,
             ):
                 async for _ in answer.aiter_raw():
                     break

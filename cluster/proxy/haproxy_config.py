@@ -90,7 +90,7 @@ backend endless_callers
 _REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
 _REFUSED_CLIENTS = """
 backend clients
-    stick-table type binary len 32 size 100k expire 60s store gpc(2),gpc_rate(2,1s)
+    stick-table type binary len 32 size 100k expire 60s store gpc(2),gpc_rate(2,2s)
 backend refusals
     stick-table type binary len 32 size 100k expire 60s store gpc0,gpc0_rate(5s),gpt0
 """

@@ -163,11 +163,14 @@ class KVEventsSection(Section):
 class PairSection(Scaled):
     """The number of draft-target pairs, and of requests that may wait in each before it answers 503.
 
+    The threads that compute give way to other programs, the ingress among them, by `niceness`: left out, 5 on nodes
+    without GPUs, where they share the cores.
     `alarm_webhook` is an address that gets a POST with a JSON object when the acceptance of a class of requests falls.
     """
 
     num_replicas: int | None = Field(default=None, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
+    niceness: int | None = Field(default=None, ge=0, le=19)
     gpus: GpusSection | None = None
     kv_events: KVEventsSection | None = None
     alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
@@ -184,7 +187,7 @@ class PrefillSection(Scaled):
     Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there. KV blocks come back every
     `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
     installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` is set. Its engine thread gives
-    way to other programs by `niceness`: left out, 10 on nodes without GPUs, where it shares cores with pairs.
+    way to other programs by `niceness`: left out, 15 on nodes without GPUs, where it shares cores with pairs.
     """
 
     num_replicas: int | None = Field(default=None, ge=0)

@@ -168,6 +168,14 @@ def test_a_prefill_replica_gives_way_to_decoding_as_far_as_the_file_says(model: 
     assert pair.init_args[-1]._bound_deployment.init_args[0].niceness == 3
 
 
+def test_what_computes_gives_way_to_what_answers_and_prompts_to_tokens(model: str):
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 1}})
+    prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
+    assert 0 < settings_of(pair).niceness < prefill.niceness
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, "pair": {"niceness": 0}})
+    assert settings_of(pair).niceness == 0
+
+
 def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: str):
     args = {
         "model_id": "m",
@@ -193,7 +201,6 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
     assert settings.engine.cache.memory_bytes == 3 << 30
     assert settings.engine.scheduler.max_tokens_per_step == 128
     assert settings.engine.scheduler.max_model_len == 100
-    assert settings.niceness > 0
     assert settings.kv_transport == settings_of(pair).kv_transport == "object_store"
     assert settings_of(pair).engine.scheduler.max_tokens_per_step == 1024
     assert settings_of(pair).engine.min_remote_prefill_tokens == 300

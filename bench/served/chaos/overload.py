@@ -1,6 +1,6 @@
 """`make overload`: 5 and 100 times the load that a served demo can take, of two tenants with weights 3 and 1.
 
-    python -m bench.served.chaos.overload --times 5 100 --seconds 40
+    python -m bench.served.chaos.overload --times 5 100 --seconds 90
 
 Requests have one, two or four choices of 64 to 192 tokens, and come at a steady rate whatever becomes of those before.
 What is promised: the tokens of answered requests per second stay within 10% of those of a load that just fills the
@@ -264,7 +264,7 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=float, nargs="+", default=[5.0, 100.0], help="of the capacity")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of each load")
     parser.add_argument("--folder", type=Path, default=Path(".cache/overload"), help="for the deploy.yaml and the log")
     return parser.parse_args()
 

@@ -48,7 +48,7 @@ class FullServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """HAProxy before a full server; a refusal counts for longer than a test takes."""
-    tables = haproxy_config._REFUSED_CLIENTS.replace("1s)", "40s)").replace("5s)", "40s)")
+    tables = haproxy_config._REFUSED_CLIENTS.replace("2s)", "40s)").replace("5s)", "40s)")
     monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", tables)
     yield from serve(start, monkeypatch)
 
@@ -96,6 +96,17 @@ def test_other_clients_and_other_paths_are_not_refused(proxy: Proxy) -> None:
     ask(proxy, path="/tokenize", **{"x-api-key": "a"})
     assert FullServer.num_asked == 3
     assert ask(proxy, "GET", "/health", **{"x-api-key": "a"})[0] == 200
+
+
+def test_clients_without_credentials_are_told_apart_by_their_addresses(proxy: Proxy) -> None:
+    assert ask(proxy)[1]["Retry-After"] == "7"
+    assert FullServer.num_asked == 1
+    for source in ("127.0.0.1", "127.0.0.2"):
+        client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20, source_address=(source, 0))
+        client.request("POST", "/v1/completions", b"{}")
+        assert client.getresponse().status == 503
+        client.close()
+    assert FullServer.num_asked == 2
 
 
 def test_the_ingress_is_asked_again_soon(usual_proxy: Proxy) -> None:
