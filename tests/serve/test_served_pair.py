@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import ray
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
@@ -32,6 +34,7 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
+from tests.serve.other_network import listening_ports, other_network, probe_from_there
 from tests.serve.served_pair import MODEL, ServedPair, eventually, once
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -180,6 +183,22 @@ def test_health_and_metrics_answer(served: ServedPair):
     assert httpx.get(f"{served.url}/health", timeout=30.0).status_code == 200
     assert served.metric("outrider_kv_cache_blocks") == 512
     assert served.metric("outrider_draft_connected") == 1
+
+
+def test_another_network_gets_numbers_of_processes_and_nothing_else(served: ServedPair):
+    """What docs/security.md lists is refused there, but for the exporters of metrics."""
+    ports, clients = listening_ports(), {served.file.http_port, served.file.grpc_port}
+    try:
+        with other_network():
+            found = probe_from_there(ray.util.get_node_ip_address(), ports | clients)
+    except OSError as error:
+        pytest.skip(f"no other network can be made here: {error}")
+    for port in clients:
+        assert found[str(port)] == {"http": [None, None], "grpc": ["UNAVAILABLE"] * 4}, "a client's port is on loopback"
+    answers = [tuple(answer) for each in found.values() for answer in each["http"] if answer is not None]
+    assert set(answers) == {(401, "Unauth"), (200, "# HELP")}
+    codes = Counter(code for each in found.values() for code in each["grpc"])
+    assert set(codes) == {"UNIMPLEMENTED", "UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED"}
 
 
 def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: ServedPair):
