@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
-from protos.errors import OverloadedError, RequestError
+from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import GenerateRequest, Grammar, GrammarKind, Thought
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from
 MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
 _NUM_CACHED = 64
 _MAX_PENDING = 16  # grammars that wait for the compiler's thread, each for a second at most
+_MAX_PENDING_OF_TENANT = 4  # the others' places are kept from one that sends many
 _STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
 
@@ -42,10 +43,11 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[GrammarKind, str], Future[LLMatcher | str]] = OrderedDict()
+        self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # and whose they are
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._lock = threading.Lock()  # never held while a grammar is compiled
 
-    def prepare(self, grammar: Grammar) -> Future[LLMatcher | str] | None:
+    def prepare(self, grammar: Grammar, tenant: str = "") -> Future[LLMatcher | str] | None:
         """Begin to compile ahead of `matcher`, and return at once; a grammar that is wrong is reported there.
 
         Returns:
@@ -53,10 +55,11 @@ class GrammarCompiler:
 
         Raises:
             OverloadedError: too many grammars wait to be compiled.
+            RateLimitError: too many of this tenant do; clients without a tenant have the first limit alone.
         """
         if _excess(grammar) is not None:
             return None
-        compiled = self._compile(grammar)
+        compiled = self._compile(grammar, tenant)
         return None if compiled.done() else compiled
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
@@ -69,7 +72,7 @@ class GrammarCompiler:
         if grammar is None:
             return None
         self._check(grammar, request)
-        compiled = self._compile(grammar).result()
+        compiled = self._compile(grammar, request.tenant).result()
         if isinstance(compiled, str):
             raise RequestError(f"{grammar.param} cannot be used: {compiled}", param=grammar.param)
         with self._lock:
@@ -102,24 +105,32 @@ class GrammarCompiler:
                 param="ignore_eos",
             )
 
-    def _compile(self, grammar: Grammar) -> Future[LLMatcher | str]:
+    def _compile(self, grammar: Grammar, tenant: str) -> Future[LLMatcher | str]:
         """Return the compiled grammar, to be copied, or the error that it has, once that is known."""
         key = (grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
-                self._check_pending()
+                self._check_pending(tenant)
                 self._compiled[key] = self._submit(grammar)
+                self._pending.append((self._compiled[key], tenant))
             self._compiled.move_to_end(key)
             while len(self._compiled) > _NUM_CACHED:
                 self._compiled.popitem(last=False)
             return self._compiled[key]
 
-    def _check_pending(self) -> None:
-        num_pending = sum(not compiled.done() for compiled in self._compiled.values())
+    def _check_pending(self, tenant: str) -> None:
+        self._pending = [each for each in self._pending if not each[0].done()]
+        num_pending = len(self._pending)
         if num_pending >= _MAX_PENDING:
             raise OverloadedError(
                 f"{num_pending} grammars wait to be compiled, and at most {_MAX_PENDING} may; send it again later",
                 retry_after_s=_MAX_PENDING / 4,
+            )
+        num_own = sum(owner == tenant for _, owner in self._pending)
+        if tenant and num_own >= _MAX_PENDING_OF_TENANT:
+            raise RateLimitError(
+                f"{num_own} grammars of this key's tenant wait to be compiled, and at most {_MAX_PENDING_OF_TENANT} "
+                "may; send it again later"
             )
 
     def _submit(self, grammar: Grammar) -> Future[LLMatcher | str]:

@@ -21,7 +21,7 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
-from protos.errors import OverloadedError, RequestError
+from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -330,6 +330,22 @@ def test_a_grammar_that_is_compiled_holds_up_no_other(folder: Path) -> None:
         compiler.prepare(Grammar(GrammarKind.REGEX, "b", "guided_regex"))
     assert all(future is not None and future.result(60) for future in waiting)
     assert compiler.matcher(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex"))) is not None
+
+
+def test_a_tenant_leaves_places_at_the_compiler_to_others(folder: Path) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    slow = Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar")
+    own = [slow, *(Grammar(GrammarKind.REGEX, "a" * size, "guided_regex") for size in range(1, 4))]
+    for each in own:
+        compiler.prepare(each, "first")
+    more = Grammar(GrammarKind.REGEX, "b", "guided_regex")
+    with pytest.raises(RateLimitError, match="4 grammars of this key's tenant wait"):
+        compiler.prepare(more, "first")
+    compiler.prepare(own[1], "first")  # the same again takes no place
+    future = compiler.prepare(more, "second")
+    assert future is not None
+    assert future.result(60)
+    assert compiler.prepare(more, "first") is None
 
 
 def test_parameters_that_contradict_a_grammar_are_refused(folder: Path) -> None:
