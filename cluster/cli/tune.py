@@ -20,7 +20,7 @@ from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
 
 NO_GAIN = 3  # the exit status where no training has made a better draft
-_FULL_RATES = "0.002,0.006,0.02"
+_FULL_RATES = "0.0015,0.004"
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
 _NICENESS = 19
 _LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
@@ -40,6 +40,15 @@ def tune(
         int | None, Option(min=1, help="of training, if they are done before the minutes are over")
     ] = None,
     threads: Annotated[int, Option(min=1, help="of this machine's; the process gives way to all others")] = 1,
+    rollouts: Annotated[
+        float | None,
+        Option(
+            min=0,
+            max=0.9,
+            help="the part of the minutes in which the target writes more text behind the log's prompts; by default "
+            "0.3, and 0 for targets above 2 GiB",
+        ),
+    ] = None,
     rank: Annotated[int, Option(min=0, help="of low-rank changes (LoRA); 0 trains all weights")] = 0,
     learning_rates: Annotated[
         str | None, Option(help=f"to compare; by default {_FULL_RATES}, of low-rank changes {_LOW_RANK_RATES}")
@@ -81,6 +90,7 @@ def tune(
         rank=rank or None,
         num_tokens=num_tokens,
         num_steps=steps,
+        rollouts=rollouts,
     )
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
     try:

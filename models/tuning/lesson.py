@@ -12,6 +12,7 @@ from models.training.loss import top_distillation_loss
 from models.training.train import Budget, autocast
 from models.tuning.log_windows import Window, known_ids, read_batch
 
+_NEIGHBOURS = 4  # windows by length from which each one of a batch is chosen
 _L1_WEIGHT = 1.0  # as of the demo draft's own training
 
 
@@ -21,6 +22,8 @@ class DivergedError(Exception):
 
 class LogLesson:
     """Gives the loss of the next batch; batch n is a function of the seed and n, so that a run can go on.
+
+    Windows of like lengths are in a batch together: what is shorter than its longest one is computed for nothing.
 
     Args:
         model: the draft, in float32.
@@ -33,7 +36,8 @@ class LogLesson:
     def __init__(
         self, model: nn.Module, windows: Sequence[Window], budget: Budget, seed: int, num_steps: int = 0
     ) -> None:
-        self._model, self._windows, self._budget = model, windows, budget
+        self._model, self._budget = model, budget
+        self._windows = sorted(windows, key=lambda window: len(window.token_ids))
         self._seed, self._num_steps = seed, num_steps
 
     def __call__(self, progress: float) -> Tensor:
@@ -52,9 +56,7 @@ class LogLesson:
     def _next(self) -> list[Window]:
         rng = np.random.default_rng((self._seed, self._num_steps))
         self._num_steps += 1
-        chosen: list[Window] = []
-        num_tokens = 0
-        while num_tokens < self._budget.tokens_per_step:
-            chosen.append(self._windows[int(rng.integers(len(self._windows)))])
-            num_tokens += len(chosen[-1].token_ids)
-        return chosen
+        last = int(rng.integers(len(self._windows)))
+        number = max(1, self._budget.tokens_per_step // len(self._windows[last].token_ids))
+        alike = self._windows[max(0, last + 1 - _NEIGHBOURS * number) : last + 1]
+        return [alike[index] for index in rng.choice(len(alike), min(number, len(alike)), replace=False)]

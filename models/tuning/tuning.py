@@ -1,4 +1,7 @@
-"""A draft tuned on its deployment's log: several short trainings, a long one of the best, and the best of them all."""
+"""A draft tuned on its deployment's log, and on what the target writes more behind its prompts.
+
+Several short trainings, a long one of the best, and the best of them all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,18 @@ import transformers.utils.logging
 from transformers import AutoConfig
 
 from engine.model.loader import model_version
-from engine.stats.position_log.shard import LoggedModel
+from engine.stats.position_log.shard import LoggedModel, LoggedRequest
 from models.tuning.checkpoint import DraftFolder
 from models.tuning.log_windows import Log, read_log, windows_of
+from models.tuning.rollouts import write_rollouts
 from models.tuning.run import Candidate, Run
 from models.tuning.score import Score, score_draft
 from protos.errors import ConfigError
 
 _TRIALS_SHARE = 0.3  # of the minutes, for all short trainings together
 _LONG_SHARE = 0.6  # for the long one; the rest is for measuring
+_ROLLOUTS_SHARE = 0.3  # of the minutes, before those; for small targets, which write fast beside what they serve
+_SMALL_BYTES = 2 << 30
 _GAIN = 1.01  # a smaller one may be chance
 
 OnProgress = Callable[[str, float], None]  # the run, and the share of all training that is done
@@ -34,7 +40,8 @@ Report = Callable[[str], None]
 class TuneSettings:
     """What to tune, on what, and how: `rank` None trains all weights; K = `num_tokens` is that of the score.
 
-    `num_steps` may end trainings before the minutes do.
+    `num_steps` may end trainings before the minutes do. `rollouts` is the part of the minutes in which the target
+    writes more text to train on; None: what its size suggests.
     """
 
     log: Path
@@ -47,6 +54,7 @@ class TuneSettings:
     rank: int | None
     num_tokens: int
     num_steps: int | None = None
+    rollouts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,31 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
     report(f"{log.num_positions} positions, of which {before.score.num_positions} measure and train no draft")
     report(_line("the present draft", before.score))
-    scored = _Tuning(settings, draft, log, workplace, device, report, on_progress).run()
+    share = _rollouts_share(settings)
+    written: Sequence[LoggedRequest] = ()
+    if share:
+        name = "the target writes more text"
+        report(f"{name}, for {share * settings.minutes:.1f} minutes")
+        written = write_rollouts(
+            settings.target,
+            log,
+            workplace.folder / "rollouts",
+            share * settings.minutes,
+            lambda progress: on_progress(name, share * progress),
+        )
+        report(f"{sum(len(request.positions) for request in written)} positions of {len(written)} texts more")
+    requests = [*log.training.requests, *written]
+    settings = replace(settings, minutes=(1 - share) * settings.minutes)
+    scored = _Tuning(
+        settings,
+        draft,
+        log,
+        requests,
+        workplace,
+        device,
+        report,
+        lambda name, progress: on_progress(name, share + (1 - share) * progress),
+    ).run()
     best = max([before, *scored], key=lambda each: each.score.tokens_per_pass)
     model = None if best.run is None else best.run.trained()
     if model is None or best.score.tokens_per_pass < _GAIN * before.score.tokens_per_pass:
@@ -123,6 +155,13 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
         report(_line("the best draft", best.score))
     workplace.remove()
     return settings.output.exists()
+
+
+def _rollouts_share(settings: TuneSettings) -> float:
+    if settings.rollouts is not None:
+        return settings.rollouts
+    num_bytes = sum(file.stat().st_size for file in Path(settings.target).glob("*.safetensors"))
+    return _ROLLOUTS_SHARE if num_bytes <= _SMALL_BYTES else 0.0
 
 
 def _logged_model(target: str) -> LoggedModel:
@@ -155,6 +194,7 @@ class _Tuning:
         settings: TuneSettings,
         draft: DraftFolder,
         log: Log,
+        requests: Sequence[LoggedRequest],
         workplace: Workplace,
         device: torch.device,
         report: Report,
@@ -163,7 +203,7 @@ class _Tuning:
         self._settings, self._draft, self._log = settings, draft, log
         self._workplace, self._device = workplace, device
         self._report, self._on_progress = report, on_progress
-        self._windows = [window for request in log.training.requests for window in windows_of(request)]
+        self._windows = [window for request in requests for window in windows_of(request)]
         self._share_done = 0.0
 
     def run(self) -> list[Scored]:

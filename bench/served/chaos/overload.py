@@ -45,6 +45,7 @@ _HEAD = (
 )
 _OK, _REFUSED = 200, 503
 _NUM_CLOSED = 16  # requests at once of the load that just fills the pairs
+_PAUSE_S = 0.5  # of one of them after a refusal
 _ANSWER_TIMEOUT_S = 180.0
 _MARGIN = 0.1
 _MAX_REFUSAL_S = 0.05
@@ -188,6 +189,8 @@ async def closed_load(client: Client, seconds: float) -> Load:
     async def go_on() -> None:
         while time.monotonic() < began_s + seconds:
             answers.append(await client.request())
+            if answers[-1].status == _REFUSED:
+                await asyncio.sleep(_PAUSE_S)
 
     await asyncio.gather(*(go_on() for _ in range(_NUM_CLOSED)))
     return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers), time.process_time() - began_cpu_s)

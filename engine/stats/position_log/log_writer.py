@@ -92,7 +92,8 @@ class LogWriter:
         self._thread.join(timeout=_CLOSE_S)
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
         try:
             self._write_until_closed()
         except OSError as error:

@@ -61,7 +61,7 @@ def test_requests_become_a_log_and_a_draft_that_is_better(
     requests.append({"prompt": [9, 9, 9], "store": False})
     traffic.write_text("\n".join(json.dumps(request) for request in requests))
     pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
-    options = ["--traffic", str(traffic), "--steps", "24", "--output", str(tmp_path / "new")]
+    options = ["--traffic", str(traffic), "--steps", "24", "--rollouts", "0", "--output", str(tmp_path / "new")]
     options += ["--set", "cache.num_blocks=64", "--set", "cache.memory_gib=null"]
     assert main(["tune", *pair, *options]) == 0
     said = capsys.readouterr().out

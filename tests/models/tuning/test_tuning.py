@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
@@ -18,8 +19,11 @@ from engine.stats.position_log.shard import LoggedModel, LoggedRequest, write_sh
 from engine.stats.position_log.top_rows import top_logprobs
 from models.demo_pair.acceptance import count_rounds
 from models.training.rollout import generate
-from models.tuning.log_windows import windows_of
+from models.training.train import Budget
+from models.tuning.lesson import LogLesson
+from models.tuning.log_windows import read_log, windows_of
 from models.tuning.low_rank import add_low_rank, merge_low_rank
+from models.tuning.rollouts import write_rollouts
 from models.tuning.score import expected_passes
 from models.tuning.tuning import TuneSettings, tune, working_folder
 from protos.errors import ConfigError
@@ -70,6 +74,7 @@ def settings(pair: Folders, output: Path, **changes: object) -> TuneSettings:
             rank=None,
             num_tokens=3,
             num_steps=NUM_STEPS,
+            rollouts=0.0,
         ),
         **changes,
     )
@@ -112,6 +117,45 @@ def test_a_run_that_was_killed_goes_on(pair: Folders, tmp_path: Path, monkeypatc
     is_better, _ = run(wanted, lambda _, share: shares.append(share))
     assert is_better
     assert min(shares) > 0.4, "nothing was done again"
+
+
+def test_the_target_writes_more_text_to_train_on(pair: Folders, tmp_path: Path) -> None:
+    is_better, lines = run(settings(pair, tmp_path / "new", minutes=0.2, rollouts=0.5, learning_rates=(0.02,)))
+    assert is_better
+    said = next(line for line in lines if "positions of" in line)
+    assert int(said.split()[0]) > 3 * NUM_PROMPT_TOKENS * 40
+    assert [file.name for file in tmp_path.iterdir()] == ["new"]
+
+
+def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_once(
+    pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = read_log(pair.target.parent / "log", LoggedModel(model_version(str(pair.target)), VOCAB_SIZE), print)
+    measuring = {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in log.held_out.requests}
+    assert measuring
+    shares: list[float] = []
+    written = write_rollouts(str(pair.target), log, tmp_path / "rollouts", 0.05, shares.append)
+    assert written
+    assert shares == sorted(shares)
+    assert not {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in written} & measuring
+    assert {round(request.temperature, 3) for request in written} == {0.7, 1.0}
+    assert all(min(request.positions) == NUM_PROMPT_TOKENS for request in written)
+    monkeypatch.setattr("models.tuning.rollouts._write", None)
+    again = write_rollouts(str(pair.target), log, tmp_path / "rollouts", 0.05, shares.append)
+    assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in written]
+
+
+def test_windows_of_a_batch_are_of_like_lengths_and_batches_the_same_again(pair: Folders) -> None:
+    logits = np.random.default_rng(0).normal(size=(200, VOCAB_SIZE)).astype(np.float32)
+    requests = [logged(np.arange(length + 4), logits[:length], 0.0) for length in range(8, 200)]
+    windows = [window for request in requests for window in windows_of(request)]
+    lessons = [LogLesson(nn.Module(), windows, Budget(1.0, torch.device("cpu"), 2048), seed=3) for _ in range(2)]
+    for _ in range(50):
+        first, second = (lesson._next() for lesson in lessons)
+        assert [id(window) for window in first] == [id(window) for window in second]
+        lengths = [len(window.token_ids) for window in first]
+        assert len(lengths) * max(lengths) <= 2048
+        assert max(lengths) - min(lengths) <= 4 * 2048 // max(lengths)
 
 
 def test_nothing_is_written_where_no_training_helps(pair: Folders, tmp_path: Path) -> None:

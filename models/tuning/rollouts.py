@@ -1,0 +1,135 @@
+"""More text to train on: the target writes on behind the prompts of its log, and logs what it finds likely there.
+
+A log of some minutes holds too little text for a draft to learn from, and the prompts in it are what is rare: behind
+each the target has more to say than the one answer that a client asked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
+from engine.engine_core import EngineCore
+from engine.model.runner.model_runner import ModelRunner
+from engine.stats.position_log.folder import log_files
+from engine.stats.position_log.shard import LoggedRequest, read_shard
+from models.tuning.log_windows import Log
+from protos.errors import ConfigError
+from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
+
+_NUM_STREAMS = 64
+_POOL_BYTES = 256 << 20
+_MAX_LOG_BYTES = 1 << 30
+_MIN_TOKENS = 64
+_OF_GREEDY = 0.7  # temperature behind the prompts of greedy requests, whose own text is in the log
+_MAX_PROMPT_SHARE = 0.75  # of the model's context; behind a longer prompt there is no room
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a logged request, and how the target goes on behind it."""
+
+    token_ids: tuple[int, ...]
+    temperature: float
+    repetition_penalty: float
+    num_tokens: int
+
+
+def write_rollouts(
+    target: str, log: Log, folder: Path, minutes: float, on_progress: Callable[[float], None]
+) -> Sequence[LoggedRequest]:
+    """Have the target write for `minutes` behind prompts that train, and return what it wrote.
+
+    What an earlier call wrote into `folder` is returned at once; a call that was killed begins anew.
+
+    Raises:
+        ConfigError: the target cannot be loaded here.
+    """
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(target, prompts_of(log), partial, minutes, on_progress)
+        partial.rename(folder)
+    return [request for file in log_files(folder) for request in read_shard(file) if len(request.positions)]
+
+
+def prompts_of(log: Log) -> list[Prompt]:
+    """Return the different prompts of requests that train, without those of a request that measures."""
+    measuring = {_prompt(request) for request in log.held_out.requests}
+    found = {}
+    for request in log.training.requests:
+        token_ids = _prompt(request)
+        if token_ids and token_ids not in measuring:
+            is_greedy = request.temperature < GREEDY_BELOW
+            temperature = _OF_GREEDY if is_greedy else request.temperature
+            num_tokens = max(_MIN_TOKENS, len(request.token_ids) - len(token_ids))
+            found[token_ids, temperature] = Prompt(token_ids, temperature, request.repetition_penalty, num_tokens)
+    return list(found.values())
+
+
+def _prompt(request: LoggedRequest) -> tuple[int, ...]:
+    return tuple(request.token_ids[: int(request.positions[0])].tolist())
+
+
+def _write(
+    target: str, prompts: Sequence[Prompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
+) -> None:
+    core = EngineCore.from_config(
+        EngineConfig(
+            ModelConfig(target, num_threads=torch.get_num_threads()),
+            CacheConfig(memory_bytes=_POOL_BYTES),
+            SchedulerConfig(max_num_sequences=_NUM_STREAMS),
+            log=PositionLogConfig(str(folder), _MAX_LOG_BYTES, share=1.0),
+        )
+    )
+    runner = core.runner
+    assert isinstance(runner, ModelRunner), "from_config loads one"
+    requests = _requests(_fitting(prompts, runner.max_model_len), runner.eos_token_ids)
+    running: set[str] = set()
+    began_s, seconds = time.monotonic(), 60.0 * minutes
+    try:
+        while (elapsed_s := time.monotonic() - began_s) < seconds:
+            on_progress(elapsed_s / seconds)
+            while len(running) < _NUM_STREAMS:
+                request = next(requests)
+                core.add(request)
+                running.add(request.request_id)
+            running -= {chunk.request_id for chunk in core.step() if chunk.finish_reason is not None}
+        for request_id in running:
+            core.abort(request_id)
+    finally:
+        core.close()
+
+
+def _fitting(prompts: Sequence[Prompt], max_model_len: int) -> list[Prompt]:
+    room = [max_model_len - len(prompt.token_ids) for prompt in prompts]
+    return [
+        replace(prompt, num_tokens=min(prompt.num_tokens, tokens))
+        for prompt, tokens in zip(prompts, room, strict=True)
+        if tokens >= (1 - _MAX_PROMPT_SHARE) * max_model_len
+    ]
+
+
+def _requests(prompts: Sequence[Prompt], end_ids: tuple[int, ...]) -> Iterator[GenerateRequest]:
+    """Yield a request of each prompt in turn, again and again with other seeds."""
+    if not prompts:
+        raise ConfigError("the log has no prompt behind which the target could write; give --rollouts 0")
+    seed = 0
+    while True:
+        for prompt in prompts:
+            seed += 1
+            sampling = SamplingParams(
+                seed,
+                prompt.temperature,
+                max_tokens=prompt.num_tokens,
+                repetition_penalty=prompt.repetition_penalty,
+                stop_token_ids=end_ids,
+            )
+            yield GenerateRequest(f"rollout-{seed}", prompt.token_ids, sampling, is_logged=True)
