@@ -61,7 +61,7 @@ def order_devices(num_gpus: int | None, topology: NodeTopology | None = None) ->
     if num_gpus is None or num_gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:
         return {}
     topology = topology or read_topology()
-    if not topology.nvlinks or any(device.mig_uuids for device in topology.devices):
+    if not topology.nvlinks or any(device.instances for device in topology.devices):
         return {}
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": linked_order(topology, num_gpus)}
 

@@ -15,6 +15,7 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.model_files import weight_bytes
 from cluster.ports import is_free
+from cluster.schema.models import DraftProcess
 from cluster.topology import NodeTopology, read_topology
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
@@ -133,24 +134,50 @@ def check_driver(topology: NodeTopology, torch_version: str | None = None) -> No
 
 
 def _check_gpus(config: DeployConfig, topology: NodeTopology) -> None:
-    """Raise ConfigError where the smallest GPU cannot hold a rank's weights, a draft's beside them, and a set pool."""
-    num_ranks, draft = config.target.tensor_parallel_size, config.draft
-    memory = min(device.memory_bytes for device in topology.devices)
-    weights = weight_bytes(config.target.path) // num_ranks
-    shares = draft.path is not None and draft.gpu != "own" and len(topology.devices) <= num_ranks
-    drafts = weight_bytes(draft.path) if draft.path is not None and shares else 0
+    """Raise ConfigError where a GPU cannot hold a rank's weights, a draft's beside them, and a set pool; or a draft's.
+
+    Pairs get GPUs in the order of CUDA_VISIBLE_DEVICES, each the target's first.
+    """
+    memory = topology.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not memory:
+        return
+    num_ranks, num_pairs, draft = config.target.tensor_parallel_size, config.pair.max_replicas, config.draft
+    shares = draft.path is None or _shares_gpu(config, len(memory) // num_pairs)
+    per_pair = num_ranks if shares else num_ranks + 1
+    places = [index for index in range(min(len(memory), num_pairs * per_pair)) if index % per_pair < num_ranks]
     pool = 0 if config.cache.is_measured else (config.cache.to_engine().memory_bytes or 0) // num_ranks
+    drafts = weight_bytes(draft.path) if draft.path is not None else 0
+    parts = {
+        "weights": weight_bytes(config.target.path) // num_ranks,
+        "draft": drafts if shares else 0,
+        "KV pool": pool,
+    }
+    remedy = f"raise target.tensor_parallel_size (now {num_ranks}) or lower cache.memory_gib (seen: {topology})"
+    _check_gpu(
+        f"each GPU of a {'pair' if shares else 'target'}", min(memory[place] for place in places), parts, config, remedy
+    )
+    own = [memory[place] for place in range(num_ranks, min(len(memory), num_pairs * per_pair), per_pair)]
+    if not shares and own:
+        remedy = f"give it a larger one, or set draft.gpu to 0, the target's (seen: {topology})"
+        _check_gpu("the draft's GPU", min(own), {"weights": drafts}, config, remedy)
+
+
+def _shares_gpu(config: DeployConfig, gpus_per_pair: int) -> bool:
+    """True if the draft model computes on a GPU of the target."""
+    draft = config.draft
+    is_asked = isinstance(draft.gpu, int) or draft.process is DraftProcess.TARGET
+    return is_asked or (draft.gpu != "own" and gpus_per_pair <= config.target.tensor_parallel_size)
+
+
+def _check_gpu(whose: str, memory: int, parts: dict[str, int], config: DeployConfig, remedy: str) -> None:
     limit = int(config.cache.gpu_memory_utilization * memory)
-    needed = weights + drafts + pool + _CONTEXT_BYTES
+    needed = sum(parts.values()) + _CONTEXT_BYTES
     if needed > limit:
-        parts = [f"weights {weights / _GIB:.1f}"]
-        parts += [f"draft {drafts / _GIB:.1f}"] if drafts else []
-        parts += [f"KV pool {pool / _GIB:.1f}"] if pool else []
+        told = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
         raise ConfigError(
-            f"each GPU of a pair needs about {needed / _GIB:.1f} GiB ({', '.join(parts)}, CUDA's own "
-            f"{_CONTEXT_BYTES / _GIB:.1f}), and {config.cache.gpu_memory_utilization:.2f} "
-            f"(cache.gpu_memory_utilization) of the smallest one's {memory / _GIB:.1f} GiB are {limit / _GIB:.1f}; "
-            f"raise target.tensor_parallel_size (now {num_ranks}) or lower cache.memory_gib (seen: {topology})"
+            f"{whose} needs about {needed / _GIB:.1f} GiB ({told}, CUDA's own {_CONTEXT_BYTES / _GIB:.1f}), and "
+            f"{config.cache.gpu_memory_utilization:.2f} (cache.gpu_memory_utilization) of the smallest one's "
+            f"{memory / _GIB:.1f} GiB are {limit / _GIB:.1f}; {remedy}"
         )
 
 

@@ -14,17 +14,25 @@ import pynvml
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES.
+class Instance:
+    """A part of a divided GPU (MIG), by the id under which CUDA_VISIBLE_DEVICES knows it."""
 
-    `uuid` and `mig_uuids`, those of the instances that it is divided into, name it as CUDA_VISIBLE_DEVICES may.
+    uuid: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES, which may name it by `uuid` too.
+
+    `instances` are those that it is divided into; none of a whole one.
     """
 
     index: int
     name: str
     memory_bytes: int
     uuid: str = ""
-    mig_uuids: tuple[str, ...] = ()
+    instances: tuple[Instance, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,23 @@ class NodeTopology:
         if device_id.isdigit():
             return next((each for each in self.devices if each.index == int(device_id)), None)
         for each in self.devices:
-            if each.uuid.startswith(device_id) or device_id in each.mig_uuids:
+            if each.uuid.startswith(device_id) or any(device_id == part.uuid for part in each.instances):
                 return each
         return None
+
+    def memory_of(self, visible: str | None) -> list[int]:
+        """Return the bytes of the GPUs, or instances, that CUDA_VISIBLE_DEVICES lists, in its order; None lists all."""
+        if visible is None:
+            parts = [each.instances or (each,) for each in self.devices]
+            return [part.memory_bytes for each in parts for part in each]
+        found = []
+        for device_id in filter(None, (each.strip() for each in visible.split(","))):
+            device = self.device_of(device_id)
+            if device is None:  # CUDA sees none behind an id that names nothing
+                break
+            part = next((part for part in device.instances if part.uuid == device_id), device)
+            found.append(part.memory_bytes)
+        return found
 
     def __str__(self) -> str:
         if not self.devices:
@@ -86,7 +108,7 @@ def _read(nvml: Any) -> NodeTopology:
             _text(nvml.nvmlDeviceGetName(handle)),
             nvml.nvmlDeviceGetMemoryInfo(handle).total,
             _text(nvml.nvmlDeviceGetUUID(handle)),
-            _mig_uuids(nvml, handle),
+            _instances(nvml, handle),
         )
         for index, handle in enumerate(handles)
     )
@@ -94,8 +116,8 @@ def _read(nvml: Any) -> NodeTopology:
     return NodeTopology(devices, frozenset(linked), _cuda_version(nvml))
 
 
-def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
-    """Ids of the instances of a GPU; none where it is whole, or cannot be divided."""
+def _instances(nvml: Any, handle: Any) -> tuple[Instance, ...]:
+    """Return the instances of a GPU; none where it is whole, or cannot be divided."""
     try:
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except nvml.NVMLError:
@@ -103,7 +125,8 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
     found = []
     for index in range(most):
         try:
-            found.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            found.append(Instance(_text(nvml.nvmlDeviceGetUUID(part)), nvml.nvmlDeviceGetMemoryInfo(part).total))
         except nvml.NVMLError:
             continue  # there is no instance of this number
     return tuple(found)

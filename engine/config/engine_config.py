@@ -24,7 +24,7 @@ class CacheConfig:
     """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
 
     `gpu_memory_utilization`, if given, takes the place of `memory_bytes` on a GPU: the pool is what is left of this
-    share of its memory when all else has its own (`engine.model.runner.gpu_memory`). If it `counts_own_use`, the share
+    share of its memory when all else has its own (`engine.model.gpu_memory`). If it `counts_own_use`, the share
     is that of this process's model alone, and what others use is not part of it.
 
     Raises:

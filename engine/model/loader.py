@@ -25,6 +25,7 @@ from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import Scheme, scheme_of
 from engine.model.checkpoint.weight_files import file_sample
+from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,15 +59,9 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     model, info = loaded
     refuse_incomplete(config.path, info)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
-    try:
+    size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
+    with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
-    except torch.OutOfMemoryError as error:
-        free, total = (num_bytes / (1 << 30) for num_bytes in torch.cuda.mem_get_info(device))
-        size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
-        raise ConfigError(
-            f"the weights of {config.path!r} take {size:.1f} GiB, and {device} has {free:.1f} of {total:.1f} GiB free; "
-            "raise target.tensor_parallel_size, or stop other programs"
-        ) from error
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:

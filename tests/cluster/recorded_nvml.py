@@ -46,8 +46,9 @@ class RecordedNvml:
     def nvmlSystemGetCudaDriverVersion(self) -> int:
         return self._record.get("cuda_version", 13000)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=self._record["memory_bytes"])
+    def nvmlDeviceGetMemoryInfo(self, handle: int | tuple[int, int]) -> SimpleNamespace:
+        whole = self._record["memory_bytes"]
+        return SimpleNamespace(total=whole if isinstance(handle, int) else whole // self._record["num_instances"])
 
     def nvmlDeviceGetP2PStatus(self, left: int, right: int, capability: int) -> int:
         assert capability == self.NVML_P2P_CAPS_INDEX_NVLINK

@@ -1,5 +1,6 @@
 """Taken ports and short memory are told before anything is started."""
 
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,12 +14,12 @@ from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.ports import free_port
 from cluster.preflight import check_driver, check_log, check_memory, check_ports
-from cluster.topology import NodeTopology, read_topology
+from cluster.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
 NO_GPU = NodeTopology()
-H100S = replace(read_topology(RecordedNvml("divided")), cuda_version=(13, 0))
+H100S = NodeTopology(tuple(Device(index, "H100", 85_520_809_984) for index in range(8)), cuda_version=(13, 0))
 
 
 @pytest.fixture
@@ -96,6 +97,62 @@ def test_weights_or_a_pool_that_no_gpu_holds_are_refused_with_the_figures(model:
         check_memory(sharded(model, 140, 1), H100S)
     with pytest.raises(ConfigError, match=r"weights 16\.0, KV pool 60\.0.*lower cache\.memory_gib"):
         check_memory(sharded(model, 16, 1, memory_gib=60), H100S)
+
+
+def with_draft(model: Path, gib: int, num_pairs: int = 1, **draft: object) -> DeployConfig:
+    """A target of one rank and 40 GiB, and a draft model of so many."""
+    folder = model.parent / "draft"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(model / "config.json", folder)
+    for path, size in ((model, 40), (folder, gib)):
+        with (path / "model.safetensors").open("wb") as file:
+            file.truncate(size << 30)
+    args = {"path": str(folder), "kind": "model", **draft}
+    pair = {"num_replicas": num_pairs}
+    return parse_config({"model_id": "m", "target": {"path": str(model)}, "draft": args, "pair": pair})
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    with patch("psutil.virtual_memory", lambda: SimpleNamespace(available=2 << 40)):
+        yield
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_a_draft_counts_where_it_shares_the_targets_gpu_and_on_its_own_one(model: Path):
+    check_memory(with_draft(model, 40), H100S)  # each has a GPU
+    with pytest.raises(ConfigError, match=r"each GPU of a pair needs about 81\.0 GiB \(weights 40\.0, draft 40\.0"):
+        check_memory(with_draft(model, 40, gpu=0), H100S)
+    with pytest.raises(ConfigError, match=r"weights 40\.0, draft 40\.0"):
+        check_memory(with_draft(model, 40, num_pairs=8), H100S)  # eight GPUs, one for each pair
+    with pytest.raises(ConfigError, match=r"the draft's GPU needs about 81\.0 GiB \(weights 80\.0"):
+        check_memory(with_draft(model, 80, gpu="own"), H100S)
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_only_gpus_that_are_visible_count_in_their_order(model: Path, monkeypatch: pytest.MonkeyPatch):
+    small, large = Device(0, "small", 8 << 30, "GPU-a"), Device(1, "large", 96 << 30, "GPU-b")
+    topology = NodeTopology((small, large))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match=r"each GPU of a target .* smallest one's 8\.0 GiB"):
+        check_memory(with_draft(model, 4), topology)
+    for visible in ("1", "GPU-b", "1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        check_memory(with_draft(model, 4), topology)
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_an_instance_of_a_divided_gpu_has_its_own_memory(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    divided = read_topology(RecordedNvml("divided"))
+    part = divided.devices[0].instances[0]
+    assert part.memory_bytes < divided.devices[0].memory_bytes
+    gib = part.memory_bytes >> 30
+    for visible in (None, part.uuid):
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(ConfigError, match=rf"smallest one's {gib}\.\d GiB"):
+            check_memory(sharded(model, gib, 1), divided)
 
 
 def test_a_driver_older_than_torchs_cuda_is_refused_and_any_newer_one_is_not():

@@ -36,13 +36,13 @@ from engine.model.draft_heads.loader import Head, load_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
+from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, memory_meter
 from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions
 from engine.model.resident_memory import leave_checkpoint, trim_heap
-from engine.model.runner.gpu_memory import MemoryMeter, memory_meter
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import native_instructions
@@ -51,6 +51,8 @@ from engine.span import Span
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_PASSES_REMEDY = "lower scheduler.max_tokens_per_step or target.cuda_graph_batches, or stop other programs"
 
 
 class ModelRunner:
@@ -98,7 +100,8 @@ class ModelRunner:
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
-        self._take_weights(stock, model, head, device)
+        with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
+            self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
         self.eos_token_ids = eos_token_ids(stock)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
@@ -107,15 +110,19 @@ class ModelRunner:
         self._graphs: CudaGraphRunner | None = None
         if meter is not None:
             meter.loaded()
-            cache = self._measured(meter, cache, model.graphs, stock, has_graphs=has_graphs)
-        self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
+            with enough_memory(device, "the widest pass over a prompt", _PASSES_REMEDY):
+                cache = self._measured(meter, cache, model.graphs, stock, has_graphs=has_graphs)
+        with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
+            self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         self.model_version = model_version(model.path, model.quantization)
         self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype))
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         if device.type == "cuda":
-            warm_up(self._compute, self.block_size, self.max_model_len)
+            with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
+                warm_up(self._compute, self.block_size, self.max_model_len)
         if has_graphs:
-            self._graphs = self._record(model.graphs, self.max_model_len)
+            with enough_memory(device, "the buffers of recorded passes", _PASSES_REMEDY):
+                self._graphs = self._record(model.graphs, self.max_model_len)
 
     def _take_weights(
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device

@@ -208,6 +208,52 @@ def test_what_cannot_be_recorded_is_computed_call_by_call(caplog: pytest.LogCapt
     assert "not permitted" in caplog.text
 
 
+def test_a_model_that_cannot_be_recorded_whole_has_no_recording(caplog: pytest.LogCaptureFixture) -> None:
+    def record(compute: Compute) -> Compute:
+        if len(compute().logits) < 6:  # after larger ones have been recorded
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return compute
+
+    assert not recorded(record).has_passes
+    assert "call by call" in caplog.text
+
+
+def test_a_replay_that_differs_in_its_last_row_alone_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    def record(compute: Compute) -> Compute:
+        def replay() -> ForwardOutput:
+            output = compute()
+            if len(output.logits) == 6:
+                output.logits[-1] = output.logits[-1].roll(1)
+            return output
+
+        return replay
+
+    assert recorded(record).forward([Span([7] * 3, 0, [0], 3)] * 2) is None
+    assert "GraphBucket(num_rows=6, rows_per_span=3) is computed call by call" in caplog.text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_too_little_memory_for_a_recording_is_refused_with_the_figures(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """As the device says it: in the first computation of a bucket, and in its recording."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 80 << 30))
+
+    def fail(*args: object) -> Compute:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80")
+
+    def record(compute: Compute) -> Compute:
+        return compute
+
+    if is_first:
+        monkeypatch.setattr(torch.nn.functional, "one_hot", fail)
+    what = "recorded passes of 6 rows" if is_first else "a recording of 6 rows"
+    with pytest.raises(
+        ConfigError, match=rf"no memory for {what} \(tried to allocate 2.00 gib\): 0.50 of 80.00 GiB are"
+    ):
+        recorded(record if is_first else fail)
+
+
 def test_a_replay_that_differs_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """A recording that holds the tokens of its own first pass, as one does whose tensors have moved."""
 

@@ -7,7 +7,9 @@ recording is made over a pool of one block, and then the device says what is use
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,7 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS_REMEDY = "raise target.tensor_parallel_size, or stop other programs"
 _GIB = 1 << 30
 _SAMPLER_COPIES = 2  # float32 scores and noise, beside the logits themselves
 
@@ -31,6 +34,24 @@ class CardMemory:
     @property
     def used_bytes(self) -> int:
         return self.total_bytes - self.free_bytes
+
+
+@contextmanager
+def enough_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
+    """Have what follows, for `purpose`, find memory on `device`.
+
+    Raises:
+        ConfigError: it does not; tells what is free, and the remedy.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        card = CardMemory(*torch.cuda.mem_get_info(device))
+        wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
+        raise ConfigError(
+            f"{device} has no memory for {purpose}{f' ({wanted[0].lower()})' if wanted else ''}: "
+            f"{card.free_bytes / _GIB:.2f} of {card.total_bytes / _GIB:.2f} GiB are free; {remedy}"
+        ) from error
 
 
 def card_memory(device: torch.device) -> CardMemory:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
-from engine.model.runner.gpu_memory import CardMemory, MemoryMeter
+from engine.model.gpu_memory import CardMemory, MemoryMeter
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
 from protos.errors import ConfigError
