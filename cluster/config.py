@@ -115,13 +115,15 @@ class DeployConfig(EngineSection):
     def _method_conflicts(self) -> Iterator[str]:
         possible = _possible_methods(self.draft.kind)
         wanted = self.speculation.methods or []
-        for method in (*wanted, *([self.speculation.method] if self.speculation.method else [])):
+        default = self.speculation.method
+        named = [] if default in (None, SpeculationMethod.AUTO) else [default]
+        for method in (*wanted, *named):
             if method not in possible:
                 yield (
                     f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give; "
                     f"it gives {', '.join(possible)}"
                 )
-        if self.speculation.methods is not None and self.speculation.method not in (None, *wanted):
+        if self.speculation.methods is not None and not set(named) <= set(wanted):
             yield f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it"
 
     @property

@@ -38,6 +38,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.proposer import HeadProposer, Proposer
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.proposer.adaptive.method_chooser import MethodChooser
 from engine.proposer.adaptive.request_limits import check_steps, draft_rule, is_adaptive
 from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.proposer.constrained_draft import constrain
@@ -173,7 +174,8 @@ class EngineCore:
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
-        self._budget = DraftBudget(config.num_tokens, config.max_num_tokens) if is_adaptive(config) else None
+        self._budget = _draft_budget(config) if is_adaptive(config) else None
+        self._chooser = MethodChooser(config.choices, self._goodput_of)
         self._drafts = DraftCounters()
         self._classes = ClassCounters()
         self._drift = DriftMonitor()
@@ -251,13 +253,16 @@ class EngineCore:
         check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
-            draft_rule(request, self._speculation),
+            draft_rule(request, self._speculation, self._chooser),
             self._clock() if arrival_s is None else arrival_s,
             self._grammars.matcher(request),
         )
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
             self._proposer.open(sequence)
+
+    def _goodput_of(self, method: SpeculationMethod, kind: str) -> float | None:
+        return None if self._budget is None else self._budget.goodput(method, kind)
 
     def abort(self, request_id: str) -> TokenChunk | None:
         """End a request now; its blocks are free when this returns.
@@ -540,6 +545,11 @@ def _speculation(
     if proposer is None:
         return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
     return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
+
+
+def _draft_budget(config: SpeculationConfig) -> DraftBudget:
+    max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
+    return DraftBudget(config.num_tokens, config.max_num_tokens, max_pass_s)
 
 
 def _ignore(news: object) -> None:

@@ -57,6 +57,7 @@ class SpeculationMethod(StrEnum):
     SUFFIX = "suffix"  # the continuation of equal tokens before, in this request or in finished ones of its cache_salt
     NGRAM = "ngram"  # the continuation of the last few tokens where they occurred last in this request
     HYBRID = "hybrid"  # pass by pass, the suffix or the model or head, whichever is expected to yield more
+    AUTO = "auto"  # one of the others, by what was measured of them for such requests
     NONE = "none"  # plain decoding
 
     @property

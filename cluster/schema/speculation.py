@@ -78,7 +78,11 @@ class SpeculationSection(Section):
     num_guess_tokens sets the length of some.
 
     A request may choose among `methods`: left out, all that need no more than the deployment has. One that does not
-    choose gets `method`: left out, the draft's kind, or the first of `methods` where that is not among them.
+    choose gets `method`: left out, the draft's kind, or the first of `methods` where that is not among them. `auto` is
+    the one of `methods` that was measured to be the fastest for such requests, greedy or sampled; one request in 16
+    goes to another, to keep that measured. It needs adaptive lengths.
+
+    target_itl_ms, with adaptive lengths: drafts do not make a pass longer than this, however many tokens they promise.
 
     mode sync: a draft model drafts when the target has committed, and the target waits for it. async: it drafts while
     the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
@@ -95,6 +99,7 @@ class SpeculationSection(Section):
     method: Annotated[SpeculationMethod, one_of(*SpeculationMethod)] | None = None
     methods: list[Annotated[SpeculationMethod, one_of(*SpeculationMethod)]] | None = None
     adaptive: bool | None = None
+    target_itl_ms: float | None = Field(default=None, gt=0, strict=False)
     tree: TreeSection | None = None
     steps: StepsSection | None = None
 
@@ -121,6 +126,7 @@ class SpeculationSection(Section):
             self.is_adaptive,
             None if self.steps is None else self.steps.to_engine(),
             self.num_guess_tokens,
+            None if self.target_itl_ms is None else self.target_itl_ms / 1000,
         )
 
     def conflicts(self) -> Iterator[str]:
@@ -134,5 +140,10 @@ class SpeculationSection(Section):
             yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:
             yield f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out"
+        is_planned = self.is_adaptive and self.num_tokens > 0
+        if self.method is SpeculationMethod.AUTO and not is_planned:
+            yield "method 'auto' goes by what adaptive lengths measure; set adaptive to true, or name a method"
+        if self.target_itl_ms is not None and not is_planned:
+            yield f"target_itl_ms {self.target_itl_ms:g} bounds adaptive lengths; set adaptive to true, or remove it"
         if self.num_guess_tokens is not None and self.adaptive:
             yield "adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive"

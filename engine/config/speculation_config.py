@@ -93,6 +93,9 @@ class SpeculationConfig:
     (or what the request asks for) and `num_tokens` is only the first one; a deployment with `num_tokens` 0 still drafts
     for those alone that ask.
 
+    When adaptive, drafts do not make a pass longer than `target_itl_s`, and the method AUTO is one of the others by
+    class of requests (`engine.proposer.adaptive.method_chooser`).
+
     With a `tree` drafts branch, and K is how deep they go. With `steps` a request may ask for approximate reasoning
     steps; without, nothing here is ever anything but exact.
 
@@ -108,6 +111,7 @@ class SpeculationConfig:
     adaptive: bool = False
     steps: StepConfig | None = None
     num_guess_tokens: int | None = None
+    target_itl_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_num_tokens <= MAX_DRAFT_TOKENS:
@@ -127,6 +131,12 @@ class SpeculationConfig:
     def method(self) -> SpeculationMethod:
         """The method of a request that names none."""
         return self.methods[0] if self.methods else SpeculationMethod.NONE
+
+    @property
+    def choices(self) -> tuple[SpeculationMethod, ...]:
+        """The methods among which AUTO chooses."""
+        aside = (SpeculationMethod.AUTO, SpeculationMethod.NONE)
+        return tuple(method for method in self.methods if method not in aside)
 
     @property
     def guess_limit(self) -> int:

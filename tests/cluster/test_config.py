@@ -183,8 +183,8 @@ def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
     assert "and speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
 
 
-@pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID}))
-def test_every_method_but_hybrid_is_a_draft_kind(kind: SpeculationMethod):
+@pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID, SpeculationMethod.AUTO}))
+def test_every_method_but_hybrid_and_auto_is_a_draft_kind(kind: SpeculationMethod):
     path = (
         {"path": "d"} if kind in (SpeculationMethod.MODEL, SpeculationMethod.MEDUSA, SpeculationMethod.EAGLE3) else {}
     )
@@ -208,6 +208,19 @@ def test_the_methods_on_offer_can_be_limited_and_the_default_chosen():
     assert without_model.offered_methods == ("ngram", "suffix", "none")
     chosen = parse_config(config | {"speculation": {"method": "suffix", "methods": ["model", "suffix"]}})
     assert chosen.offered_methods == ("suffix", "model", "none")
+
+
+def test_the_method_may_be_left_to_what_is_measured_and_the_pass_bounded_where_lengths_adapt():
+    config = MINIMAL | {"draft": {"kind": "model", "path": "d"}}
+    chosen = parse_config(config | {"speculation": {"method": "auto", "methods": ["model", "suffix"]}})
+    assert chosen.offered_methods == ("auto", "model", "suffix", "none")
+    assert chosen.to_engine().speculation.choices == ("model", "suffix")
+    assert parse_config(config | {"speculation": {"target_itl_ms": 40}}).to_engine().speculation.target_itl_s == 0.04
+    assert "set adaptive to true" in error_of(speculation={"method": "auto", "adaptive": False})
+    assert "target_itl_ms 40 bounds" in error_of(
+        draft=config["draft"], speculation={"target_itl_ms": 40, "mode": "async"}
+    )
+    parse_config(config | {"speculation": {"target_itl_ms": 40, "method": "auto", "mode": "async", "adaptive": True}})
 
 
 def test_a_method_that_cannot_be_had_is_refused():

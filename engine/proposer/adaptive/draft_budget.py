@@ -29,6 +29,7 @@ from engine.proposer.adaptive.forward_cost import DraftCost, ForwardCost
 from engine.proposer.adaptive.goodput import allocate
 from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from engine.sequence.sequence import Sequence
+from protos.messages import SpeculationMethod
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
@@ -65,10 +66,12 @@ class PassTime:
 class DraftBudget:
     """Plans draft lengths in [0, what the sequence may have]; state of the engine's thread.
 
-    `first_length` is the length until there is something to plan by.
+    `first_length` is the length until there is something to plan by. Drafts are not to make a pass longer than
+    `max_pass_s`, where it is given: what is longer without them has none.
     """
 
-    def __init__(self, first_length: int, max_length: int) -> None:
+    def __init__(self, first_length: int, max_length: int, max_pass_s: float = np.inf) -> None:
+        self._max_pass_s = max_pass_s
         self._first_length = first_length
         self._max_length = max_length
         self._positions = np.arange(max_length)
@@ -89,6 +92,11 @@ class DraftBudget:
     def speedups(self) -> dict[str, float]:
         """Measured tokens per second against no speculation, by class of requests."""
         return {name: gate.meter.speedup for name, gate in self._gates.items()}
+
+    def goodput(self, method: SpeculationMethod, kind: str) -> float | None:
+        """Return the speed-up of a method's requests of a kind, greedy or sampled; None until it is measured."""
+        gate = self._gates.get(f"{method}-{kind}")
+        return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
 
     def is_open(self, sequence: Sequence) -> bool:
         """False while drafts are switched off for the class of such requests."""
@@ -149,7 +157,8 @@ class DraftBudget:
             return np.zeros_like(num_possible)
         acceptance = self._acceptance_of(sequences, num_possible)
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
-        best = allocate(acceptance, row_seconds, self._draft_cost.per_step_s, self._draft_cost.per_token_s)
+        costs = self._draft_cost
+        best = allocate(acceptance, row_seconds, costs.per_step_s, costs.per_token_s, self._max_pass_s)
         self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
         needed = 1.0 if self._is_speculating else _WAKE_GAIN
         lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
@@ -257,6 +266,10 @@ class DraftBudget:
 
 def class_of(sequence: Sequence) -> str:
     """Return the class of requests that should fare alike: by their method, and by greedy or sampled."""
-    kind = "greedy" if sequence.is_greedy else "sampled"
     method = "prediction" if sequence.request.prediction_token_ids else sequence.method
-    return f"{method}-{kind}"
+    return f"{method}-{kind_of(is_greedy=sequence.is_greedy)}"
+
+
+def kind_of(*, is_greedy: bool) -> str:
+    """Return the part of a class's name that is not its method."""
+    return "greedy" if is_greedy else "sampled"

@@ -18,17 +18,20 @@ class Allocation:
     plain_tokens_per_s: float
 
 
-def allocate(acceptance: Floats, row_seconds: Floats, step_s: float, token_s: float) -> Allocation:
+def allocate(
+    acceptance: Floats, row_seconds: Floats, step_s: float, token_s: float, max_seconds: float = np.inf
+) -> Allocation:
     """Maximise G = (B + sum of acceptance) / (C(B + drafts) + D(drafts)) over all lengths.
 
     `acceptance` `[B, K]` falls along K, and is 0 where a draft may not be; `row_seconds` `[M + 1]` is C(B) to C(B + M),
     the M drafts that may be made at most; D is `step_s` per step of the longest draft and `token_s` per token. For a
     given number of drafts and a given longest one the best are those of the largest acceptance (arXiv:2406.14066), and
-    each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C.
+    each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C. No drafts
+    are made with which C + D would be above `max_seconds`.
     """
     num_sequences, num_positions = acceptance.shape
     if num_sequences == 1:
-        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), step_s + token_s)
+        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), step_s + token_s, max_seconds)
     plain = num_sequences / row_seconds[0]
     order = np.argsort(-acceptance.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
     chances = acceptance.T.ravel()[order]
@@ -41,7 +44,7 @@ def allocate(acceptance: Floats, row_seconds: Floats, step_s: float, token_s: fl
     num_drafts = np.minimum(np.cumsum(is_in, axis=1), len(row_seconds))
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
     seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * longest + token_s * num_drafts
-    goodput = tokens / seconds
+    goodput = np.where(seconds <= max_seconds, tokens / seconds, 0.0)
     best_longest, best_last = np.unravel_index(int(goodput.argmax()), goodput.shape)
     if goodput[best_longest, best_last] <= plain:
         return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
@@ -50,7 +53,9 @@ def allocate(acceptance: Floats, row_seconds: Floats, step_s: float, token_s: fl
     return Allocation(lengths, float(goodput[best_longest, best_last]), plain)
 
 
-def _allocate_to_one(acceptance: list[float], row_seconds: list[float], draft_s: float) -> Allocation:
+def _allocate_to_one(
+    acceptance: list[float], row_seconds: list[float], draft_s: float, max_seconds: float
+) -> Allocation:
     """Allocate to one sequence, where the number of drafts is all there is: a short loop is the fastest."""
     plain = best = 1.0 / row_seconds[0]
     best_length, tokens = 0, 1.0
@@ -58,7 +63,8 @@ def _allocate_to_one(acceptance: list[float], row_seconds: list[float], draft_s:
         if chance <= 0.0:
             break
         tokens += chance
-        goodput = tokens / (seconds + length * draft_s)
+        pass_s = seconds + length * draft_s
+        goodput = tokens / pass_s if pass_s <= max_seconds else 0.0
         if goodput > best:
             best, best_length = goodput, length
     return Allocation(np.array([best_length]), best, plain)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from engine.config import SpeculationConfig
+from engine.proposer.adaptive.draft_budget import kind_of
+from engine.proposer.adaptive.method_chooser import MethodChooser
 from engine.sequence.request_tokens import DraftRule
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 
-def draft_rule(request: GenerateRequest, deployment: SpeculationConfig) -> DraftRule:
-    """Return the drafts of a request.
+def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> DraftRule:
+    """Return the drafts of a request; where its method is open, `chooser` chooses it.
 
     K of its free drafts is None where the request or the budget sets one K for all. K may not follow a clock where a
     seed promises the text and the verification makes the text depend on K.
@@ -19,10 +21,20 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig) -> Draft
     return DraftRule(
         num_draft_tokens=_num_draft_tokens(request, deployment),
         verify=asked.verify or deployment.verify,
-        method=asked.method or deployment.method,
+        method=_method(request, deployment, chooser),
         num_guess_tokens=None if has_one_length else deployment.guess_limit,
         has_fixed_length=_has_fixed_length(request, deployment),
     )
+
+
+def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> SpeculationMethod:
+    """Return the method that is asked for; a choice may follow a clock where K may."""
+    method = request.speculation.method or deployment.method
+    if method is not SpeculationMethod.AUTO:
+        return method
+    if not _is_planned(request, deployment):
+        return next(iter(deployment.choices), SpeculationMethod.NONE)
+    return chooser.choose(kind_of(is_greedy=request.sampling.is_greedy))
 
 
 def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:

@@ -32,6 +32,18 @@ def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
     assert found.plain_tokens_per_s == pytest.approx(num_sequences / row_seconds[0])
 
 
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_no_pass_is_made_longer_than_the_limit(num_sequences: int) -> None:
+    acceptance = np.full((num_sequences, 4), 0.9).cumprod(axis=1)
+    row_seconds = 1.0 + 0.1 * np.arange(4 * num_sequences + 1)
+    free = allocate(acceptance, row_seconds, 0.05, 0.0)
+    found = allocate(acceptance, row_seconds, 0.05, 0.0, max_seconds=1.35)
+    num_drafts, longest = int(found.lengths.sum()), int(found.lengths.max())
+    assert 0 < num_drafts < free.lengths.sum()
+    assert row_seconds[num_drafts] + 0.05 * longest <= 1.35 < row_seconds[num_drafts + 1] + 0.05 * (longest + 1)
+    assert allocate(acceptance, row_seconds, 0.05, 0.0, max_seconds=0.9).lengths.tolist() == [0] * num_sequences
+
+
 def test_positions_of_zero_acceptance_get_no_draft() -> None:
     acceptance = np.array([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]])
     assert allocate(acceptance, np.ones(7), 0.0, 0.0).lengths.tolist() == [2, 0, 1]
