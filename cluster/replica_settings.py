@@ -20,6 +20,7 @@ from router.config import IngressConfig, IngressLimits
 # On nodes whose cores compute: what answers goes first, for whose millisecond streams wait; then tokens, then prompts.
 _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
+_FRESH = "20000"  # positions of the traffic that rang the alarm; the log before it is that which the draft knows
 
 
 def placement_request(config: DeployConfig) -> PlacementRequest:
@@ -95,7 +96,7 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
             "'own' (and draft.gpu), or remove tune.auto"
         )
     target = resolve_model_path(config.target.path)
-    options = ("--log", str(tune.folder), "--target", target, "--minutes", str(tune.minutes))
+    options = ("--log", str(tune.folder), "--target", target, "--minutes", str(tune.minutes), "--fresh", _FRESH)
     return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", tune.minutes)
 
 

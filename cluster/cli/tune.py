@@ -40,6 +40,10 @@ def tune(
         int | None, Option(min=1, help="of training, if they are done before the minutes are over")
     ] = None,
     threads: Annotated[int, Option(min=1, help="of this machine's; the process gives way to all others")] = 1,
+    fresh: Annotated[
+        int,
+        Option(min=0, help="wait for so many positions, --minutes at most, and train on what is new since the start"),
+    ] = 0,
     rollouts: Annotated[
         float | None,
         Option(
@@ -65,6 +69,8 @@ def tune(
     """Train a draft on the log of its deployment; write it if it is better, and end with 3 if none is."""
     if (log is None) == (traffic is None):
         raise ConfigError("give either --log, the folder of a deployment's log, or --traffic, a file of requests")
+    if fresh and traffic is not None:
+        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, and there is --traffic; give one of them")
     rates = _rates(learning_rates or (_LOW_RANK_RATES if rank else _FULL_RATES))
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
@@ -91,6 +97,7 @@ def tune(
         num_tokens=num_tokens,
         num_steps=steps,
         rollouts=rollouts,
+        num_fresh=fresh,
     )
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
     try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.stats.position_log.folder import log_files
 from engine.stats.position_log.shard import LoggedModel, LoggedRequest, read_model, read_shard
+from models.tuning.fresh_log import LogEnd
 from protos.errors import ConfigError
 
 WINDOW_TOKENS = 512
@@ -77,8 +78,8 @@ class Log:
         (self.held_out if is_measuring else self.training).add(request)
 
 
-def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None]) -> Log:
-    """Return the latest requests that `target` answered; report what of the folder is left out.
+def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], end: LogEnd | None = None) -> Log:
+    """Return the latest requests that `target` answered, behind `end`; report what of the folder is left out.
 
     Raises:
         ConfigError: the folder has no log, none of this target, or too little of it.
@@ -97,7 +98,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None]) -
             elif log.is_full:
                 break
             else:
-                for request in reversed(read_shard(file)):
+                for request in reversed(read_shard(file)[(end or {}).get(file.name, (0, 0))[0] :]):
                     log.add(request)
         except ConfigError as error:
             report(f"left out: {error}")

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from engine.model.loader import model_version
 from engine.stats.position_log.shard import LoggedModel, LoggedRequest
 from models.tuning.checkpoint import DraftFolder
+from models.tuning.fresh_log import log_end, wait_for_positions
 from models.tuning.log_windows import Log, read_log, windows_of
 from models.tuning.rollouts import write_rollouts
 from models.tuning.run import Candidate, Run
@@ -41,7 +42,8 @@ class TuneSettings:
     """What to tune, on what, and how: `rank` None trains all weights; K = `num_tokens` is that of the score.
 
     `num_steps` may end trainings before the minutes do. `rollouts` is the part of the minutes in which the target
-    writes more text to train on; None: what its size suggests.
+    writes more text to train on; None: what its size suggests. With `num_fresh` positions that the log has already do
+    not count, and the training waits for so many new ones, for `minutes` at most.
     """
 
     log: Path
@@ -55,6 +57,7 @@ class TuneSettings:
     num_tokens: int
     num_steps: int | None = None
     rollouts: float | None = None
+    num_fresh: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,18 @@ class Workplace:
         check_output(settings.output)
         self.folder.mkdir(parents=True, exist_ok=True)
         arguments = {name: str(value) for name, value in asdict(settings).items()}
-        file = self.folder / "arguments.json"
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != arguments:
+        if self.remember("arguments", arguments)[1] != arguments:
             raise ConfigError(f"{self.folder} has the state of a tuning with other options; finish it, or remove that")
+
+    def remember(self, name: str, value: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Return whether this is new, and the value of the first call of this name, in whatever process."""
+        file = self.folder / f"{name}.json"
+        if file.is_file():
+            return False, json.loads(file.read_text(encoding="utf-8"))
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(arguments), encoding="utf-8")
+        partial.write_text(json.dumps(value), encoding="utf-8")
         os.replace(partial, file)
+        return True, value
 
     def remove(self) -> None:
         """Forget all runs."""
@@ -116,7 +125,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = _logged_model(settings.target)
     draft = DraftFolder(settings.draft, settings.target, device)
-    log = read_log(settings.log, target, report)
+    log = _new_log(settings, target, report) if settings.num_fresh else read_log(settings.log, target, report)
     workplace = Workplace(settings)
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
     report(f"{log.num_positions} positions, of which {before.score.num_positions} measure and train no draft")
@@ -155,6 +164,15 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
         report(_line("the best draft", best.score))
     workplace.remove()
     return settings.output.exists()
+
+
+def _new_log(settings: TuneSettings, target: LoggedModel, report: Report) -> Log:
+    """Return the log behind where it ended when the tuning began, once it is long enough."""
+    workplace = Workplace(settings)
+    is_new, end = workplace.remember("log_end", log_end(settings.log))
+    if is_new:
+        wait_for_positions(settings.log, end, settings.num_fresh, 60.0 * settings.minutes, report)
+    return read_log(settings.log, target, report, end)
 
 
 def _rollouts_share(settings: TuneSettings) -> float:

@@ -68,7 +68,8 @@ def test_the_trainer_that_answers_alarms_knows_the_log_and_the_target(model: str
     auto_tune = settings_of(deployments({**args, "tune": tune})[1]).auto_tune
     assert auto_tune is not None
     assert auto_tune.folder == f"{tmp_path}/log.drafts"
-    assert auto_tune.command[3:] == ("--log", f"{tmp_path}/log", "--target", model, "--minutes", "2.0")
+    assert auto_tune.command[3:7] == ("--log", f"{tmp_path}/log", "--target", model)
+    assert auto_tune.command[7:] == ("--minutes", "2.0", "--fresh", "20000")
 
 
 def test_limits_reach_the_engine(model: str):

@@ -104,6 +104,17 @@ def read_model(file: Path) -> LoggedModel:
     return _model_of(file, _metadata(file))
 
 
+def count_shard(file: Path) -> tuple[int, int]:
+    """Return the number of requests and of positions of a file. Raises ConfigError: it is no part of a log."""
+    _metadata(file)
+    try:
+        with safe_open(file, "np") as shard:
+            requests, positions = (shard.get_slice(name).get_shape()[0] for name in ("position_ends", "positions"))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; remove it") from error
+    return int(requests), int(positions)
+
+
 def read_shard(file: Path) -> list[LoggedRequest]:
     """Return the requests of a file.
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
-from engine.stats.position_log.folder import LogFolder
-from engine.stats.position_log.shard import LoggedModel, LoggedRequest, write_shard
+from engine.stats.position_log.folder import LogFolder, log_files
+from engine.stats.position_log.shard import LoggedModel, LoggedRequest, read_shard, write_shard
 from engine.stats.position_log.top_rows import top_logprobs
 from models.demo_pair.acceptance import count_rounds
 from models.training.rollout import generate
@@ -125,6 +125,29 @@ def test_the_target_writes_more_text_to_train_on(pair: Folders, tmp_path: Path) 
     said = next(line for line in lines if "positions of" in line)
     assert int(said.split()[0]) > 3 * NUM_PROMPT_TOKENS * 40
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_tuning_may_wait_for_new_traffic_and_take_nothing_else(
+    pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the log at the start is of half the requests; a tuning that was killed then has the same begin."""
+    model = LoggedModel(model_version(str(pair.target)), VOCAB_SIZE)
+    requests = [each for file in log_files(pair.target.parent / "log") for each in read_shard(file)]
+    file = LogFolder(tmp_path / "log", 1 << 30).new_file()
+    write_shard(file, model, requests[:40])
+    wanted = settings(pair, tmp_path / "new", log=tmp_path / "log", num_fresh=900, learning_rates=(0.02,))
+
+    def write_more(seconds: float) -> None:
+        write_shard(file, model, requests)
+
+    monkeypatch.setattr("models.tuning.fresh_log.time.sleep", write_more)
+    is_better, lines = run(wanted)
+    assert is_better
+    assert "960 positions are new" in lines
+    assert any(line.startswith("960 positions, of which") for line in lines)
+    monkeypatch.setattr("models.tuning.fresh_log.time.sleep", lambda seconds: None)
+    with pytest.raises(ConfigError, match="has 0 positions in all"):
+        run(replace(wanted, output=tmp_path / "late", minutes=0.001))
 
 
 def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_once(

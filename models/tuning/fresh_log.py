@@ -1,0 +1,39 @@
+"""The part of a log that is written from a moment on: what came before is another traffic's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from engine.stats.position_log.folder import log_files
+from engine.stats.position_log.shard import count_shard
+from protos.errors import ConfigError
+
+LogEnd = Mapping[str, tuple[int, int]]  # requests and positions of each file, by its name
+
+_POLL_S = 1.0
+
+
+def log_end(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return what the log has now; files that are damaged, or gone meanwhile, count for nothing."""
+    found = {}
+    for file in log_files(folder) if folder.is_dir() else []:
+        try:
+            found[file.name] = count_shard(file)
+        except ConfigError:
+            continue
+    return found
+
+
+def wait_for_positions(
+    folder: Path, end: LogEnd, num_positions: int, timeout_s: float, report: Callable[[str], None]
+) -> None:
+    """Wait until the log has so many positions behind `end`, or the time is over."""
+    report(f"waiting for {num_positions} new positions, {timeout_s / 60:.0f} minutes at most")
+    until_s, num_found = time.monotonic() + timeout_s, 0
+    while num_found < num_positions and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        now = log_end(folder)
+        num_found = sum(number - end.get(name, (0, 0))[1] for name, (_, number) in now.items())
+    report(f"{num_found} positions are new")
