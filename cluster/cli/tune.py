@@ -21,6 +21,8 @@ from protos.errors import ConfigError
 
 NO_GAIN = 3  # the exit status where no training has made a better draft
 _FULL_RATES = "0.0015,0.004"
+_SHORT_RATE = "0.003"  # where there is no time to compare
+_SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
 _NICENESS = 19
 _LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
@@ -55,7 +57,11 @@ def tune(
     ] = None,
     rank: Annotated[int, Option(min=0, help="of low-rank changes (LoRA); 0 trains all weights")] = 0,
     learning_rates: Annotated[
-        str | None, Option(help=f"to compare; by default {_FULL_RATES}, of low-rank changes {_LOW_RANK_RATES}")
+        str | None,
+        Option(
+            help=f"to compare; by default {_SHORT_RATE}, from {_SHORT_MINUTES:.0f} minutes on {_FULL_RATES}, of "
+            f"low-rank changes {_LOW_RANK_RATES}"
+        ),
     ] = None,
     seeds: Annotated[int, Option(min=1, help="to compare, of each learning rate")] = 1,
     num_tokens: Annotated[int, Option(min=1, max=64, help="K of the drafts whose worth is measured")] = 4,
@@ -71,7 +77,7 @@ def tune(
         raise ConfigError("give either --log, the folder of a deployment's log, or --traffic, a file of requests")
     if fresh and traffic is not None:
         raise ConfigError(f"--fresh {fresh} waits for a deployment's log, and there is --traffic; give one of them")
-    rates = _rates(learning_rates or (_LOW_RANK_RATES if rank else _FULL_RATES))
+    rates = _rates(learning_rates or _default_rates(rank, minutes))
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
     # Not at the top: it loads torch, which few commands do.
@@ -119,6 +125,12 @@ def _folder(model: str, part: str) -> str:
             raise ConfigError(f"--{part} {model}: it has no {part} model of its own; give a folder")
         return resolve_model_path(str(path))
     return located(model)
+
+
+def _default_rates(rank: int, minutes: float) -> str:
+    if rank:
+        return _LOW_RANK_RATES
+    return _FULL_RATES if minutes >= _SHORT_MINUTES else _SHORT_RATE
 
 
 def _rates(text: str) -> tuple[float, ...]:
