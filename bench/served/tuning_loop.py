@@ -41,6 +41,7 @@ _MEASURE_EVERY = 5
 _POLL_S = 2.0
 _NUM_PYTHON = 60
 _NUM_TOKENS = 96
+_NUM_DRAFTS = 4  # in every pass: an adaptive K drafts where drafts are likely to be right, and hides what drifts
 _REPETITION_PENALTY = 1.2  # without it this small target's texts are loops
 
 
@@ -289,6 +290,7 @@ def start(minutes: float) -> ServedApplication:
     deploy["grpc_options"]["port"] = GRPC_PORT
     args = deploy["applications"][0]["args"]
     args["draft"]["process"] = "own"
+    args["speculation"].update(num_tokens=_NUM_DRAFTS, adaptive=False)
     args["tune"] = {"log": str(FOLDER / "log"), "share": 1.0, "auto": True, "minutes": minutes}
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)

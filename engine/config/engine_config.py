@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.config.log_config import PositionLogConfig
-from engine.config.model_config import HeadConfig, ModelConfig
+from engine.config.model_config import HeadConfig, HeadKind, ModelConfig
 from engine.config.speculation_config import SpeculationConfig
 from protos.errors import ConfigError
 
@@ -79,7 +79,7 @@ class EngineConfig:
     """Everything `EngineCore` needs to know.
 
     Raises:
-        ConfigError: a head would draft for a target that is sharded.
+        ConfigError: a target that is sharded would draft for itself.
     """
 
     model: ModelConfig
@@ -92,9 +92,8 @@ class EngineConfig:
     overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens
 
     def __post_init__(self) -> None:
-        if self.head is not None and self.model.tensor_parallel_size > 1:
+        if self.head is not None and self.head.kind is HeadKind.SELF and self.model.tensor_parallel_size > 1:
             raise ConfigError(
-                f"draft.kind is {str(self.head.kind)!r} and target.tensor_parallel_size is "
-                f"{self.model.tensor_parallel_size}; heads compute on one device: set draft.kind to 'model', or the "
-                "size to 1"
+                f"draft.kind is 'self' and target.tensor_parallel_size is {self.model.tensor_parallel_size}; the "
+                "target's weights draft on one device: set draft.kind to a model or a head, or the size to 1"
             )

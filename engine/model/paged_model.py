@@ -45,11 +45,11 @@ _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
-    """Two sequences of token ids, and the stock model's logits of them, end to end: [sum of lengths, V] float32."""
+class _Stock:
+    """What running the stock model shows of it."""
 
-    sequences: tuple[list[int], list[int]]
-    stock_logits: Tensor
+    vocab_size: int
+    records: list[LayerRecord]
 
 
 class PagedModel:
@@ -88,10 +88,15 @@ class PagedModel:
         Raises:
             ConfigError: the model's family cannot be served.
         """
-        with dequantized(model, quantization):
-            probe = _probe(model)
-        records = record_attention(model)
-        self.vocab_size = probe.stock_logits.shape[-1]
+        sequences = _probe_token_ids(model)
+        stock: _Stock | None = None
+        if rank.is_first:  # the others read their part of the weights alone, which are those of a mapped file
+            with dequantized(model, quantization):
+                stock_logits = _stock_logits(model, sequences)
+            stock = _Stock(stock_logits.shape[-1], record_attention(model))
+        rank.barrier()
+        stock = rank.from_first(stock)
+        self.vocab_size, records = stock.vocab_size, stock.records
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, rank.device or model.device
         if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
@@ -100,7 +105,8 @@ class PagedModel:
             model, records, quantization, taps, rank, is_deterministic=is_deterministic
         )
         tolerance = _MAX_RELATIVE_ERROR[self._dtype] + _ROUNDED_ROWS_ERROR * (quantization is not Quantization.NONE)
-        if not (error := self._relative_error(probe, plan_attention)) <= tolerance:
+        logits = self._probed(sequences, plan_attention)
+        if rank.is_first and not (error := _relative_error(logits, stock_logits)) <= tolerance:
             place = f" on {rank.size} ranks" if rank.size > 1 else ""
             raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
         if is_deterministic and (difference := self._first_difference(plan_attention)):
@@ -129,21 +135,15 @@ class PagedModel:
         logits = self.decoder.logits(batch)
         return widened(logits) if out is None else out.copy_(logits)
 
-    def _relative_error(self, probe: _Probe, plan_attention: PlanAttention) -> float:
-        """Distance of the probe's logits from the stock model's, relative to their spread.
-
-        The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
-        """
+    def _probed(self, sequences: tuple[list[int], list[int]], plan_attention: PlanAttention) -> Tensor:
+        """Logits of the sequences behind the first chunk, end to end, computed in pieces and side by side."""
         cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
-        first, second = probe.sequences
+        first, second = sequences
         self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
         spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
-        logits = self.forward(ForwardBatch.of(spans, cache, plan_attention))
-        expected = probe.stock_logits[_PROBE_CHUNK:].to(logits.device)
-        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        return float(((logits - expected).norm(dim=-1) / spread).median())
+        return self.forward(ForwardBatch.of(spans, cache, plan_attention))
 
     def _is_native(self, plan_attention: PlanAttention) -> bool:
         cache = self.new_cache(1, _PROBE_BLOCK_SIZE)
@@ -190,11 +190,19 @@ def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel) -> _Probe:
-    sequences = _probe_token_ids(model)
+def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]]) -> Tensor:
     inputs = (torch.tensor([ids], device=model.device) for ids in sequences)
-    logits = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs]
-    return _Probe(sequences, torch.cat(logits))
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs])
+
+
+def _relative_error(logits: Tensor, stock_logits: Tensor) -> float:
+    """Distance of the probe's logits from the stock model's, relative to their spread.
+
+    The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
+    """
+    expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return float(((logits - expected).norm(dim=-1) / spread).median())
 
 
 def _probe_token_ids(model: PreTrainedModel) -> tuple[list[int], list[int]]:

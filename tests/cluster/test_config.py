@@ -104,10 +104,11 @@ def test_the_draft_may_join_a_rank_of_the_target_and_no_other():
     assert "draft.gpu is 2, and the target's ranks are 0 to 1" in message
 
 
-def test_a_sharded_target_refuses_heads_determinism_and_quantisation_in_the_engines_words():
+def test_a_sharded_target_refuses_drafting_for_itself_determinism_and_quantisation_in_the_engines_words():
     sharded = {"path": "t", "tensor_parallel_size": 2}
-    assert "draft.kind is 'mtp' and target.tensor_parallel_size is 2; heads compute on one device" in error_of(
-        target=sharded, draft={"kind": "mtp"}
+    assert parse_config({**MINIMAL, "target": sharded, "draft": {"kind": "mtp"}}).draft.kind == "mtp"
+    assert "draft.kind is 'self' and target.tensor_parallel_size is 2; the target's weights draft on" in error_of(
+        target=sharded, draft={"kind": "self"}
     )
     assert "target.deterministic is true and target.tensor_parallel_size is 2" in error_of(
         target={**sharded, "deterministic": True}
@@ -116,8 +117,8 @@ def test_a_sharded_target_refuses_heads_determinism_and_quantisation_in_the_engi
     with pytest.raises(ConfigError) as caught:
         ModelConfig("t", tensor_parallel_size=2, quantization="int8")
     assert f"args.target: {caught.value}" in refused
-    with pytest.raises(ConfigError, match="heads compute on one device"):
-        EngineConfig(ModelConfig("t", tensor_parallel_size=2), head=HeadConfig(HeadKind.MTP))
+    with pytest.raises(ConfigError, match="draft on one device"):
+        EngineConfig(ModelConfig("t", tensor_parallel_size=2), head=HeadConfig(HeadKind.SELF))
 
 
 def test_async_drafting_needs_a_draft_in_a_process_of_its_own():

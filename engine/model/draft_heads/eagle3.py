@@ -108,15 +108,15 @@ class Eagle3Head:
         return F.rms_norm(states, weight.shape, weight, self._config.layer.rms_norm_eps)
 
 
-def load_eagle3(path: str, target: PreTrainedModel) -> Eagle3Head:
-    """The head in `path`, for `target`.
+def load_eagle3(path: str, target: PreTrainedModel, device: torch.device) -> Eagle3Head:
+    """The head in `path`, for `target`, on `device`.
 
     Raises:
         ConfigError: there is none, it is incomplete, made for another target, or asks for lossy acceptance.
     """
     folder = head_folder(path)
     embeddings: Any = target.get_input_embeddings()
-    embedding: Tensor = embeddings.weight
+    embedding: Tensor = embeddings.weight.to(device)
     target_config: Any = target.config.get_text_config()
     shape = TargetShape(target_config.vocab_size, embedding.shape[1], target_config.num_hidden_layers)
     config = Eagle3Config.of(read_config(folder), shape, path)

@@ -100,8 +100,8 @@ class MedusaHeads:
         return spread.index_copy_(-1, self._token_map, logits)
 
 
-def load_medusa(path: str, target: PreTrainedModel) -> MedusaHeads:
-    """The heads in `path`, for `target`.
+def load_medusa(path: str, target: PreTrainedModel, device: torch.device) -> MedusaHeads:
+    """The heads in `path`, for `target`, on `device`.
 
     Raises:
         ConfigError: there are none, they are incomplete, of another size than the target, or ask for lossy acceptance.
@@ -111,22 +111,29 @@ def load_medusa(path: str, target: PreTrainedModel) -> MedusaHeads:
     tensors = {_bare(name): tensor for name, tensor in read_tensors(folder, _FILES).items()}
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
-    return _Reader(Weights(tensors, f"the Medusa head in {path!r}"), names, num_layers, config, target).read(num_heads)
+    weights = Weights(tensors, f"the Medusa head in {path!r}")
+    return _Reader(weights, names, num_layers, config, target, device).read(num_heads)
 
 
 class _Reader:
     """Takes the heads out of a checkpoint, one after the other."""
 
     def __init__(
-        self, weights: Weights, names: _Names, num_layers: int, config: Mapping[str, Any], target: PreTrainedModel
+        self,
+        weights: Weights,
+        names: _Names,
+        num_layers: int,
+        config: Mapping[str, Any],
+        target: PreTrainedModel,
+        device: torch.device,
     ) -> None:
         self._weights, self._names, self._num_layers = weights, names, num_layers
         self._has_one_lm_head = bool(config.get("original_lm_head"))
         target_head: Any = target.get_output_embeddings()
         self._vocab_size, self._hidden_size = target_head.weight.shape
         self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
-        self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(target.device, target.dtype)
-        self._device = target.device
+        self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, target.dtype)
+        self._device = device
 
     def read(self, num_heads: int) -> MedusaHeads:
         token_map = self._token_map()

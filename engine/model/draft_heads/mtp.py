@@ -11,6 +11,7 @@ with the first alone, again and again, as those with one do.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -94,8 +95,8 @@ class MtpHead:
         return [record.shape for record in recording.records]
 
 
-def load_mtp(target: PreTrainedModel) -> MtpHead:
-    """The MTP layer among the target's own weights.
+def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
+    """The MTP layer among the target's own weights, on `device`.
 
     Raises:
         ConfigError: it has none, or transformers cannot load it.
@@ -115,7 +116,10 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
         raise ConfigError(
             f"draft.kind is 'mtp', but the MTP layer of {target.config.name_or_path!r} cannot be loaded: {error}"
         ) from error
-    return MtpHead(model.to(target.device, target.dtype).eval().requires_grad_(False), config.num_hidden_layers)
+    if device != target.device:
+        for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay where they are
+            setattr(model, name, deepcopy(getattr(model, name)))
+    return MtpHead(model.to(device, target.dtype).eval().requires_grad_(False), config.num_hidden_layers)
 
 
 def _published_names(target: PreTrainedModel, num_layers: int) -> list[str]:

@@ -32,12 +32,13 @@ from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
-from engine.model.draft_heads.loader import Head, load_head
+from engine.model.draft_heads.loader import Head, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, memory_meter
 from engine.model.hidden_state_taps import NO_TAPS
+from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
@@ -131,19 +132,36 @@ class ModelRunner:
         quantization = _quantization(model, device)
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
-        is_self = head is not None and head.kind is HeadKind.SELF
-        self.head: Head | None = None if head is None or is_self else load_head(head, stock)
-        self.self_draft = SelfDraft(head, stock, quantization) if head is not None and is_self else None
-        self._rank.barrier()
+        self.head: Head | None = None
+        self._head_layers: Seq[LayerShape] = ()
+        self.self_draft: SelfDraft | None = None
+        whole_lm_head: Linear | None = None
+        if head is not None and head.kind is HeadKind.SELF:
+            self.self_draft = SelfDraft(head, stock, quantization)
+        elif head is not None:
+            self._head_layers, self.head, whole_lm_head = self._take_head(head, stock, device)
         taps = NO_TAPS if self.head is None else self.head.taps
         self._model = PagedModel(
             stock, quantization, self._plan_attention, taps, self._rank, is_deterministic=model.deterministic
         )
         if self.head is not None:
-            self.head.lm_head = self._model.lm_head
+            self.head.lm_head = whole_lm_head or self._model.lm_head
         if self.self_draft is not None:
             self.self_draft.begin(self._model.decoder)
         trim_heap()
+
+    def _take_head(
+        self, config: HeadConfig, stock: PreTrainedModel, device: torch.device
+    ) -> tuple[Seq[LayerShape], Head | None, Linear | None]:
+        """Return what the head keeps in the pool, the head, and the function to logits if it needs one of its own.
+
+        Of several ranks the first alone has the head, whole: that of the model is shared by all of them.
+        """
+        if not self._rank.is_first:
+            return load_head(config, stock, torch.device("cpu")).layer_shapes, None, None
+        head = load_head(config, stock, device)
+        lm_head = None if self._rank.size == 1 else whole_lm_head(stock, device)
+        return head.layer_shapes, head, lm_head
 
     def _measured(
         self, meter: MemoryMeter, cache: CacheConfig, graphs: GraphConfig, stock: PreTrainedModel, *, has_graphs: bool
@@ -174,11 +192,6 @@ class ModelRunner:
             self.vocab_size,
             only_largest=only_largest,
         )
-
-    @property
-    def _head_layers(self) -> Seq[LayerShape]:
-        """KV that the head keeps, behind that of the model's layers."""
-        return [] if self.head is None else self.head.layer_shapes
 
     def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:
         """Make the pool; `has_padding` adds a block for the padding of recorded passes, within a budget of bytes."""

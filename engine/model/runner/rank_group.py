@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.model.runner.rank_messages import Call, Progress, RankMessage, join_ranks, rank_device, receive, send
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import ConfigError, EngineError
@@ -39,7 +39,9 @@ class RankGroup:
         rank: this process.
     """
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
+    ) -> None:
         """Start the others, which load at once.
 
         Raises:
@@ -56,7 +58,7 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         messages = [
-            RankMessage(index, model, cache, max_model_len, self._folder, _COLLECTIVE_TIMEOUT_S)
+            RankMessage(index, model, cache, max_model_len, head, self._folder, _COLLECTIVE_TIMEOUT_S)
             for index in range(model.tensor_parallel_size)
         ]
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.model.loader import resolve_device
 from protos.errors import ConfigError
 
@@ -31,6 +31,7 @@ class RankMessage:
     model: ModelConfig
     cache: CacheConfig
     max_model_len: int | None
+    head: HeadConfig | None
     folder: str
     timeout_s: float
 

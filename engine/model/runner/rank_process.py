@@ -57,7 +57,7 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
         device = rank_device(message.model, message.index)
         join_ranks(message, device)
         rank = Rank(message.index, message.model.tensor_parallel_size, device, barrier)
-        return ModelRunner(message.model, message.cache, message.max_model_len, rank=rank)
+        return ModelRunner(message.model, message.cache, message.max_model_len, message.head, rank)
     except Exception as error:
         if not is_past_barrier:
             send(connection, Progress(failure=str(error)))

@@ -22,24 +22,26 @@ def load_runner(
     """The runner of a model, sharded if it is configured so. Raises ConfigError for what cannot be served."""
     if model.tensor_parallel_size == 1:
         return ModelRunner(model, cache, max_model_len, head)
-    assert head is None, "EngineConfig refuses heads beside a sharded target"
-    return TensorParallelRunner(model, cache, max_model_len)
+    return TensorParallelRunner(model, cache, max_model_len, head)
 
 
 class TensorParallelRunner(ModelRunner):
     """A `ModelRunner` whose passes, moves and exchanged blocks are those of all ranks.
 
     Every call is sent to the other ranks first and then made here, so all meet in the collectives of their layers.
-    Scheduling, sampling and verification are here alone. Blocks are exported with all heads: engines with another
+    Scheduling, sampling and verification are here alone, and so is a head, whole; the other ranks keep but the room for
+    its keys and values, for a block has the same bytes on all. Blocks are exported with all heads: engines with another
     number of ranks, or none, can read them.
     """
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
+    ) -> None:
         """Start the ranks, load, check; raises ConfigError for what cannot be sharded or served."""
         check_divisible(load_config(model.path), model.tensor_parallel_size)
-        self._ranks = RankGroup(model, cache, max_model_len)
+        self._ranks = RankGroup(model, cache, max_model_len, head)
         try:
-            super().__init__(model, cache, max_model_len, rank=self._ranks.rank)
+            super().__init__(model, cache, max_model_len, head, self._ranks.rank)
         except BaseException:
             self._ranks.close()
             raise

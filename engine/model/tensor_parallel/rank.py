@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,19 @@ class Rank:
     """Rank `index` of `size`; a `Rank()` is alone, and everything it does leaves tensors as they are.
 
     `device` holds its part of the model; None is where the model was loaded. `barrier` returns when all ranks
-    have loaded their weights: no sum may begin before. Sums and joins need torch.distributed's default group, and every
-    rank must ask for the same ones in the same order; one that waits too long raises.
+    have read what they need to begin: no sum may begin before. Sums and joins need torch.distributed's default group,
+    and every rank must ask for the same ones in the same order; one that waits too long raises.
     """
 
     index: int = 0
     size: int = 1
     device: torch.device | None = None
     barrier: Callable[[], None] = field(default=lambda: None, compare=False)
+
+    @property
+    def is_first(self) -> bool:
+        """True if this process schedules, samples, and says whether the model is right."""
+        return self.index == 0
 
     @property
     def load_device(self) -> torch.device | None:
@@ -93,6 +101,14 @@ class Rank:
         least = torch.tensor([number], device=self.device or "cpu")
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
+
+    def from_first(self, value: T | None) -> T:
+        """Return rank 0's value, on every rank; the others' is of no account."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        assert values[0] is not None, "rank 0 has one"
+        return values[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor (in main memory); the others pass one of its shape and dtype, which is filled."""

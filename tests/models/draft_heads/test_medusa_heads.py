@@ -45,7 +45,7 @@ def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
     target, heads = tiny_target(), random_heads()
     save_heads(heads, target, tmp_path)
     saved = load_heads(tmp_path, target)
-    served = load_head(HeadConfig(HeadKind.MEDUSA, str(tmp_path)), target)
+    served = load_head(HeadConfig(HeadKind.MEDUSA, str(tmp_path)), target, target.device)
     assert isinstance(served, ServedHeads)
     served.lm_head = target.lm_head
     hidden = torch.randn(5, 16)

@@ -136,7 +136,7 @@ def test_without_layer_ids_a_low_a_middle_and_a_high_layer_are_read(tmp_path: Pa
     tensors = head_tensors(tmp_path / "target", 3)
     for write in (write_original, write_speculators):
         folder = write(tmp_path / write.__name__, tensors, None)
-        assert load_eagle3(str(folder), target).taps.layers == (2, 4, 6)
+        assert load_eagle3(str(folder), target, target.device).taps.layers == (2, 4, 6)
 
 
 def test_a_target_too_shallow_for_the_default_layers_is_refused(
@@ -231,7 +231,7 @@ def test_blocks_of_engines_with_other_heads_do_not_fit(
 def refused(target: Path, head: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with pytest.raises(ConfigError) as caught:
-        load_eagle3(str(head), model)
+        load_eagle3(str(head), model, model.device)
     return str(caught.value)
 
 

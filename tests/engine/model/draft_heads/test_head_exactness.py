@@ -26,6 +26,7 @@ from engine.config import (
 from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE
@@ -86,6 +87,7 @@ class Setup:
     adaptive: bool = False
     verify: VerifyMode = VerifyMode.COUPLED
     graphs: GraphKind = GraphKind.AUTO
+    num_ranks: int = 1
     methods: tuple[SpeculationMethod, ...] = ()  # of the requests in turn; () leaves all to the head
 
 
@@ -105,7 +107,12 @@ def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProces
     method = SpeculationMethod.NONE if kind is None else SpeculationMethod(kind)
     methods = (method, *setup.methods)
     config = EngineConfig(
-        ModelConfig(str(world.target), dtype="float32", graphs=GraphConfig(setup.graphs, batches=(2, 8))),
+        ModelConfig(
+            str(world.target),
+            dtype="float32",
+            graphs=GraphConfig(setup.graphs, batches=(2, 8)),
+            tensor_parallel_size=setup.num_ranks,
+        ),
         CacheConfig(P, setup.num_blocks, memory_bytes=None),
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=120),
         SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree, setup.adaptive),
@@ -278,6 +285,36 @@ def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
     assert engine.stats().remote.num_tokens > 50
     accepted = engine.stats().drafts.num_accepted_tokens
     assert accepted > 0.8 * local.stats().drafts.num_accepted_tokens
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HeadKind if kind is not HeadKind.SELF])
+def test_a_head_drafts_for_a_target_on_two_ranks(
+    kind: HeadKind,
+    world: World,
+    reference: dict[str, tuple[int, ...]],
+    oracles: dict[HeadKind, Oracle | PlainEagle3 | FirstLayer],
+) -> None:
+    """Trees move its keys and values, a small pool is preempted, and another engine reads them of exported blocks."""
+    engine = build(world, kind, Setup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
+    try:
+        drafted = record(engine)
+        assert generate(engine, requests(Setup())) == reference
+        stats = engine.stats()
+        assert stats.drafts.num_accepted_tokens > 20
+        assert stats.num_preemptions > 0
+        for each in drafted[:: 1 + len(drafted) // 12] if kind in oracles else ():
+            assert each.draft.token_ids[:1] == oracles[kind].drafts(each.token_ids, 1)
+        reader, alone = (build(world, kind, Setup(), transport) for transport in (InProcessTransport(engine), None))
+        texts: dict[str, tuple[int, ...]] = {}
+        for request in requests(Setup()):
+            texts |= generate(reader, [request])
+            generate(alone, [request])
+        assert texts == reference
+        assert reader.stats().remote.num_tokens > 50
+        assert reader.stats().drafts.num_accepted_tokens > 0.8 * alone.stats().drafts.num_accepted_tokens
+    finally:
+        assert isinstance(engine.runner, TensorParallelRunner)
+        engine.runner.close()
 
 
 def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:

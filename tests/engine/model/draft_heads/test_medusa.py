@@ -68,7 +68,7 @@ def target(target_folder: Path) -> Any:
 
 
 def load(folder: Path, target: Any) -> MedusaHeads:
-    head = load_head(HeadConfig(HeadKind.MEDUSA, str(folder)), target)
+    head = load_head(HeadConfig(HeadKind.MEDUSA, str(folder)), target, target.device)
     assert isinstance(head, MedusaHeads)
     head.lm_head = target.get_output_embeddings()
     return head
