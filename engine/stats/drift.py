@@ -1,9 +1,11 @@
 """Sequential detection of a fall of acceptance, per class of requests, on the drafts of the first position.
 
-The first position is the same whatever K is. The recent rate, of passes that count less with every step, is held
-against a reference that learns slowly: the alarm rings when it is more than `THRESHOLD` standard errors below. The
-error is that of a binomial times an overdispersion that is measured on the same traffic, since passes of one text fare
-alike. Threshold and overdispersion are set by simulated run lengths (`bench.speculation.drift`, docs/watch.md).
+The first position is the same whatever K is. Two rates of passes that count less with every step, one of the last
+seventy steps for large falls and one of the last thousand for small ones, are held against a reference that learns
+slowly: the alarm rings when either is more than `THRESHOLD` standard errors below. Where few passes run at once the
+slower ones last longer, for evidence is passes. The error is that of a binomial times an overdispersion that is
+measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated run
+lengths (`bench.speculation.drift`, docs/watch.md).
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 THRESHOLD = 6.0  # standard errors
 _CLEAR = 2.0  # standard errors below the reference at which an alarm ends
-_RECENT_DECAY = 0.985  # per step: the last seventy count
-_REFERENCE_DECAY = 0.9998  # per step without an alarm
+# Steps that count, and the passes that these have at least.
+_RECENT_LENGTHS = ((67.0, 0.0), (1000.0, 5000.0))
+_REFERENCE_LENGTH = (5000.0, 40_000.0)  # without those of an alarm
 _WINDOW_STEPS = 100  # whose spread against each other measures the overdispersion
 _PRIOR_SPREAD = 6.0  # times the binomial variance, until windows say otherwise
 _NUM_PRIOR_WINDOWS = 5  # that the prior is worth
@@ -43,14 +46,16 @@ class DriftStats:
 class _Rate:
     """A decayed rate, and how many independent passes it is worth."""
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
+    def __init__(self, num_steps: float, num_passes: float) -> None:
+        """The last `num_steps` count, or more of them, so that `num_passes` do."""
+        self._num_steps, self._num_passes = num_steps, num_passes
         self._hits = self.weight = self._squares = 0.0
 
     def observe(self, num_passes: int, num_accepted: int) -> None:
-        self._hits = self._decay * self._hits + num_accepted
-        self.weight = self._decay * self.weight + num_passes
-        self._squares = self._decay**2 * self._squares + num_passes
+        decay = math.exp(-1 / max(self._num_steps, self._num_passes / max(num_passes, 1)))
+        self._hits = decay * self._hits + num_accepted
+        self.weight = decay * self.weight + num_passes
+        self._squares = decay**2 * self._squares + num_passes
 
     @property
     def value(self) -> float:
@@ -65,15 +70,13 @@ class DriftDetector:
     """The detector of one class; `observe` takes the steps in which the class had drafts."""
 
     def __init__(self) -> None:
-        self.is_alarming = False
         self.num_alarms = 0
-        self._num_alarm_steps = 0
         self._start_over()
 
     @property
     def recent(self) -> float:
-        """Acceptance at the first position, over the last steps."""
-        return self._recent.value
+        """Acceptance at the first position, over the last steps: of the rate that rang while there is an alarm."""
+        return self._recent[self._rang].value
 
     @property
     def reference(self) -> float:
@@ -82,29 +85,35 @@ class DriftDetector:
 
     def observe(self, num_passes: int, num_accepted: int) -> bool:
         """Take in one step; true if an alarm begins with it."""
-        self._recent.observe(num_passes, num_accepted)
+        for rate in self._recent:
+            rate.observe(num_passes, num_accepted)
         if not self.is_alarming:
             self._reference.observe(num_passes, num_accepted)
             self._observe_window(num_passes, num_accepted)
-        error = self._errors_below()
         if self.is_alarming:
             self._num_alarm_steps += 1
             if self._num_alarm_steps > _MAX_ALARM_STEPS:
                 self._start_over()
-            self.is_alarming = self._num_alarm_steps > 0 and error > _CLEAR
+            elif self._errors_below(self._recent[self._rang]) <= _CLEAR:
+                self._end_alarm()
             return False
-        self.is_alarming = error > THRESHOLD
-        self._num_alarm_steps = 0
-        self.num_alarms += self.is_alarming
+        errors = [self._errors_below(rate) for rate in self._recent]
+        if max(errors) > THRESHOLD:
+            self.is_alarming, self._rang = True, errors.index(max(errors))
+            self.num_alarms += 1
         return self.is_alarming
 
     def _start_over(self) -> None:
-        self._recent = _Rate(_RECENT_DECAY)
-        self._reference = _Rate(_REFERENCE_DECAY)
-        self._num_alarm_steps = 0
+        self._end_alarm()
+        self._reference = _Rate(*_REFERENCE_LENGTH)
         self._window = [0, 0, 0]  # steps, passes, accepted
         self._spread = _PRIOR_SPREAD
         self._num_windows = 0
+
+    def _end_alarm(self) -> None:
+        """Forget the steps of an alarm; the reference has seen none of them."""
+        self.is_alarming, self._num_alarm_steps, self._rang = False, 0, 0
+        self._recent = [_Rate(*length) for length in _RECENT_LENGTHS]
 
     def _observe_window(self, num_passes: int, num_accepted: int) -> None:
         self._window = [self._window[0] + 1, self._window[1] + num_passes, self._window[2] + num_accepted]
@@ -121,15 +130,15 @@ class DriftDetector:
         self._spread += share * (surprise - self._spread)
         self._window = [0, 0, 0]
 
-    def _errors_below(self) -> float:
-        """Return how many standard errors the recent rate is below the reference; 0 while either is not known."""
+    def _errors_below(self, recent: _Rate) -> float:
+        """Return how many standard errors a recent rate is below the reference; 0 while either is not known."""
         if self._num_windows < _MIN_WINDOWS or self._reference.weight < _MIN_PASSES:
             return 0.0
-        if self._recent.effective < _MIN_RECENT:
+        if recent.effective < _MIN_RECENT:
             return 0.0
         expected = self.reference
-        variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) / self._recent.effective
-        return (expected - self.recent) / math.sqrt(variance)
+        variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) / recent.effective
+        return (expected - recent.value) / math.sqrt(variance)
 
 
 class DriftMonitor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.speculation.drift import PROSE, passes, run
+from bench.speculation.drift import LITTLE, PROSE, passes, run
 from engine.stats.drift import DriftDetector, DriftMonitor
 
 
@@ -22,6 +22,14 @@ def test_a_fall_is_noticed_within_200_steps_and_nothing_in_20_000_steady_ones(se
     assert num_false == 0
     assert steps is not None
     assert steps <= 200
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_small_fall_of_a_few_streams_is_noticed_later(seed: int) -> None:
+    num_false, steps = run(seed, num_streams=4, concentration=20.0, text_steps=100, fallen_to=LITTLE)
+    assert num_false == 0
+    assert steps is not None
+    assert steps <= 2000
 
 
 def test_an_alarm_counts_once_and_ends_when_acceptance_is_back() -> None:
