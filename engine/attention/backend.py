@@ -32,9 +32,10 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
     kind = _kind_of(name)
     if kind is AttentionKind.NATIVE or (kind is AttentionKind.AUTO and _obstacle_to_native(device) is None):
         return _choose_native(kind, device, is_deterministic=is_deterministic)
-    if is_deterministic:
-        return BatchInvariantAttention
     obstacle = _obstacle_to_triton(device)
+    if is_deterministic:
+        is_on_gpu = kind is AttentionKind.TRITON or (kind is AttentionKind.AUTO and device.type == "cuda")
+        return _batch_invariant_triton() if is_on_gpu and not obstacle else BatchInvariantAttention
     if kind is AttentionKind.TRITON and obstacle:
         raise ConfigError(f"attention is 'triton', but {obstacle}; set it to auto or torch")
     if kind is AttentionKind.TORCH or obstacle or (kind is AttentionKind.AUTO and device.type != "cuda"):
@@ -50,6 +51,17 @@ def choose_attention(name: str, device: torch.device, *, is_deterministic: bool 
 def is_triton(plan_attention: PlanAttention) -> bool:
     """True for our kernel on GPUs."""
     return plan_attention not in (TorchAttention, BatchInvariantAttention, *_NATIVE)
+
+
+def is_batch_invariant(plan_attention: PlanAttention) -> bool:
+    """True for our kernel on GPUs where it is that of a deterministic model."""
+    return is_triton(plan_attention) and plan_attention is _batch_invariant_triton()
+
+
+def _batch_invariant_triton() -> PlanAttention:
+    from engine.attention.triton_attention import batch_invariant_triton
+
+    return batch_invariant_triton
 
 
 def check_kv_kind(kind: KVDtype, plan_attention: PlanAttention, device: torch.device) -> None:

@@ -19,8 +19,15 @@ from triton import knobs
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiles import MergeField, TilePlan, join_tables, num_keys_of, split_tiles, whole_tiles
-from engine.attention.triton_tiling import Heads, Tiling, choose_split, choose_tiling, power_of_two
+from engine.attention.triton_tiles import Ints, MergeField, TilePlan, join_tables, num_keys_of, split_tiles, whole_tiles
+from engine.attention.triton_tiling import (
+    BATCH_INVARIANT_SPLIT_TOKENS,
+    Heads,
+    Tiling,
+    choose_split,
+    choose_tiling,
+    power_of_two,
+)
 from engine.indexing import Index, send, upload
 from engine.kv_cache.pool import KVCache
 from engine.span import Span
@@ -57,14 +64,22 @@ class Launch:
     num_partials: int
     num_lanes: int  # packed rows to merge of each tile in splits
     masks: RowMasks | None
+    is_batch_invariant: bool = False
 
     @classmethod
     def of(
-        cls, plan: TilePlan, tiling: Tiling, group_size: int, block_tables: Tensor, masks: RowMasks | None
+        cls,
+        plan: TilePlan,
+        tiling: Tiling,
+        group_size: int,
+        block_tables: Tensor,
+        masks: RowMasks | None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> Launch:
         tiles, merges = (send(torch.from_numpy(rows).int(), block_tables.device) for rows in (plan.tiles, plan.merges))
         num_lanes = min(tiling.block_m, group_size * int(plan.merges[:, MergeField.NUM_ROWS].max(initial=0)))
-        return cls(tiling, block_tables, tiles, merges, plan.num_partials, num_lanes, masks)
+        return cls(tiling, block_tables, tiles, merges, plan.num_partials, num_lanes, masks, is_batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,8 @@ def paged_attention(
             KEY_WIDTH=max(16, power_of_two(key_dim)),
             WINDOW=options.window or 0,
             SOFTCAP=options.softcap or 0.0,
-            OPERAND=_operand(query.dtype),
+            OPERAND=operand(query.dtype),
+            IS_BATCH_INVARIANT=launch.is_batch_invariant,
             BLOCK_N=tiling.block_n,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -141,7 +157,7 @@ def paged_attention(
                 peaks,
                 totals,
                 **sizes,
-                BLOCK_S=_SPLITS_AT_A_TIME,
+                BLOCK_S=1 if launch.is_batch_invariant else _SPLITS_AT_A_TIME,
                 num_warps=1,
             )
     return out
@@ -162,24 +178,42 @@ def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, option
 class TritonAttention:
     """The `engine.attention.base.AttentionPlan` of GPUs."""
 
-    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+    def __init__(self, spans: Seq[Span], cache: KVCache, *, is_batch_invariant: bool = False) -> None:
+        """`is_batch_invariant`: a row has the same bits however the text is cut and whatever is beside it."""
         self._spans = spans
         self._cache = cache
+        self._is_batch_invariant = is_batch_invariant
         self._block_tables = send(torch.from_numpy(join_tables(spans, cache.block_size)), cache.device)
 
     def whole(self, slots: Index) -> TritonAttentionPass:
-        return TritonAttentionPass(self._cache, slots, self._spans, self._block_tables)
+        return self._pass(slots, self._spans, self._block_tables)
 
     def step(self, step: int, slots: Index) -> TritonAttentionPass:
         spans = [span.at_step(step) for span in self._spans]
         tables = send(torch.from_numpy(join_tables(spans, self._cache.block_size)), self._cache.device)
-        return TritonAttentionPass(self._cache, slots, spans, tables)
+        return self._pass(slots, spans, tables)
+
+    def _pass(self, slots: Index, spans: Seq[Span], block_tables: Tensor) -> TritonAttentionPass:
+        return TritonAttentionPass(self._cache, slots, spans, block_tables, is_batch_invariant=self._is_batch_invariant)
+
+
+def batch_invariant_triton(spans: Seq[Span], cache: KVCache) -> TritonAttention:
+    """Plan of deterministic models on GPUs, for chains: a node of a tree is not read as the chain that it may become.
+
+    A row's keys are added in one order: steps and splits begin at fixed places, splits are merged one after the other,
+    and keys that the row does not see add exact zeros, before them and behind them.
+    """
+    assert not any(span.parents for span in spans), "the runner refuses trees"
+    return TritonAttention(spans, cache, is_batch_invariant=True)
 
 
 class TritonAttentionPass:
     """One forward batch over the pool; a layout for a window and head sizes serves every layer that has them."""
 
-    def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span], block_tables: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, slots: Index, spans: Seq[Span], block_tables: Tensor, *, is_batch_invariant: bool = False
+    ) -> None:
+        self._is_batch_invariant = is_batch_invariant
         self._cache = cache
         self._slots = slots
         self._spans = spans
@@ -199,14 +233,25 @@ class TritonAttentionPass:
         return launch
 
     def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
-        tiling = choose_tiling(max(len(span.token_ids) for span in self._spans), heads, itemsize)
+        is_batch_invariant = self._is_batch_invariant
+        longest = max(len(span.token_ids) for span in self._spans)
+        tiling = choose_tiling(longest, heads, itemsize, is_batch_invariant=is_batch_invariant)
         tiles = whole_tiles(self._spans, window, tiling, heads.group_size, self._cache.block_size)
-        split_tokens = choose_split(num_keys_of(tiles), heads.num_kv_heads, num_processors(self._cache.device))
+        plan = split_tiles(tiles, split_length(tiles, heads, self._cache, is_batch_invariant=is_batch_invariant))
         masks = RowMasks.of(self._spans, window, self._cache.device)
-        return Launch.of(split_tiles(tiles, split_tokens), tiling, heads.group_size, self._block_tables, masks)
+        return Launch.of(
+            plan, tiling, heads.group_size, self._block_tables, masks, is_batch_invariant=is_batch_invariant
+        )
 
 
-def _operand(dtype: torch.dtype) -> tl.dtype:
+def split_length(tiles: Ints, heads: Heads, cache: KVCache, *, is_batch_invariant: bool) -> int:
+    """Keys per split of a pass of these tiles over this pool."""
+    if is_batch_invariant:
+        return BATCH_INVARIANT_SPLIT_TOKENS
+    return choose_split(num_keys_of(tiles), heads.num_kv_heads, num_processors(cache.device))
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
     """The kernel's dtype for products of queries of `dtype`; the interpreter has none in bfloat16."""
     if dtype is torch.bfloat16 and knobs.runtime.interpret:
         return tl.float32

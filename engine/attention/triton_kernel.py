@@ -60,6 +60,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # 0: none
     OPERAND: tl.constexpr,  # the dtype of what is multiplied
+    IS_BATCH_INVARIANT: tl.constexpr,  # one code for all keys: two may be compiled to other roundings
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -98,7 +99,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
     full_end = begin
-    if WINDOW == 0:
+    if WINDOW == 0 and not IS_BATCH_INVARIANT:
         everyone_sees = tl.minimum(tl.minimum(start + first_packed // GROUP_SIZE + 1, tree_start), end)
         full_end = begin + tl.maximum(everyone_sees - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, total = _read(

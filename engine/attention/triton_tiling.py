@@ -12,6 +12,7 @@ _MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for 
 _STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
 _MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
 PROGRAMS_PER_PROCESSOR = 4
+BATCH_INVARIANT_SPLIT_TOKENS = 1024  # of every split where the other rows of a pass must not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,13 @@ class Tiling:
     num_stages: int
 
 
-def choose_tiling(num_rows: int, heads: Heads, itemsize: int) -> Tiling:
-    """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element."""
+def choose_tiling(num_rows: int, heads: Heads, itemsize: int, *, is_batch_invariant: bool = False) -> Tiling:
+    """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element.
+
+    `is_batch_invariant`: that of one row, for instructions of other heights may add in another order.
+    """
     width = power_of_two(max(heads.key_dim, heads.value_dim))
-    packed_rows = power_of_two(num_rows * heads.group_size)
+    packed_rows = 1 if is_batch_invariant else power_of_two(num_rows * heads.group_size)
     if itemsize > 2:  # float32 goes without matrix units, which would round it, and lives in registers
         return Tiling(16, 16, 4, 2) if packed_rows <= 16 else Tiling(32, 16, 8, 2)
     most_rows = min(_MAX_PACKED_ROWS, _MAX_TILE_BYTES // (width * itemsize))

@@ -1,8 +1,9 @@
 """Conditions of `deterministic: true`: the bits of a row's logits depend on the text before it and nothing else.
 
 Then speculation, batches, chunks and prefix hits change no token in any dtype.
-`engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or `engine.attention.batch_invariant`) bring
-it about; this module refuses models for which they cannot, and checks the whole model at every start.
+On processors `engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or
+`engine.attention.batch_invariant`) bring it about, on GPUs our Triton kernels of products, norms and attention; this
+module refuses models for which they cannot, and checks the whole model at every start.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ _OTHER_LENGTH = 11
 Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 
 
-def obstacle(model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool) -> str | None:
+def obstacle(
+    model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool, has_own_decoder: bool
+) -> str | None:
     """Return the reason against a deterministic model, by our own attention kernel or torch's; None without one."""
     config = model.config.get_text_config()
-    if model.device.type != "cpu":
-        return f"it runs on {model.device}, whose products are not deterministic yet; use device cpu"
+    if model.device.type != "cpu" and not has_own_kernel:
+        return f"it runs on {model.device} without our Triton kernel for attention (target.attention)"
+    if model.device.type != "cpu" and not has_own_decoder:
+        return f"on {model.device} its norms are transformers', which sum in an order that depends on the rows"
     if any(getattr(config, key, None) for key in _EXPERT_KEYS):
         return "how many rows an expert gets depends on the whole pass"
     for record in [] if has_own_kernel else records:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.attention.backend import is_batch_invariant
 from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
@@ -26,7 +27,7 @@ from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.determinism import first_difference, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
-from engine.model.linear.batch_invariant_linear import batch_invariant_factory
+from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.loader import tokenizer_file
@@ -99,8 +100,11 @@ class PagedModel:
         self.vocab_size, records = stock.vocab_size, stock.records
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, rank.device or model.device
-        if is_deterministic and (reason := obstacle(model, records, has_own_kernel=self._is_native(plan_attention))):
-            raise _not_deterministic(model, reason)
+        if is_deterministic:
+            has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
+            fits = LlamaDecoder.fits(model)
+            if reason := obstacle(model, records, has_own_kernel=has_kernel, has_own_decoder=fits):
+                raise _not_deterministic(model, reason)
         self.decoder, self.rank_shapes = _decoder(
             model, records, quantization, taps, rank, is_deterministic=is_deterministic
         )
@@ -168,6 +172,8 @@ def _decoder(
     """Return the decoder of `rank` over `model`, which it takes over, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
     make_linear, make_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
+    if is_deterministic and model.device.type == "cuda":
+        make_linear = make_head = batch_invariant_on_gpu
     if LlamaDecoder.fits(model):
         options = [record.options for record in records]
         decoder = LlamaDecoder(

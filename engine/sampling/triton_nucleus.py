@@ -1,8 +1,8 @@
 """The last score of each row's nucleus, by a search in one Triton launch: no sort, and no branch on what it finds.
 
 Scores are ordered as integers, and 32 halvings of their range find the largest threshold above which the probabilities
-reach top_p. Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the
-processor.
+reach top_p. A row's sums have one order, whatever rows are beside it. Import it only where Triton is installed;
+TRITON_INTERPRET=1, set before the first import, runs it on the processor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +30,6 @@ def _ordered(score):
 def find_thresholds(
     thresholds,  # [R] float32
     scores,  # [R, V] float32
-    log_totals,  # [R] float32: logsumexp of each row
     top_p,  # [R] float32
     num_tokens,
     score_stride,
@@ -39,20 +38,25 @@ def find_thresholds(
     """One program per row; what is below `low` is certainly out, and what is at `high` or above is certainly in."""
     row = tl.program_id(0)
     scores += row.to(tl.int64) * score_stride
-    log_total, wanted = tl.load(log_totals + row), tl.load(top_p + row)
-    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(0, num_tokens, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
-        peak = tl.maximum(peak, tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")))
+        peaks = tl.maximum(peaks, tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")))
+    peak = tl.max(peaks, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, num_tokens, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        total += tl.exp(tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")) - peak)
+    wanted = tl.load(top_p + row) * tl.sum(total, 0)
     low = tl.full([], _LEAST, tl.int64)  # the mass from here on is enough
-    high = _ordered(tl.max(peak, 0)).to(tl.int64)  # and from the next integer on it is not, or none is left
+    high = _ordered(peak).to(tl.int64)  # and from the next integer on it is not, or none is left
     for _ in range(_NUM_HALVINGS):
         middle = low + (high - low + 1) // 2
         mass = tl.zeros([BLOCK], tl.float32)
         for first in range(0, num_tokens, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
             score = tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf"))
-            mass += tl.where(_ordered(score).to(tl.int64) >= middle, tl.exp(score - log_total), 0.0)
+            mass += tl.where(_ordered(score).to(tl.int64) >= middle, tl.exp(score - peak), 0.0)
         is_enough = tl.sum(mass, 0) >= wanted
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
@@ -69,7 +73,5 @@ def nucleus_thresholds(scores: Tensor, top_p: Tensor) -> Tensor:
     assert scores.stride(1) == 1, "a row's numbers lie side by side"
     thresholds = scores.new_empty(len(scores))
     with torch.cuda.device_of(scores):
-        find_thresholds[(len(scores),)](
-            thresholds, scores, scores.logsumexp(dim=1), top_p, scores.shape[1], scores.stride(0), BLOCK=_BLOCK
-        )
+        find_thresholds[(len(scores),)](thresholds, scores, top_p, scores.shape[1], scores.stride(0), BLOCK=_BLOCK)
     return thresholds[:, None]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from engine.native.library import Instructions, native_instructions, native_library
 
@@ -22,6 +25,24 @@ def any_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same for products of float32 rows, which run on less."""
     with _held_to(request.param):
         yield
+
+
+@pytest.fixture
+def dots_without_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of Triton's interpreter give a row the same bits at every place of its tile, as a card's do.
+
+    NumPy's float32 products add the last rows of a tile in another order on some processors, those in float64 too, but
+    in bits that rounding to float32 removes.
+    """
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="the package triton is not installed")
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *_settings: Any) -> Any:
+        product = numpy.matmul(a.data, b.data, dtype=numpy.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @contextmanager

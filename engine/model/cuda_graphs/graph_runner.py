@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.backend import is_triton
+from engine.attention.backend import is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
@@ -71,9 +71,9 @@ class CudaGraphRunner:
         """Record every bucket of `graphs`; on a GPU this takes up to a second for each.
 
         A replay is compared with its computation, call by call, on other tokens than it was recorded with. A bucket
-        where they differ is left out, and if the model cannot be recorded at all, no bucket is kept. Attention other
-        than the Triton kernel's, and devices other than GPUs, have nothing to replay: passes are padded all the same,
-        and computed call by call.
+        where they differ (of a deterministic model: in any bit) is left out, and if the model cannot be recorded at
+        all, no bucket is kept. Attention other than the Triton kernel's, and devices other than GPUs, have nothing to
+        replay: passes are padded all the same, and computed call by call.
 
         Args:
             forward: the model's.
@@ -89,6 +89,7 @@ class CudaGraphRunner:
             ConfigError: the device has too little memory for the recordings.
         """
         self._forward = forward
+        self._max_model_len, self._is_batch_invariant = max_model_len, is_batch_invariant(plan_attention)
         self._cache = cache
         self._has_trees = graphs.has_trees
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
@@ -133,7 +134,7 @@ class CudaGraphRunner:
                 self._passes.clear()
                 return
             error_share = self._replay_error(static, bucket, compute, replay)
-            if error_share <= _MAX_REPLAY_ERROR:
+            if error_share <= (0.0 if self._is_batch_invariant else _MAX_REPLAY_ERROR):
                 self._passes[bucket] = _RecordedBatch(static, replay)
             else:
                 logger.warning("%s is computed call by call: its replay differs by %.1f%%", bucket, 100 * error_share)
@@ -202,8 +203,14 @@ class CudaGraphRunner:
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.model.cuda_graphs.static_attention import TiledAttention
 
-        has_trees = self._has_trees and bucket.rows_per_span > 1
-        return TiledAttention(bucket, self._cache, self._block_tables, self._max_batch, has_trees=has_trees)
+        return TiledAttention(
+            bucket,
+            self._cache,
+            self._block_tables,
+            self._max_batch,
+            has_trees=self._has_trees and bucket.rows_per_span > 1,
+            max_batch_invariant_len=self._max_model_len if self._is_batch_invariant else None,
+        )
 
 
 def _token(span: Span, index: int) -> Span:

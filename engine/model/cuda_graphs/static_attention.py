@@ -18,10 +18,15 @@ from torch import Tensor
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
-from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer
+from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer, split_length
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
-from engine.attention.triton_tiles import Ints, num_keys_of, split_tiles, whole_tiles
-from engine.attention.triton_tiling import PROGRAMS_PER_PROCESSOR, Heads, choose_split, choose_tiling
+from engine.attention.triton_tiles import Ints, split_tiles, whole_tiles
+from engine.attention.triton_tiling import (
+    BATCH_INVARIANT_SPLIT_TOKENS,
+    PROGRAMS_PER_PROCESSOR,
+    Heads,
+    choose_tiling,
+)
 from engine.indexing import copy_array, copy_into
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
@@ -39,9 +44,21 @@ class TiledAttention(StaticAttention):
     """
 
     def __init__(
-        self, bucket: GraphBucket, cache: KVCache, block_tables: Tensor, max_batch: int, *, has_trees: bool
+        self,
+        bucket: GraphBucket,
+        cache: KVCache,
+        block_tables: Tensor,
+        max_batch: int,
+        *,
+        has_trees: bool,
+        max_batch_invariant_len: int | None = None,
     ) -> None:
-        """`block_tables` [blocks] int32 hold those of all spans of any padded pass; buckets share them."""
+        """`block_tables` [blocks] int32 hold those of all spans of any padded pass; buckets share them.
+
+        `max_batch_invariant_len`: passes are batch-invariant, and no sequence has more tokens; None: they are not.
+        """
+        self._is_batch_invariant = max_batch_invariant_len is not None
+        self._max_len = max_batch_invariant_len or 0
         self._bucket = bucket
         self._cache = cache
         self._has_trees = has_trees
@@ -63,18 +80,33 @@ class TiledAttention(StaticAttention):
         return read_layer(self._cache, layer, query, launch, options)
 
     def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
-        tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize)
+        tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize, is_batch_invariant=self._is_batch_invariant)
         # Each span fills its tiles but the last one.
         num_whole = self._num_spans + self._bucket.num_rows * heads.group_size // tiling.block_m
-        # `choose_split` cuts all keys into at most so many pieces; each tile adds one where its keys end within a
-        # piece, and another where a window makes them begin within one.
-        num_pieces = PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
+        # All keys are cut into at most so many pieces; each tile adds one where its keys end within a piece, and
+        # another where a window makes them begin within one.
+        num_pieces = self._max_pieces(num_whole, heads)
         num_tiles = num_pieces + num_whole * (1 if window is None else 2)
         num_merges = min(num_whole, num_pieces) if window is None else num_whole
         num_lanes = min(tiling.block_m, self._bucket.rows_per_span * heads.group_size)
         tiles = self._zeros(num_tiles, TILE_FIELDS.value)
         merges = self._zeros(num_merges, MERGE_FIELDS.value)
-        return Launch(tiling, self._block_tables, tiles, merges, num_tiles, num_lanes, self._new_masks())
+        return Launch(
+            tiling,
+            self._block_tables,
+            tiles,
+            merges,
+            num_tiles,
+            num_lanes,
+            self._new_masks(),
+            self._is_batch_invariant,
+        )
+
+    def _max_pieces(self, num_whole: int, heads: Heads) -> int:
+        """Splits of `num_whole` tiles, each of which reads all keys of its span at most."""
+        if self._is_batch_invariant:
+            return num_whole * -(-self._max_len // BATCH_INVARIANT_SPLIT_TOKENS)
+        return PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
 
     def _new_masks(self) -> RowMasks | None:
         if not self._has_trees:
@@ -84,8 +116,7 @@ class TiledAttention(StaticAttention):
 
     def _fill(self, launch: Launch, spans: Seq[Span], window: int | None, heads: Heads) -> None:
         whole = whole_tiles(spans, window, launch.tiling, heads.group_size, self._cache.block_size)
-        split_tokens = choose_split(num_keys_of(whole), heads.num_kv_heads, num_processors(self._cache.device))
-        plan = split_tiles(whole, split_tokens)
+        plan = split_tiles(whole, split_length(whole, heads, self._cache, is_batch_invariant=self._is_batch_invariant))
         copy_array(launch.tiles, _filled(plan.tiles, launch.tiles))
         copy_array(launch.merges, _filled(plan.merges, launch.merges))
         if launch.masks is not None:

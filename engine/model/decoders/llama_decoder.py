@@ -74,7 +74,7 @@ class LlamaDecoder:
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
-        self._rows = _row_operations(model, self._head_dim)
+        self._rows = _row_operations(model, self._head_dim, is_deterministic=is_deterministic)
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         rotary = model.model.rotary_emb.to(self._embedding.device)
@@ -231,6 +231,11 @@ class LlamaDecoder:
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
-def _row_operations(model: Any, head_dim: int) -> RowOperations:
+def _row_operations(model: Any, head_dim: int, *, is_deterministic: bool) -> RowOperations:
     weight, epsilon = model.model.norm.weight, model.config.rms_norm_eps
+    if is_deterministic and weight.is_cuda:
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.model.decoders.triton_rows import TritonRows
+
+        return TritonRows(epsilon)
     return NativeRows(epsilon) if NativeRows.fit(weight.shape[0], head_dim, weight) else TorchRows(epsilon)

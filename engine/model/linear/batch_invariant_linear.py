@@ -16,8 +16,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.model.linear.native_product import NativeProduct
-from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
@@ -34,6 +32,14 @@ def batch_invariant_factory(make_linear: LinearFactory) -> LinearFactory:
     return make_batch_invariant
 
 
+def batch_invariant_on_gpu(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`F.linear` by our kernel, whose tiles are the same for any number of rows."""
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.model.linear.triton_product import TritonProduct
+
+    return TritonProduct(weight, bias)
+
+
 def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """`function` of rows [..., num_inputs], each of which has the same result beside any other rows.
 
@@ -42,7 +48,7 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
     Raises:
         ConfigError: the result of a row depends on its place among the others, so that no height will do.
     """
-    if isinstance(function, NativeProduct | NativeQuantizedProduct):
+    if getattr(function, "is_batch_invariant", False):
         return function
     heights = batch_invariant_heights(function, num_inputs, dtype)
 

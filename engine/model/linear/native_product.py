@@ -31,6 +31,7 @@ class PackedWeight(ctypes.Structure):
 class NativeProduct:
     """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
 
+    is_batch_invariant: ClassVar = True
     _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
     _is_gated: ClassVar = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class NativeQuantizedProduct:
     A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output. The rows are
     rounded to 8 bits too, each group of 32 inputs with a scale of its own and, where the weights have none, a base.
     """
+
+    is_batch_invariant: ClassVar = True
 
     def __init__(self, numbers: Tensor, scales: Tensor, bases: Tensor | None, bias: Tensor | None) -> None:
         """Pack a weight.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.backend import check_kv_kind, choose_attention, is_triton
+from engine.attention.backend import check_kv_kind, choose_attention, is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
 from engine.config import (
     CacheConfig,
@@ -99,6 +99,11 @@ class ModelRunner:
         stock = load_model(model, rank.load_device)
         device = rank.device or stock.device
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
+        if is_batch_invariant(self._plan_attention) and model.graphs.has_trees:
+            raise ConfigError(
+                "target.deterministic is true and speculation.tree is set: on a GPU a token has other bits in a tree "
+                "than in the chain that it becomes; remove the tree, or set deterministic to false"
+            )
         kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
         with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
@@ -116,7 +121,7 @@ class ModelRunner:
         with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
             self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         self.model_version = model_version(model.path, model.quantization)
-        self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype))
+        self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype), device)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
@@ -207,13 +212,13 @@ class ModelRunner:
         self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
-    def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str) -> KVLayout:
+    def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str, device: torch.device) -> KVLayout:
         """Describe a block by all weights that it depends on: those of the head too, if it has files of its own."""
         version = self.model_version
         if head is not None and head.path is not None and head.kind.keeps_kv:
             version += f" with head {model_version(head.path)}"
         layers = (*self._model.layer_shapes, *self._head_layers)
-        return KVLayout(version, dtype, self.block_size, layers, _rounding(model))
+        return KVLayout(version, dtype, self.block_size, layers, _rounding(model, device))
 
     @property
     def can_overlap(self) -> bool:
@@ -317,10 +322,12 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
     return quantization
 
 
-def _rounding(model: ModelConfig) -> str:
+def _rounding(model: ModelConfig, device: torch.device) -> str:
     """Name the rounding of a deterministic model: kernels cut sums by thread and processor, so machines may differ."""
     if not model.deterministic:
         return "any"
+    if device.type == "cuda":
+        return f"deterministic on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
     instructions = native_instructions()
     kernels = "torch's" if instructions is None else instructions.name
     capability = torch.backends.cpu.get_cpu_capability()

@@ -10,6 +10,8 @@ from triton.compiler import ASTSource
 
 from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiling import Heads, choose_tiling
+from engine.model.decoders.triton_rows import norm_rows
+from engine.model.linear.triton_product import _LOW, _TALL, multiply
 
 HEADS = Heads(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 MOST_SHARED_BYTES = 227 << 10
@@ -63,6 +65,7 @@ def compile_attention(num_rows: int, stored: str, constants: dict[str, Any]) -> 
         "WINDOW": 0,
         "SOFTCAP": 0.0,
         "OPERAND": triton.language.bfloat16,
+        "IS_BATCH_INVARIANT": False,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
     }
@@ -76,8 +79,27 @@ def compile_merge() -> None:
     compile_kernel(merge_splits, {"out": "*bf16"}, {**sizes, "sinks": None}, num_warps=1)
 
 
+def compile_product() -> None:
+    for tile in (_LOW, _TALL):
+        sizes = {"BLOCK_M": tile.num_rows, "BLOCK_N": tile.num_outputs, "BLOCK_K": tile.num_inputs}
+        types = {"out": "*bf16", "x": "*bf16", "weight": "*bf16", "num_rows": "i32", "num_inputs": "i32"}
+        constants = {**sizes, "OPERAND": triton.language.bfloat16, "bias": None}
+        launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        compile_kernel(multiply, {**types, "num_outputs": "i32"}, constants, **launch)
+
+
+def compile_norm() -> None:
+    types = dict.fromkeys(("normed", "total", "rows", "delta", "weight"), "*bf16")
+    numbers = {"row_stride": "i32", "size": "i32", "epsilon": "fp32"}
+    for constants in ({"GROUP": 1}, {"GROUP": 40, "delta": None}):
+        compile_kernel(norm_rows, {**types, **numbers}, {**constants, "BLOCK": 4096}, num_warps=4)
+
+
 if __name__ == "__main__":
     compile_attention(1, "*bf16", OPTIONAL)
     compile_attention(8, "*fp8e4nv", OPTIONAL)
     compile_attention(2048, "*fp8e4nv", {"WINDOW": 4096, "SOFTCAP": 30.0})
+    compile_attention(1, "*bf16", {**OPTIONAL, "IS_BATCH_INVARIANT": True})
     compile_merge()
+    compile_product()
+    compile_norm()

@@ -9,10 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionPass, LayerOptions
 from engine.attention.torch_attention import TorchAttention
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphKind,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TreeConfig,
+)
 from engine.engine_core import EngineCore
+from engine.indexing import Index
 from engine.kv_cache.compaction import compaction
+from engine.kv_cache.pool import KVCache
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
@@ -34,8 +46,15 @@ TABLE = torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
 OTHER_TABLE = list(range(20, 30))
 
 
-def load(folder: Path, dtype: str = "bfloat16", *, deterministic: bool = True, attention: str = "auto") -> ModelRunner:
-    model = ModelConfig(str(folder), dtype, "cpu", deterministic=deterministic, attention=attention)
+def load(
+    folder: Path,
+    dtype: str = "bfloat16",
+    *,
+    deterministic: bool = True,
+    attention: str = "auto",
+    graphs: GraphConfig = GraphConfig(),
+) -> ModelRunner:
+    model = ModelConfig(str(folder), dtype, "cpu", deterministic=deterministic, attention=attention, graphs=graphs)
     return ModelRunner(model, CacheConfig(num_blocks=32, block_size=BLOCK_SIZE))
 
 
@@ -71,6 +90,25 @@ def test_logits_have_the_same_bits_however_the_text_is_cut(folders: dict[str, Pa
     for ends in ((LENGTH,), (30, 35, 36, 41, LENGTH), (17, *range(18, LENGTH + 1)), (1, 3, 59, LENGTH)):
         for beside in (False, True):
             assert torch.equal(in_pieces(runner, ends, beside=beside), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span divide by nothing; they are not stored
+@pytest.mark.usefixtures("dots_without_places")
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_logits_by_the_kernel_for_gpus_have_the_same_bits_however_the_text_is_cut(
+    folders: dict[str, Path], family: str
+) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    runner = load(folders[family], attention="triton", graphs=GraphConfig(GraphKind.EAGER, batches=(2,)))
+    expected = runner.forward([span(0, LENGTH)])
+    for ends in ((30, 35, 36, 41, LENGTH), (56, 57, 58, LENGTH)):
+        assert torch.equal(in_pieces(runner, ends, beside=True), expected)
+
+
+def test_the_kernel_for_gpus_refuses_trees(folders: dict[str, Path]) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    with pytest.raises(ConfigError, match=r"target\.deterministic is true and speculation\.tree is set"):
+        load(folders["llama"], attention="triton", graphs=GraphConfig(has_trees=True))
 
 
 def test_logits_of_a_model_that_is_not_deterministic_depend_on_the_cut(folders: dict[str, Path]) -> None:
@@ -129,10 +167,25 @@ def test_our_own_kernel_makes_models_with_softcaps_deterministic(folders: dict[s
         assert torch.equal(in_pieces(runner, ends, beside=True), expected)
 
 
+class _CompanionableAttention:
+    """A row's result is another one beside a second span."""
+
+    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+        self._plan = TorchAttention(spans, cache)
+        self._factor = 1.0 + len(spans) / 128
+
+    def whole(self, slots: Index) -> AttentionPass:
+        self._pass = self._plan.whole(slots)
+        return self
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        return self._factor * self._pass.attend(layer, query, key, value, options)
+
+
 def test_a_model_that_fails_the_determinism_check_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "choose_attention", lambda *_, **__: TorchAttention)
+    monkeypatch.setattr(model_runner, "choose_attention", lambda *_, **__: _CompanionableAttention)
     with pytest.raises(ConfigError, match="the same tokens have other logits in"):
         load(folders["llama"])
 
