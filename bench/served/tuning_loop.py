@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="of tune.auto")
     parser.add_argument("--users", type=int, default=3, help="who ask one after the other")
     parser.add_argument("--pause-s", type=float, default=1.0, help="of a user between answers")
-    parser.add_argument("--python-rounds", type=int, default=5, help="of Python before the traffic turns")
+    parser.add_argument("--python-rounds", type=int, default=20, help="of Python before the traffic turns")
     parser.add_argument("--worse-block-s", type=float, default=10.0, help="blocks of the worse draft's trial")
     parser.add_argument("--timeout-s", type=float, default=2400.0, help="for alarm, training and trial")
     options = parser.parse_args()

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 PROMPT = [9, 12, 5, 20, 31]
 NUM_TOKENS = 300
 PROBE_LENGTH = 440
+NUM_PROBES = 7
 SECOND_KEY = "key-of-second"
 
 
@@ -87,20 +88,26 @@ def test_untranslatable_draft_tokens_are_counted_in_the_metrics(pair: ServedPair
 
 
 def test_a_tenant_finds_nothing_of_another_by_counts_or_times(pair: ServedPair) -> None:
-    """Each text is asked for by the first tenant twice, then by the second, who tries the first one's salt too."""
+    """Each text is asked for by the first tenant twice, then by the second, who tries the first one's salt too.
+
+    Only texts whose repetition had drafts count: whether one has depends on the class's measured gain.
+    """
     clients = {"new": pair.client, "again": pair.client, "second": pair.client.with_options(api_key=SECOND_KEY)}
     cached, accepted, seconds = ({name: [] for name in clients} for _ in range(3))
-    for number in range(7):
-        prompt = random.Random(number).choices(range(4, 46), k=PROBE_LENGTH)
+    options = {"cache_salt": "ours", "ignore_eos": True, "speculation": {"method": "suffix"}}
+    numbers = iter(range(200))
+    while sum(count > 0 for count in accepted["again"]) < NUM_PROBES:
+        prompt = random.Random(next(numbers)).choices(range(4, 46), k=PROBE_LENGTH)
         for name, client in clients.items():
             began_s = time.monotonic()
-            options = {"cache_salt": "ours", "ignore_eos": True, "speculation": {"method": "suffix"}}
             answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=48, seed=1, extra_body=options)
             seconds[name].append(time.monotonic() - began_s)
             cached[name].append(answer.usage.prompt_tokens_details.cached_tokens)
             accepted[name].append(answer.metrics["speculative_decoding"]["num_accepted_draft_tokens"])
-    assert cached["second"] == cached["new"] == [0] * 7
+    assert not any(cached["new"])
+    assert not any(cached["second"])
     assert min(cached["again"]) >= PROBE_LENGTH - 32, "the probe has power: one's own prefix is seen"
+    probes = [probe for probe, count in enumerate(accepted["again"]) if count]
     for figures in (accepted, seconds):  # where one's own text is drafted again, all of it is accepted
-        new, again, second = (statistics.median(figures[name]) for name in ("new", "again", "second"))
+        new, again, second = (statistics.median(figures[name][probe] for probe in probes) for name in clients)
         assert abs(second - new) < abs(second - again), figures

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.config import CacheConfig, ModelConfig
 from engine.model.linear import gated_linear, packed_linear
-from engine.model.linear.packed_linear import PackedLinear, can_pack, linear_of, pack_linears
+from engine.model.linear.packed_linear import PackedLinear, can_pack, can_reorder, linear_of, pack_linears
 from engine.model.loader import load_model
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
@@ -75,6 +75,7 @@ def test_packing_frees_the_plain_weight() -> None:
     assert weight() is None
 
 
+@pytest.mark.skipif(not can_reorder(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 on this processor")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_runner_holds_no_weight_beside_the_packed_ones(
