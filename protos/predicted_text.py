@@ -5,12 +5,66 @@ The engine drafts from it and the ingress counts by it, so both use one definiti
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 _MIN_MATCH = 2  # last tokens of the text that must occur in the prediction, to continue there after a divergence
 _MAX_MATCH = 16  # last tokens that are compared to choose among such positions
 _MAX_CANDIDATES = 128  # positions that are compared on either side of the divergence: a token may repeat all along
+_NO_TOKEN = -1  # before the prediction's first token
+_NOT_EVEN_THAT = -2  # before the text's first token
+_BACKWARD = np.arange(_MAX_MATCH - 1, -1, -1)
+
+
+class Prediction:
+    """A predicted text, and its positions in the order of the two tokens before them.
+
+    Nothing of it changes, and it takes much longer to make than to read: all choices of a request share one.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = tuple(token_ids)
+        ids = np.asarray(self.token_ids, np.int64)
+        self._padded = np.concatenate([np.full(_MAX_MATCH, _NO_TOKEN), ids])
+        pairs = (ids[:-1] << 32) | ids[1:]
+        order = np.argsort(pairs, kind="stable")  # equal pairs stay in the order of the text
+        self._pairs: list[int] = pairs[order].tolist()
+        self._positions: list[int] = (order + _MIN_MATCH).tolist()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def best_position(self, tail: Sequence[int], diverged_at: int) -> tuple[int, int] | None:
+        """Return the position that most of the last tokens of a text match, and their number; None without two.
+
+        Of equal ones it is the first from `diverged_at` on, or else the first.
+        """
+        if len(tail) < _MIN_MATCH or not (candidates := self._candidates(tail, diverged_at)):
+            return None
+        matches = self._match_lens(candidates, tail)
+        num_matched = int(matches.max())
+        best = [each for each, length in zip(candidates, matches.tolist(), strict=True) if length == num_matched]
+        behind = bisect_left(best, diverged_at)
+        return best[behind % len(best)], num_matched
+
+    def _candidates(self, tail: Sequence[int], diverged_at: int) -> list[int]:
+        """Return the positions behind the text's last two tokens; of very many, some on either side."""
+        pair = (tail[-2] << 32) | tail[-1]
+        begin = bisect_left(self._pairs, pair)
+        positions = self._positions[begin : bisect_right(self._pairs, pair, begin)]
+        if len(positions) <= 2 * _MAX_CANDIDATES:
+            return positions
+        behind = bisect_left(positions, diverged_at)
+        return positions[: min(behind, _MAX_CANDIDATES)] + positions[behind : behind + _MAX_CANDIDATES]
+
+    def _match_lens(self, positions: Sequence[int], tail: Sequence[int]) -> np.ndarray:  # [positions] int64
+        last = np.full(_MAX_MATCH, _NOT_EVEN_THAT)
+        last[: len(tail)] = tail[::-1]
+        before = self._padded[np.asarray(positions)[:, None] + _BACKWARD]  # [positions, _MAX_MATCH], the nearest first
+        matches: np.ndarray = (before == last).cumprod(axis=1).sum(axis=1)
+        return matches
 
 
 class PredictedText:
@@ -22,16 +76,13 @@ class PredictedText:
     many such positions the first behind the divergence and the first of all are compared.
     """
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, prediction: Prediction) -> None:
         self.position: int | None = 0
         self.num_matched = 0
-        self._token_ids = token_ids
+        self._prediction = prediction
         self._diverged_at = 0
         self._tail: list[int] = []  # the last tokens of the text
         self._num_diverged = 0  # of them, those that are not counted as matched
-        self._positions: dict[tuple[int, int], list[int]] = {}  # two tokens -> positions behind them
-        for end in range(_MIN_MATCH, len(token_ids) + 1):
-            self._positions.setdefault((token_ids[end - 2], token_ids[end - 1]), []).append(end)
 
     def read(self, token_ids: Iterable[int]) -> None:
         """Take in the next tokens of the text."""
@@ -47,39 +98,23 @@ class PredictedText:
 
     def next(self, max_tokens: int) -> tuple[int, ...]:
         """Return the prediction's next tokens, up to `max_tokens`; none while the text diverges from it."""
-        return () if self.position is None else tuple(self._token_ids[self.position : self.position + max_tokens])
+        token_ids = self._prediction.token_ids
+        return () if self.position is None else token_ids[self.position : self.position + max_tokens]
 
     def _is_next(self, token_id: int) -> bool:
-        at = self.position
-        return at is not None and at < len(self._token_ids) and self._token_ids[at] == token_id
+        at, token_ids = self.position, self._prediction.token_ids
+        return at is not None and at < len(token_ids) and token_ids[at] == token_id
 
     def _diverge(self) -> None:
         if self.position is not None:
             self._diverged_at = self.position
         self._num_diverged = min(self._num_diverged + 1, _MAX_MATCH)
-        positions = self._positions.get((self._tail[-2], self._tail[-1]), ()) if len(self._tail) > 1 else ()
-        self.position = min(self._candidates(positions), key=self._mismatch, default=None)
-        if self.position is not None:
-            self._count(min(self._num_diverged, self._match_len(self.position)))
+        best = self._prediction.best_position(self._tail, self._diverged_at)
+        self.position = None
+        if best is not None:
+            self.position, num_matched = best
+            self._count(min(self._num_diverged, num_matched))
             self._num_diverged = 0
 
-    def _candidates(self, positions: Sequence[int]) -> Sequence[int]:
-        if len(positions) <= 2 * _MAX_CANDIDATES:
-            return positions
-        behind = bisect_left(positions, self._diverged_at)
-        return [*positions[: min(behind, _MAX_CANDIDATES)], *positions[behind : behind + _MAX_CANDIDATES]]
-
-    def _mismatch(self, position: int) -> tuple[int, bool, int]:
-        return -self._match_len(position), position < self._diverged_at, position
-
-    def _match_len(self, position: int) -> int:
-        length = 0
-        while (
-            length < min(position, len(self._tail))
-            and self._token_ids[position - 1 - length] == self._tail[-1 - length]
-        ):
-            length += 1
-        return length
-
     def _count(self, num_tokens: int) -> None:
-        self.num_matched = min(self.num_matched + num_tokens, len(self._token_ids))
+        self.num_matched = min(self.num_matched + num_tokens, len(self._prediction))

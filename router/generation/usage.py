@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.messages import GenerateRequest, SpeculationExplanation, SpeculationStats, StepStats, TokenChunk
-from protos.predicted_text import PredictedText
+from protos.predicted_text import PredictedText, Prediction
 from router.generation.delta import Delta
 
 
@@ -59,8 +59,8 @@ class UsageMeter:
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
         self._explanations: list[SpeculationExplanation | None] = [None] * len(requests)
         self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
-        self._prediction_token_ids = requests[0].prediction_token_ids if requests else ()
-        self._predicted = [PredictedText(self._prediction_token_ids) for _ in requests if self._prediction_token_ids]
+        self._prediction = Prediction(requests[0].prediction_token_ids if requests else ())
+        self._predicted = [PredictedText(self._prediction) for _ in requests if len(self._prediction)]
 
     def record(self, index: int, gained: Sequence[Delta], batch: Sequence[TokenChunk]) -> None:
         """Count what choice `index` gained from `batch`."""
@@ -93,4 +93,4 @@ class UsageMeter:
     def _prediction_usage(self) -> PredictionUsage:
         """Return the sums over all choices, each of which had the whole prediction to repeat."""
         num_accepted = sum(text.num_matched for text in self._predicted)
-        return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction_token_ids) - num_accepted)
+        return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction) - num_accepted)

@@ -1,16 +1,23 @@
 """The position of a text in its prediction, as it repeats it, diverges from it and comes back."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
-from protos.predicted_text import PredictedText
+from protos.predicted_text import PredictedText, Prediction
 
 PREDICTION = (10, 11, 12, 13, 14, 15, 16, 17, 10, 11, 18, 19)
 
 
 def following(*token_ids: int) -> PredictedText:
-    text = PredictedText(PREDICTION)
+    text = predicted(PREDICTION)
     text.read(token_ids)
     return text
+
+
+def predicted(token_ids: Sequence[int]) -> PredictedText:
+    return PredictedText(Prediction(token_ids))
 
 
 def test_an_empty_text_expects_the_whole_prediction() -> None:
@@ -49,7 +56,7 @@ def test_a_longer_match_wins_over_the_order() -> None:
 
 
 def test_of_very_many_equal_positions_the_first_behind_the_divergence_wins() -> None:
-    text = PredictedText([7] * 600 + [8] + [7] * 10_000 + [9])
+    text = predicted([7] * 600 + [8] + [7] * 10_000 + [9])
     text.read([*[7] * 600, 99, 7, 7])
     assert text.next(3) == (8, 7, 7)
 
@@ -64,14 +71,34 @@ def test_matched_tokens_never_exceed_the_prediction() -> None:
 
 
 def test_an_empty_prediction_expects_nothing() -> None:
-    text = PredictedText(())
+    text = predicted(())
     text.read((1, 2, 3))
     assert (text.next(3), text.num_matched) == ((), 0)
 
 
 def test_the_result_does_not_depend_on_the_tokens_batches() -> None:
     token_ids = (10, 11, 99, 13, 14, 15, 98, 97, 10, 11, 18)
-    one, other = following(*token_ids), PredictedText(PREDICTION)
+    one, other = following(*token_ids), predicted(PREDICTION)
     for token_id in token_ids:
         other.read((token_id,))
     assert (one.position, one.num_matched) == (other.position, other.num_matched)
+
+
+def test_the_best_position_is_that_of_a_search_through_all_of_them() -> None:
+    generator = random.Random(4)
+    for _ in range(600):
+        num_tokens, num_kinds = generator.choice([0, 1, 2, 9, 40, 90]), generator.choice([1, 2, 4])
+        token_ids = generator.choices(range(num_kinds), k=num_tokens)
+        tail = generator.choices(range(num_kinds), k=generator.randint(0, 16))
+        diverged_at = generator.randint(0, num_tokens)
+        assert Prediction(token_ids).best_position(tail, diverged_at) == searched(token_ids, tail, diverged_at)
+
+
+def searched(token_ids: list[int], tail: list[int], diverged_at: int) -> tuple[int, int] | None:
+    def num_matched(position: int) -> int:
+        lengths = range(1, min(position, len(tail)) + 1)
+        return max((n for n in lengths if token_ids[position - n : position] == tail[-n:]), default=0)
+
+    found = [position for position in range(len(token_ids) + 1) if num_matched(position) >= 2]
+    best = min(found, key=lambda each: (-num_matched(each), each < diverged_at, each), default=None)
+    return None if best is None else (best, num_matched(best))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from weakref import WeakValueDictionary
 
 from engine.draft import DraftSource
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.request_tokens import RequestTokens
-from protos.predicted_text import PredictedText
+from protos.predicted_text import PredictedText, Prediction
 
 
-class _Prediction:
-    """One request's prediction, and how far its output has been compared with it."""
+class _Following:
+    """One sequence's prediction, and how far its output has been compared with it."""
 
-    def __init__(self, sequence: RequestTokens) -> None:
-        self.text = PredictedText(sequence.request.prediction_token_ids)
+    def __init__(self, sequence: RequestTokens, prediction: Prediction) -> None:
+        self.text = PredictedText(prediction)
         self.num_read = sequence.num_prompt_tokens
         self.num_in_step = 0  # tokens since the output last strayed from the prediction
 
@@ -37,7 +38,9 @@ class PredictionMatcher:
     source = DraftSource.PREDICTION
 
     def __init__(self) -> None:
-        self._predictions: dict[str, _Prediction] = {}
+        self._following: dict[str, _Following] = {}
+        # One for all choices of a request. Tenants share none: its time would tell of the other's.
+        self._predictions: WeakValueDictionary[tuple[str, tuple[int, ...]], Prediction] = WeakValueDictionary()
 
     def is_for(self, sequence: RequestTokens) -> bool:
         """True if the request came with a prediction."""
@@ -45,23 +48,27 @@ class PredictionMatcher:
 
     def open(self, sequence: RequestTokens) -> None:
         """Begin with the whole prediction ahead."""
-        self._predictions[sequence.request_id] = _Prediction(sequence)
+        key = sequence.request.tenant, sequence.request.prediction_token_ids
+        prediction = self._predictions.get(key)
+        if prediction is None:
+            prediction = self._predictions[key] = Prediction(sequence.request.prediction_token_ids)
+        self._following[sequence.request_id] = _Following(sequence, prediction)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Compare the new tokens with the prediction."""
         for sequence in sequences:
-            prediction = self._predictions.get(sequence.request_id)
-            if prediction is not None:
-                prediction.read(sequence.token_ids[prediction.num_read :])
+            following = self._following.get(sequence.request_id)
+            if following is not None:
+                following.read(sequence.token_ids[following.num_read :])
 
     def close(self, request_id: str) -> None:
         """Forget the sequence."""
-        self._predictions.pop(request_id, None)
+        self._following.pop(request_id, None)
 
     def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
         """Return what the prediction says next; None where the output has left it."""
-        prediction = self._predictions.get(sequence.request_id)
-        token_ids = prediction.text.next(max_tokens) if prediction is not None else ()
-        if prediction is None or not token_ids:
+        following = self._following.get(sequence.request_id)
+        token_ids = following.text.next(max_tokens) if following is not None else ()
+        if following is None or not token_ids:
             return None
-        return TextMatch(token_ids, prediction.num_in_step)
+        return TextMatch(token_ids, following.num_in_step)
