@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from engine.model.checkpoint.dtype import resolve_dtype
 from models.demo_pair.acceptance import Acceptance
 from models.demo_pair.card import DEMO_FOLDER, acceptance_table, read_json
 from models.demo_pair.evaluate import NUM_PROMPTS, held_out_prompts
@@ -130,7 +131,7 @@ def train(
 
 def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
     """Train and save a set of Medusa heads, and return its card."""
-    teacher = load_checkpoint(arguments.target, torch.bfloat16).requires_grad_(False)
+    teacher = load_checkpoint(arguments.target, resolve_dtype("auto", target.device)).requires_grad_(False)
     heads, texts = MedusaHeads(target.config.hidden_size), material(teacher, arguments)
     spent = train(heads, MedusaLesson(heads, teacher), texts.next_texts, arguments.minutes)
     save_heads(heads, target, folder)

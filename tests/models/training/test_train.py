@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -13,7 +14,7 @@ from models.training.loss import distillation_loss
 from models.training.optimizer import PairedOptimizer
 from models.training.rollout import penalise, write_rollouts
 from models.training.tokens import TokenizedCorpus, WindowStream
-from models.training.train import Budget, train
+from models.training.train import Budget, autocast, train
 
 
 def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
@@ -66,3 +67,11 @@ def test_rollouts_go_on_from_the_stream_half_of_them_greedily() -> None:
     assert all(torch.equal(row[1:6], row[:5] + 1) for row in windows[0]), "the stream's own text"
     assert torch.equal(windows[0][:2], windows[1][:2])
     assert not torch.equal(windows[0][2:], windows[1][2:])
+
+
+def test_products_are_in_bfloat16_only_where_the_processor_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 4)
+    for has_units, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("engine.model.checkpoint.dtype._has_bfloat16_units", lambda has=has_units: has)
+        with autocast(torch.device("cpu")):
+            assert (x @ x).dtype is dtype
