@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -10,9 +9,10 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.grammar_trial import STACK_BYTES, GrammarTrial, new_matcher, new_tokenizer
 from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
 from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import GenerateRequest, Grammar, GrammarKind, Thought
@@ -22,17 +22,16 @@ logger = logging.getLogger(__name__)
 MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
 MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
 _NUM_CACHED = 64
-_MAX_PENDING = 16  # grammars that wait for the compiler's thread, each for a second at most
+_MAX_PENDING = 16  # grammars that wait for the compiler, each for some seconds at most
 _MAX_PENDING_OF_TENANT = 4  # the others' places are kept from one that sends many
-_STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
 
 
 class GrammarCompiler:
     """Compiles each grammar once and hands out matchers for it; thread-safe.
 
-    Grammars are compiled one after the other in a thread of their own, without Python's lock for most of the time, and
-    the limits of their size and the library's bound the time of each. The tokenizer is read when the first one comes.
+    Grammars are compiled one after the other: in a process that can be killed first (`GrammarTrial`), and those that
+    keep its limits in a thread here, without Python's lock for most of the time. Both begin when the first one comes.
     Failures are kept like successes, so a bad schema costs no more than a good one when it is sent again.
     """
 
@@ -42,6 +41,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
+        self._trial: GrammarTrial | None = None
         self._compiled: OrderedDict[tuple[GrammarKind, str], Future[LLMatcher | str]] = OrderedDict()
         self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # and whose they are
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -135,7 +135,7 @@ class GrammarCompiler:
 
     def _submit(self, grammar: Grammar) -> Future[LLMatcher | str]:
         """Have the thread compile; it has a deep stack, untouched for free: an overflow would end the process."""
-        usual_bytes = threading.stack_size(_STACK_BYTES)  # of all threads started until it is set back
+        usual_bytes = threading.stack_size(STACK_BYTES)  # of all threads started until it is set back
         try:
             return self._pool.submit(self._new_matcher, grammar)  # the first call starts the thread
         finally:
@@ -143,27 +143,19 @@ class GrammarCompiler:
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher | str:
         try:
-            source = _library_source(grammar)
-            matcher = LLMatcher(
-                self._load_tokenizer(), source, log_level=0, limits=LLParserLimits(verbose_errors=False)
-            )
+            if self._tokenizer_file is None:
+                raise ValueError("the model has no tokenizer.json, so the bytes of its tokens are not known")
+            if self._trial is None:
+                self._trial = GrammarTrial(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
+            source = self._trial.source(grammar.kind, grammar.source)
+            if self._tokenizer is None:
+                self._tokenizer = new_tokenizer(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
+            return new_matcher(self._tokenizer, source)
         except ValueError as error:  # the library's, for grammars and tokenizers that it cannot read
             return str(error)
         except BaseException as error:  # a panic of the library must cost this request alone
             logger.exception("a grammar of %d characters could not be compiled", len(grammar.source))
             return f"its compiler failed: {error}"
-        if matcher.is_error():
-            return matcher.get_error().strip()
-        matcher.compute_bitmask()  # a grammar that matches nothing, or recurses for ever, fails only here
-        return "no text matches it" if matcher.is_error() else matcher
-
-    def _load_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            if self._tokenizer_file is None:
-                raise ValueError("the model has no tokenizer.json, so the bytes of its tokens are not known")
-            text = self._tokenizer_file.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids))
-        return self._tokenizer
 
 
 def _excess(grammar: Grammar) -> str | None:
@@ -174,12 +166,3 @@ def _excess(grammar: Grammar) -> str | None:
         return None
     num_rules = len(_RULE.findall(grammar.source))
     return f"{num_rules} rules or references; at most {MAX_RULES}" if num_rules > MAX_RULES else None
-
-
-def _library_source(grammar: Grammar) -> str:
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return LLMatcher.grammar_from_json_schema(grammar.source)
-    if grammar.kind is GrammarKind.CHOICE:
-        choices = json.loads(grammar.source)
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
-    return grammar_from("regex" if grammar.kind is GrammarKind.REGEX else "grammar", grammar.source)

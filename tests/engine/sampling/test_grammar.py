@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -21,6 +23,7 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
+from engine.sampling.grammar_trial import GrammarTrial
 from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import (
     FinishReason,
@@ -401,3 +404,53 @@ def test_a_grammar_begins_behind_a_thought(
         for cut in {1, len(whole) // 2, len(whole) - 1}:
             rest = run(build(folder), [replace(each, output_token_ids=whole[:cut])])[each.request_id].token_ids
             assert whole[:cut] + rest == whole
+
+
+ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{gap}}}b.*"} for gap in range(30)]})
+
+
+def test_a_grammar_that_compiles_for_ever_is_given_up_and_costs_no_other(folder: Path) -> None:
+    """A schema of 1,381 characters, which an engine that compiled it would not get out of for days."""
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    with pytest.raises(RequestError, match="takes more than 2 s or 256 MiB to compile"):
+        compiler.matcher(request("x", Grammar(GrammarKind.JSON_SCHEMA, ENDLESS, "guided_json")))
+    assert compiler.matcher(request("y", Grammar(GrammarKind.REGEX, "a+", "guided_regex"))) is not None
+
+
+def test_a_killed_trial_begins_anew(folder: Path) -> None:
+    trial = GrammarTrial(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    trial.source("regex", "a+")
+    assert trial._process is not None
+    trial._process.kill()
+    with pytest.raises(ValueError, match="2 s or 256 MiB"):
+        trial.source("regex", "b+")
+    assert "b+" in trial.source("regex", "b+")
+    process = trial._process
+    trial.close()
+    trial.close()
+    assert process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "(a{1000}){1000}"),  # 0.14 s for each mask with the library's own limits
+        (GrammarKind.GRAMMAR, 'root ::= r0\nr0 ::= "a"* | "a"{1,100} [a-z]? r0{1,100}'),  # 0.2 s
+        (GrammarKind.GRAMMAR, 'start: e\ne: e e | e "+" e | e? e? "x"? | "a"'),
+        (GrammarKind.REGEX, "|".join(f".*a.{{{gap}}}b" for gap in range(60))),
+    ],
+)
+def test_no_mask_takes_long(kind: GrammarKind, source: str, folder: Path) -> None:
+    """Few characters may make masks costly; then the parser's limits end the text, which costs its request alone."""
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    matcher = compiler.matcher(request("x", Grammar(kind, source, "the_param"), max_tokens=60))
+    assert matcher is not None
+    times = []
+    for _ in range(40):
+        began_s = time.thread_time()
+        mask = np.unpackbits(np.frombuffer(matcher.masks(())[0], np.uint8), bitorder="little")
+        times.append(time.thread_time() - began_s)
+        allowed = [int(each) for each in np.flatnonzero(mask) if each != END_ID]
+        if not allowed or not matcher.read(allowed[:1]):
+            break
+    assert max(times) < 0.05

@@ -1,0 +1,186 @@
+"""A process of its own that compiles each grammar first: one that takes too long, or too much, ends it and no engine.
+
+Few characters may be costly: a JSON schema of fourteen patterns that all must match takes twelve seconds, one of
+sixteen minutes, inside a call that nothing stops. Run as a program by `GrammarTrial`; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+MAX_COMPILE_S = 2  # of processor time
+MAX_COMPILE_BYTES = 256 << 20
+STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
+_TIMEOUT_S = 60.0  # for an answer, on a machine that is busy with other things; includes the process's start
+_LEXER_FUEL = 100_000  # for the first mask: 0.09 s, and 9 ms for the next (the library's 1,000,000: 1.7 s, 0.15 s)
+_MASK_ITEMS = 5_000  # of the parser, for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
+
+
+def limits() -> LLParserLimits:
+    """Return the library's own limits of a grammar, by count: they hold at the same token wherever it is read."""
+    return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MASK_ITEMS, verbose_errors=False)
+
+
+def new_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Read a tokenizer. Raises ValueError: the library cannot."""
+    return LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Compile a grammar in the library's form, its first mask included, and return what is to be copied.
+
+    Raises:
+        ValueError: the grammar's fault.
+    """
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().strip())
+    matcher.compute_bitmask()  # a grammar that matches nothing, or recurses for ever, fails only here
+    if matcher.is_error():
+        raise ValueError("no text matches it")
+    return matcher
+
+
+class GrammarTrial:
+    """Tries one grammar at a time; for one thread. The process starts with the first, and again after it was ended."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        numbers = map(str, (vocab_size, *eos_token_ids))
+        self._command = [sys.executable, "-P", __file__, str(tokenizer_file), *numbers]
+        self._process: subprocess.Popen[str] | None = None
+
+    def source(self, kind: str, text: str) -> str:
+        """Return a grammar in the library's form, which compiles within the limits.
+
+        Raises:
+            ValueError: the grammar's fault.
+        """
+        process = self._running()
+        try:
+            with _killed_after(process, _TIMEOUT_S):
+                answer = _asked(process, {"kind": kind, "text": text})
+        except (OSError, ValueError):  # it ended, or was killed
+            self.close()
+            raise ValueError(
+                f"it takes more than {MAX_COMPILE_S} s or {MAX_COMPILE_BYTES >> 20} MiB to compile"
+            ) from None
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        source: str = answer["source"]
+        return source
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self._process
+
+
+@contextmanager
+def _killed_after(process: subprocess.Popen[str], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _asked(process: subprocess.Popen[str], question: dict[str, str]) -> dict[str, str]:
+    """Return the answer. Raises OSError or ValueError without one."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(question) + "\n")
+    process.stdin.flush()
+    answer: dict[str, str] = json.loads(process.stdout.readline())
+    return answer
+
+
+class _Compiler:
+    """The other end: answers in a thread with a deep stack."""
+
+    def __init__(self, tokenizer_file: str, vocab_size: str, *eos_token_ids: str) -> None:
+        self._error = ""
+        try:
+            self._tokenizer = new_tokenizer(
+                Path(tokenizer_file), int(vocab_size), [int(each) for each in eos_token_ids]
+            )
+        except ValueError as error:
+            self._error = str(error)
+
+    def run(self) -> None:
+        """Answer line by line until the engine has ended."""
+        for line in sys.stdin:
+            _limit_process()
+            sys.stdout.write(json.dumps(self._answer(**json.loads(line))) + "\n")
+            sys.stdout.flush()
+
+    def _answer(self, kind: str, text: str) -> dict[str, str]:
+        try:
+            if self._error:
+                raise ValueError(self._error)
+            source = _library_source(kind, text)
+            new_matcher(self._tokenizer, source)
+        except ValueError as error:
+            return {"error": str(error)}
+        except BaseException as error:  # a panic of the library
+            return {"error": f"its compiler failed: {error}"}
+        return {"source": source}
+
+
+def _library_source(kind: str, text: str) -> str:
+    """Return the grammar in the library's form. Raises ValueError where it has none."""
+    if kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(text)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in json.loads(text)))
+    return grammar_from("regex" if kind == "regex" else "grammar", text)
+
+
+def _limit_process() -> None:
+    """Have the system end this process at so much more processor time and memory than it has taken."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_S)
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        num_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
+        _limit(resource.RLIMIT_AS, num_bytes + MAX_COMPILE_BYTES)
+
+
+def _limit(kind: int, amount: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+
+
+def in_deep_thread(target: Callable[[], None]) -> threading.Thread:
+    """Start a thread in which the library may recurse: an overflow of the stack would end the process."""
+    usual_bytes = threading.stack_size(STACK_BYTES)  # of all threads started until it is set back
+    try:
+        thread = threading.Thread(target=target)
+        thread.start()
+        return thread
+    finally:
+        threading.stack_size(usual_bytes)
+
+
+if __name__ == "__main__":
+    in_deep_thread(_Compiler(*sys.argv[1:]).run).join()
