@@ -225,6 +225,7 @@ class GenerateRequest:
     model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty: any
     is_traced: bool = False  # the chunk of its first tokens says what the time before them went into
     is_logged: bool = False  # client and tenant allow its tokens in the log of verified positions, where there is one
+    feed_address: str = ""  # of the abstract Unix socket where its ingress takes tokens, for a pair on the same node
 
     @property
     def group_id(self) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.channel.draft_messages import PROTOCOL_VERSION, DraftMessage, Hello, Offers, Round
-from actors.process.frames import ConnectionLostError, FrameConnection, connect
+from actors.process.frames import FrameConnection, connect
+from protos.frames import ConnectionLostError
 
 logger = logging.getLogger(__name__)
 

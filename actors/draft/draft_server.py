@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.draft.draft_ahead import DraftAhead
-from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
+from actors.process.frames import FrameConnection, FrameListener
 from engine.config import TreeConfig
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
@@ -20,6 +20,7 @@ from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.draft_query import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
+from protos.frames import ConnectionLostError
 from protos.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)

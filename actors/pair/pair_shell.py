@@ -34,7 +34,8 @@ class PairShell:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
 
-        An empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
+        Where the ingress listens on this node (`feed_address`), chunks leave by its feed instead of the generator. An
+        empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
         the request.
 
         Raises:
@@ -44,21 +45,20 @@ class PairShell:
         """
         arrived_s = time.monotonic()
         self._admission.enter(request)
-        is_accepted = False
+        feed = stream = None
         try:
-            stream = self._client.add(request)
-            is_accepted = True
-            is_finished = False
+            feed = await self._client.feeds.open(request.feed_address)
+            stream = self._client.add(request, feed)
             if request.num_places > 1:
                 yield []  # the choices that wait for this one may come
-            while not is_finished:
-                chunks = await stream.next(_SIGN_OF_LIFE_S)
-                is_finished = bool(chunks) and chunks[-1].finish_reason is not None
-                yield chunks
+            while not stream.is_finished:
+                yield await stream.next(_SIGN_OF_LIFE_S)
         finally:
             self._admission.leave(request, time.monotonic() - arrived_s)
-            if is_accepted:
+            if stream is not None:
                 self._client.drop(request.request_id)
+                if feed is not None:
+                    feed.detach(stream)
 
     async def describe(self) -> ModelCard:
         """Return the card of the model, with the alarms that ring here. Raises UnavailableError without a target."""

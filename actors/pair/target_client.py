@@ -10,8 +10,8 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
+from actors.pair.token_feed import TokenFeed, TokenFeeds
 from actors.pair.token_stream import TokenStream
-from actors.process.frames import ConnectionLostError, FrameCodec
 from actors.shell_messages import (
     Abort,
     Add,
@@ -27,6 +27,7 @@ from actors.shell_messages import (
     TargetToShell,
 )
 from protos.errors import EngineLostError, ModelChangedError, RequestError, UnavailableError
+from protos.frames import ConnectionLostError, FrameCodec
 from protos.messages import GenerateRequest, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,12 @@ class TargetListener(Protocol):
 class TargetClient:
     """Connects whenever a target listens at `path`; between two targets every request fails at once.
 
-    `card` is that of the last target that has greeted.
+    `card` is that of the last target that has greeted; `feeds` are those that the streams may be on.
     """
 
     def __init__(self, path: Path, listener: TargetListener) -> None:
         self.card: ModelCard | None = None
+        self.feeds = TokenFeeds()
         self._path = path
         self._listener = listener
         self._writer: asyncio.StreamWriter | None = None
@@ -86,8 +88,8 @@ class TargetClient:
             raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
         return self.card
 
-    def add(self, request: GenerateRequest) -> TokenStream:
-        """Send a request, and return the stream of its chunks.
+    def add(self, request: GenerateRequest, feed: TokenFeed | None = None) -> TokenStream:
+        """Send a request, and return the stream of its chunks, which leave by `feed` where there is one.
 
         Raises:
             UnavailableError: no target is connected.
@@ -98,6 +100,8 @@ class TargetClient:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", param="request_id")
         _check_version(request, self.require_card())
         stream = self._streams[request.request_id] = TokenStream()
+        if feed is not None:
+            feed.attach(stream)
         self._send(Add(request))
         return stream
 
@@ -182,6 +186,7 @@ class TargetClient:
             stream.push(chunk)
             if chunk.finish_reason is not None:
                 del self._streams[chunk.request_id]
+        self.feeds.flush()
 
     def _disconnect(self) -> None:
         if self.is_connected:

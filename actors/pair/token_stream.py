@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from protos.errors import ServingError
 from protos.messages import TokenChunk
@@ -14,12 +15,29 @@ class TokenStream:
 
     def __init__(self) -> None:
         self._chunks: list[TokenChunk] = []
+        self._divert: Callable[[TokenChunk], None] | None = None
+        self._is_complete = False
         self._failure: ServingError | None = None
         self._has_news = asyncio.Event()
 
+    @property
+    def is_finished(self) -> bool:
+        """True once the last chunk was taken, here or by what chunks are diverted to."""
+        return self._is_complete and not self._chunks
+
+    def divert(self, take: Callable[[TokenChunk], None]) -> None:
+        """Have `take` called with each chunk instead; `next` then returns at the end, and without chunks."""
+        self._divert = take
+
     def push(self, chunk: TokenChunk) -> None:
-        self._chunks.append(chunk)
-        self._has_news.set()
+        self._is_complete = chunk.finish_reason is not None
+        if self._divert is None:
+            self._chunks.append(chunk)
+            self._has_news.set()
+            return
+        self._divert(chunk)
+        if self._is_complete:
+            self._has_news.set()
 
     def fail(self, error: ServingError) -> None:
         """End the stream with an error; chunks that have queued up are still delivered."""
@@ -37,7 +55,7 @@ class TokenStream:
                 await self._has_news.wait()
         if not self._has_news.is_set():
             return []
-        if not self._chunks:
+        if not self._chunks and not self._is_complete:
             assert self._failure is not None, "woken for nothing"
             raise self._failure
         chunks, self._chunks = self._chunks, []

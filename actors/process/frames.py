@@ -1,8 +1,7 @@
-"""Typed messages over Unix sockets: each frame is a 4-byte length and a msgpack body.
+"""Connections for the threads of a pair's processes: frames (`protos.frames`) over Unix sockets.
 
 The processes of a pair share a node and a folder only they may enter, so a stream socket is all the network there is
-(39 us a round trip, against 0.9 ms for an actor call). This file knows frames; `shell_messages` and `draft_messages`
-define their contents.
+(39 us a round trip, against 0.9 ms for an actor call). `shell_messages` and `draft_messages` define the messages.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -19,55 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-MAX_FRAME_BYTES = 64 << 20
-_LENGTH = struct.Struct("<I")
+from protos.frames import ConnectionLostError, FrameCodec
+
 _RECEIVE_BYTES = 1 << 18
 
 Incoming = TypeVar("Incoming")
-
-
-class ConnectionLostError(ConnectionError):
-    """The other side closed, died, broke the protocol, or did not read in time."""
-
-
-class FrameCodec(Generic[Incoming]):
-    """Encodes any message, and decodes the tagged union `incoming` from a stream that arrives in pieces."""
-
-    def __init__(self, incoming: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._buffer = bytearray()
-
-    def encode(self, message: msgspec.Struct) -> bytes:
-        body = self._encoder.encode(message)
-        return _LENGTH.pack(len(body)) + body
-
-    def feed(self, data: bytes) -> list[Incoming]:
-        """Return the messages that `data` completes, in order.
-
-        Raises:
-            ConnectionLostError: the stream breaks the protocol; nothing after this point can be decoded.
-        """
-        self._buffer += data
-        messages: list[Incoming] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ConnectionLostError(f"a frame of {length} bytes is longer than the limit of {MAX_FRAME_BYTES}")
-            end = start + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(self._decode(bytes(self._buffer[start + _LENGTH.size : end])))
-            start = end
-        del self._buffer[:start]
-        return messages
-
-    def _decode(self, body: bytes) -> Incoming:
-        try:
-            return self._decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise ConnectionLostError(f"a frame does not follow the protocol: {error}") from error
 
 
 class FrameConnection(Generic[Incoming]):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop
-from actors.process.frames import ConnectionLostError, FrameConnection, FrameListener
+from actors.process.frames import FrameConnection, FrameListener
 from actors.shell_messages import (
     DraftChannelStats,
     Ping,
@@ -19,6 +19,7 @@ from actors.shell_messages import (
     Status,
     StepOutput,
 )
+from protos.frames import ConnectionLostError
 from protos.messages import ModelCard
 
 logger = logging.getLogger(__name__)

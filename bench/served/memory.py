@@ -57,7 +57,7 @@ def measure(path: Path) -> tuple[Counter[str], float]:
         processes = [root, *root.children(recursive=True)]
         sizes: Counter[str] = Counter()
         for process in processes:
-            sizes[_name(process)] += _proportional_bytes(process)
+            sizes[name_of(process)] += _proportional_bytes(process)
         before_s = _cpu_s(processes)
         time.sleep(_IDLE_S)
         return sizes, (_cpu_s(processes) - before_s) / _IDLE_S
@@ -65,7 +65,8 @@ def measure(path: Path) -> tuple[Counter[str], float]:
         application.close()
 
 
-def _name(process: psutil.Process) -> str:
+def name_of(process: psutil.Process) -> str:
+    """Return the script or the actor that a process is."""
     words = process.cmdline() or [process.name()]
     script = next((word for word in words[1:] if word.endswith(".py")), words[0])
     return words[0] if words[0].startswith("ray") else Path(script).name

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import replace
 from typing import Any, cast
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -16,6 +17,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
+from router.backend.token_feed import Inbox, TokenFeed
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
 
@@ -46,43 +48,46 @@ class ServeBackend:
         self._prefill = prefill
         self._routing = routing
         self._is_deleted = is_deleted
+        self._feed = TokenFeed()
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """Yield one sequence's chunks; the pair's generator is cancelled when this one is closed early."""
+        request = replace(request, feed_address=await self._feed.address())
         call = self._routing.open(request)
+        inbox = self._feed.open(request.request_id)
         # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
         # id Serve's router serves only the first.
         stream = cast("DeploymentResponseGenerator[Any]", Context().run(self._generate.remote, call))
+        reading = asyncio.create_task(_read(stream, inbox))
         is_accepted = is_finished = False
         try:
-            item = await self._first(call, stream)
+            batch = await self._first(call, inbox)
             while not is_finished:
-                batch = _batch_of(item)
                 if batch and not is_accepted:
                     is_accepted = True
                     self._routing.accepted(call, batch[0])
                 is_finished = _has_end(batch)
                 yield self._routing.explained(call, batch)
                 if not is_finished:
-                    item = await anext(stream)
+                    batch = await inbox.next()
         except (Exception, asyncio.CancelledError) as error:
             raise _as_serving_error(error) from error
         finally:
+            self._feed.close(request.request_id)
             if not is_accepted:
                 self._routing.refused(call)
-            await _end(stream, is_finished)
+            await _end(stream, reading, is_finished)
 
-    async def _first(self, call: RoutedCall, stream: DeploymentResponseGenerator[Any]) -> TokenChunk | list[TokenChunk]:
-        """Return the first item. Serve waits for a replica that may take the request even where there is none."""
-        first = asyncio.ensure_future(anext(stream))
+    async def _first(self, call: RoutedCall, inbox: Inbox) -> list[TokenChunk]:
+        """Return the first batch. Serve waits for a replica that may take the request even where there is none."""
+        first = asyncio.ensure_future(inbox.next())
         try:
             while not (await asyncio.wait({first}, timeout=_TAKEN_TIMEOUT_S))[0]:
                 if not call.is_taken and await self._is_deleted():
                     raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
-            item: TokenChunk | list[TokenChunk] = first.result()
-            return item
+            return first.result()
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)  # its outcome no longer matters
@@ -141,8 +146,15 @@ class ServeBackend:
             return [error]
 
 
-def _batch_of(item: TokenChunk | list[TokenChunk]) -> list[TokenChunk]:
-    return [item] if isinstance(item, TokenChunk) else item
+async def _read(stream: DeploymentResponseGenerator[Any], inbox: Inbox) -> None:
+    """Put all that Serve's stream gives into the inbox: the end and the error too."""
+    try:
+        async for item in stream:
+            inbox.put([item] if isinstance(item, TokenChunk) else item)
+    except (Exception, asyncio.CancelledError) as error:  # the reader of the inbox raises it
+        inbox.fail(error)
+    else:
+        inbox.end()
 
 
 def _has_end(batch: list[TokenChunk]) -> bool:
@@ -154,14 +166,13 @@ async def _metrics_of(handle: DeploymentHandle[Any]) -> list[str | BaseException
     return list(results)
 
 
-async def _end(stream: DeploymentResponseGenerator[Any], is_finished: bool) -> None:
+async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[None], is_finished: bool) -> None:
     """Read a finished stream's end, so that Serve counts it as done; cancel any other."""
     if is_finished:
-        with suppress(Exception):
+        with suppress(TimeoutError):
             async with asyncio.timeout(_END_OF_STREAM_TIMEOUT_S):
-                async for _ in stream:
-                    pass
-                return
+                return await reading
+    reading.cancel()
     stream.cancel()
 
 

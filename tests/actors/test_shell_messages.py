@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from actors.channel.draft_messages import Open, Round
-from actors.process.frames import FrameCodec
 from actors.shell_messages import Add, ShellToTarget
+from protos.frames import FrameCodec
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 
 SAMPLING = SamplingParams(

@@ -12,6 +12,8 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
+from actors.pair.token_feed import TokenFeeds
+from actors.pair.token_stream import TokenStream
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.backend import serve_backend
@@ -30,7 +32,7 @@ ERRORS: dict[int, BaseException] = {
 }
 
 
-SAYS_NOTHING, COMES_LATE = 6, 7
+SAYS_NOTHING, COMES_LATE, BY_THE_FEED, CUT_SHORT = 6, 7, 8, 9
 
 
 async def yes() -> bool:
@@ -50,6 +52,16 @@ class ScriptedPair:
             return
         if request.prompt_token_ids[0] == COMES_LATE:
             await asyncio.sleep(0.2)
+        if request.prompt_token_ids[0] in (BY_THE_FEED, CUT_SHORT):
+            feeds, stream = TokenFeeds(), TokenStream()
+            feed = await feeds.open(request.feed_address)
+            assert feed is not None
+            feed.attach(stream)
+            stream.push(TokenChunk(request.request_id, (7,)))
+            if request.prompt_token_ids[0] == BY_THE_FEED:
+                stream.push(TokenChunk(request.request_id, (8,), (), FinishReason.LENGTH))
+            feeds.flush()
+            return
         yield []  # a sign of life
         yield TokenChunk(request.request_id, (7,))
         if request.prompt_token_ids[0] in ERRORS:
@@ -91,9 +103,19 @@ def backend() -> ServeBackend:
     return open_backend()
 
 
-async def test_chunks_come_in_batches(backend: ServeBackend) -> None:
-    batches = [batch async for batch in backend.generate(GenerateRequest("r", (0,)))]
-    assert [[chunk.token_ids for chunk in batch] for batch in batches] == [[], [(7,)], [(8,), (9,)]]
+async def tokens_of(backend: ServeBackend, request: GenerateRequest) -> list[int]:
+    batches = [batch async for batch in backend.generate(request)]
+    return [token for batch in batches for chunk in batch for token in chunk.token_ids]
+
+
+async def test_chunks_come_in_order(backend: ServeBackend) -> None:
+    assert await tokens_of(backend, GenerateRequest("r", (0,))) == [7, 8, 9]
+
+
+async def test_tokens_by_the_feed_are_waited_for_when_serves_stream_has_ended(backend: ServeBackend) -> None:
+    assert await tokens_of(backend, GenerateRequest("r", (BY_THE_FEED,))) == [7, 8]
+    with pytest.raises(UnavailableError, match="ended its stream before"):
+        await tokens_of(backend, GenerateRequest("r", (CUT_SHORT,)))
 
 
 async def test_a_stream_may_be_left(backend: ServeBackend) -> None:
@@ -125,7 +147,7 @@ async def test_errors_are_ours(
 async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
-    assert len([batch async for batch in open_backend(no).generate(late)]) == 3
+    assert await tokens_of(open_backend(no), late) == [7, 8, 9]
     with pytest.raises(ShuttingDownError):
         await anext(open_backend(yes).generate(late))
 
@@ -133,7 +155,7 @@ async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyP
 async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
-    assert len([batch async for batch in open_backend(yes, routing=Taken).generate(late)]) == 3
+    assert await tokens_of(open_backend(yes, routing=Taken), late) == [7, 8, 9]
 
 
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:

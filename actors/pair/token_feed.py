@@ -1,0 +1,105 @@
+"""The way of tokens to an ingress on this node: one connection for all of its streams, one frame for all of a step's.
+
+A chunk of a stream of Serve's costs pair and ingress a millisecond of a core together, most of it gRPC in Python; here
+it costs some ten microseconds. Serve's stream stays, for what else there is to say: refusals, errors, signs of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from actors.pair.token_stream import TokenStream
+from protos.errors import UnavailableError
+from protos.frames import FrameCodec, is_own
+from protos.messages import TokenChunk
+
+logger = logging.getLogger(__name__)
+
+_MAX_BACKLOG_BYTES = 32 << 20  # that an ingress may leave unread
+
+
+class TokenFeed:
+    """The connection to one ingress. When it is lost, the streams on it fail; their requests may go on elsewhere."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._codec: FrameCodec[None] = FrameCodec(None)
+        self._chunks: list[TokenChunk] = []
+        self._streams: set[TokenStream] = set()
+        self._watching = asyncio.create_task(self._watch(reader), name="token-feed")
+
+    @property
+    def is_open(self) -> bool:
+        return not self._writer.is_closing()
+
+    def attach(self, stream: TokenStream) -> None:
+        """Have the feed take the chunks of a stream from now on; one that was lost meanwhile takes none."""
+        if self.is_open:
+            stream.divert(self._chunks.append)
+            self._streams.add(stream)
+
+    def detach(self, stream: TokenStream) -> None:
+        self._streams.discard(stream)
+
+    def flush(self) -> None:
+        """Send what has come since the last call."""
+        if not self._chunks or not self.is_open:
+            return
+        self._writer.write(self._codec.encode(self._chunks))
+        self._chunks.clear()
+        if self._writer.transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
+            logger.warning("an ingress has left %d MiB of tokens unread: its feed is closed", _MAX_BACKLOG_BYTES >> 20)
+            self._writer.transport.abort()
+
+    async def _watch(self, reader: asyncio.StreamReader) -> None:
+        """Wait for the end of the connection, on which the ingress sends nothing."""
+        try:
+            await reader.read(1)
+        except OSError:
+            pass
+        finally:
+            self._writer.close()
+            lost = UnavailableError("the feed to the ingress was lost; the request can go on", retry_after_s=1.0)
+            for stream in self._streams:
+                stream.fail(lost)
+
+
+class TokenFeeds:
+    """The feeds of a pair, by the address of the ingress."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[str, TokenFeed] = {}
+
+    async def open(self, address: str) -> TokenFeed | None:
+        """Return the feed to an ingress; None where it has no address, or listens on another node."""
+        if not address:
+            return None
+        feed = self._feeds.get(address)
+        if feed is not None and feed.is_open:
+            return feed
+        self._feeds = {known: feed for known, feed in self._feeds.items() if feed.is_open}
+        connection = await _connect(address)
+        if connection is not None and address not in self._feeds:  # another request may have been sooner
+            self._feeds[address] = TokenFeed(*connection)
+        return self._feeds.get(address)
+
+    def flush(self) -> None:
+        """Send what has come on all feeds since the last call."""
+        for feed in self._feeds.values():
+            feed.flush()
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """Return a connection to an abstract Unix socket of our own user; None if no process of this node listens there."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.setblocking(False)
+    try:
+        peer.connect(f"\0{address}")  # here, for uvloop knows no abstract addresses
+        if is_own(peer):
+            return await asyncio.open_unix_connection(sock=peer)
+    except OSError:
+        pass  # no such address here, or too many that connect to it
+    peer.close()
+    return None
