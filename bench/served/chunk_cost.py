@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import multiprocessing
 import time
-from collections import Counter
+from collections import defaultdict
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,12 @@ def main() -> None:
     finally:
         application.close()
     print(f"\n{options.deploy}, {options.streams} streams: {num_chunks} chunks in {options.seconds:.0f} s")
-    for name, cpu_s in seconds.most_common():
+    for name, cpu_s in sorted(seconds.items(), key=lambda each: -each[1]):
         if cpu_s / num_chunks > 1e-5:
             print(f"{1e3 * cpu_s / num_chunks:7.3f} ms  {name}")
 
 
-def measure(pid: int, url: str, num_streams: int, length_s: float) -> tuple[Counter[str], int]:
+def measure(pid: int, url: str, num_streams: int, length_s: float) -> tuple[dict[str, float], int]:
     """Return processor seconds by process name, less those of an idle time as long, and the chunks that came."""
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     time.sleep(_WARM_S)
@@ -62,22 +62,20 @@ def measure(pid: int, url: str, num_streams: int, length_s: float) -> tuple[Coun
         time.sleep(_WARM_S)
         began = counter.value
         seconds = _spent(pid, length_s)
-        seconds.subtract(idle)
-        return seconds, counter.value - began
+        above = {name: cpu_s - idle.get(name, 0.0) for name, cpu_s in seconds.items()}
+        return above, counter.value - began
     finally:
         clients.kill()
         clients.join()
 
 
-def _spent(pid: int, length_s: float) -> Counter[str]:
+def _spent(pid: int, length_s: float) -> dict[str, float]:
     """Return what a process and all below it spend in the time to come."""
     root = psutil.Process(pid)
     processes = [root, *root.children(recursive=True)]
     before = _cpu_by_name(processes)
     time.sleep(length_s)
-    seconds = _cpu_by_name(processes)
-    seconds.subtract(before)
-    return seconds
+    return {name: cpu_s - before.get(name, 0.0) for name, cpu_s in _cpu_by_name(processes).items()}
 
 
 def _own_file(deploy: Path) -> tuple[Path, str]:
@@ -89,8 +87,8 @@ def _own_file(deploy: Path) -> tuple[Path, str]:
     return file, f"http://127.0.0.1:{port}"
 
 
-def _cpu_by_name(processes: list[psutil.Process]) -> Counter[str]:
-    seconds: Counter[str] = Counter()
+def _cpu_by_name(processes: list[psutil.Process]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
     for process in processes:
         times = process.cpu_times()
         seconds[name_of(process)] += times.user + times.system

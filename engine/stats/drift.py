@@ -112,8 +112,10 @@ class DriftDetector:
 
     def _end_alarm(self) -> None:
         """Forget the steps of an alarm; the reference has seen none of them."""
-        self.is_alarming, self._num_alarm_steps, self._rang = False, 0, 0
-        self._recent = [_Rate(*length) for length in _RECENT_LENGTHS]
+        self.is_alarming: bool = False
+        self._num_alarm_steps: int = 0
+        self._rang: int = 0  # the index of the rate that rings
+        self._recent: list[_Rate] = [_Rate(*length) for length in _RECENT_LENGTHS]
 
     def _observe_window(self, num_passes: int, num_accepted: int) -> None:
         self._window = [self._window[0] + 1, self._window[1] + num_passes, self._window[2] + num_accepted]
