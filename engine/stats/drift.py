@@ -69,6 +69,11 @@ class _Rate:
 class DriftDetector:
     """The detector of one class; `observe` takes the steps in which the class had drafts."""
 
+    is_alarming: bool
+    _num_alarm_steps: int
+    _rang: int
+    _recent: list[_Rate]
+
     def __init__(self) -> None:
         self.num_alarms = 0
         self._start_over()
@@ -112,10 +117,10 @@ class DriftDetector:
 
     def _end_alarm(self) -> None:
         """Forget the steps of an alarm; the reference has seen none of them."""
-        self.is_alarming: bool = False
-        self._num_alarm_steps: int = 0
-        self._rang: int = 0  # the index of the rate that rings
-        self._recent: list[_Rate] = [_Rate(*length) for length in _RECENT_LENGTHS]
+        self.is_alarming = False
+        self._num_alarm_steps = 0
+        self._rang = 0  # the index of the rate that rings
+        self._recent = [_Rate(*length) for length in _RECENT_LENGTHS]
 
     def _observe_window(self, num_passes: int, num_accepted: int) -> None:
         self._window = [self._window[0] + 1, self._window[1] + num_passes, self._window[2] + num_accepted]
