@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LEAST = 1e-5  # of a chance that is not known to be none
+_NEVER = -40.0  # the logarithm of no chance
+
 
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of hidden [B, T, hidden] against labels [B, T]."""
@@ -14,30 +17,37 @@ def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
 def distillation_loss(hidden: Tensor, head: Tensor, target_logits: Tensor, l1_weight: float) -> Tensor:
     """KL(p || q) plus `l1_weight` times |p - q|_1 / 2, the chance of a rejection (arXiv:2211.17192, corollary 3.6)."""
     log_q = F.log_softmax(F.linear(hidden, head).float(), dim=-1)  # [B, T, V]
-    return _divergence(F.log_softmax(target_logits.float(), dim=-1), log_q, l1_weight)
+    return _divergence(F.log_softmax(target_logits.float(), dim=-1), log_q, l1_weight).mean()
 
 
 def top_distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, l1_weight: float) -> Tensor:
     """`distillation_loss` where of p only the likeliest tokens are known: all others count as one.
 
+    Where the draft cannot say some of the likeliest, p is that of the rest, and a row counts for as much as that had.
+
     Args:
         logits: of the draft, [N, V].
-        top_ids: [N, k] int64.
+        top_ids: [N, k] int64, -1 for those that the draft cannot say.
         top_logprobs: log p of these, [N, k].
         l1_weight: as of `distillation_loss`.
     """
-    log_q = F.log_softmax(logits.float(), dim=-1).gather(1, top_ids)  # [N, k]
-    return _divergence(_with_rest(top_logprobs), _with_rest(log_q), l1_weight)
+    is_unknown = top_ids < 0
+    log_q = F.log_softmax(logits.float(), dim=-1).gather(1, top_ids.clamp(min=0))  # [N, k]
+    missing = (top_logprobs.exp() * is_unknown).sum(-1).clamp(max=1.0 - _LEAST)  # [N]
+    log_p = top_logprobs - torch.log1p(-missing)[:, None]
+    log_p, log_q = (_with_rest(each.masked_fill(is_unknown, _NEVER)) for each in (log_p, log_q))
+    return ((1.0 - missing) * _divergence(log_p, log_q, l1_weight)).mean()
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
     """Return log-probabilities [N, k] and that of anything else, [N, k + 1]."""
-    total = logprobs.exp().sum(-1, keepdim=True).clamp(max=1.0 - 1e-5)  # float16 rounds p to more than 1
+    total = logprobs.exp().sum(-1, keepdim=True).clamp(max=1.0 - _LEAST)  # float16 rounds p to more than 1
     return torch.cat([logprobs, torch.log1p(-total)], dim=-1)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, l1_weight: float) -> Tensor:
+    """[..., k] to the loss of each row, [...]."""
     p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1).mean()
-    rejection = (p - log_q.exp()).abs().sum(-1).mean() / 2
+    divergence = (p * (log_p - log_q)).sum(-1)
+    rejection = (p - log_q.exp()).abs().sum(-1) / 2
     return divergence + l1_weight * rejection

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.training.loss import top_distillation_loss
 from models.training.train import Budget, autocast
-from models.tuning.log_windows import Window, known_ids, read_batch
+from models.tuning.log_windows import Window
+from models.tuning.student import Student
 
 _NEIGHBOURS = 4  # windows by length from which each one of a batch is chosen
 _L1_WEIGHT = 1.0  # as of the demo draft's own training
+_NUM_DRAFTS = 4  # of a round, that heads learn; each weighs less than the one before it
+_DRAFT_WEIGHT = 0.8
 
 
 class DivergedError(Exception):
@@ -26,7 +29,7 @@ class LogLesson:
     Windows of like lengths are in a batch together: what is shorter than its longest one is computed for nothing.
 
     Args:
-        model: the draft, in float32.
+        student: the draft.
         windows: those that train.
         budget: tokens of a batch, and the device.
         seed: of the order of windows.
@@ -34,21 +37,24 @@ class LogLesson:
     """
 
     def __init__(
-        self, model: nn.Module, windows: Sequence[Window], budget: Budget, seed: int, num_steps: int = 0
+        self, student: Student, windows: Sequence[Window], budget: Budget, seed: int, num_steps: int = 0
     ) -> None:
-        self._model, self._budget = model, budget
+        self._student, self._budget = student, budget
         self._windows = sorted(windows, key=lambda window: len(window.token_ids))
         self._seed, self._num_steps = seed, num_steps
 
     def __call__(self, progress: float) -> Tensor:
         """Return the loss of the next batch; it does not depend on `progress`. Raises DivergedError."""
-        windows = self._next()
+        windows, student = self._next(), self._student
         device = self._budget.device
-        with autocast(device):
-            logits = read_batch(self._model, windows)
-        top_ids = known_ids(torch.cat([window.top_ids for window in windows]), logits.shape[1]).to(device)
+        top_ids = student.draft_ids(torch.cat([window.top_ids for window in windows])).to(device)
         top_logprobs = torch.cat([window.top_logprobs for window in windows]).to(device).float()
-        loss = top_distillation_loss(logits, top_ids, top_logprobs, _L1_WEIGHT)
+        total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
+        with autocast(device):
+            for logits in student.logits(windows, student.num_unlike(_NUM_DRAFTS)):
+                total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, _L1_WEIGHT)
+                weight, weights = weight * _DRAFT_WEIGHT, weights + weight
+        loss = total / weights
         if not torch.isfinite(loss):
             raise DivergedError
         return loss

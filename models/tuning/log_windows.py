@@ -151,10 +151,5 @@ def read_batch(model: torch.nn.Module, windows: Sequence[Window]) -> Tensor:
     return logits
 
 
-def known_ids(top_ids: Tensor, vocab_size: int) -> Tensor:
-    """Return the target's ids as int64, those of its padding that a draft does not have as the draft's last."""
-    return top_ids.long().clamp(max=vocab_size - 1)
-
-
 def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))

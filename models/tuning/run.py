@@ -14,10 +14,11 @@ from torch import nn
 
 from models.training.optimizer import PairedOptimizer
 from models.training.train import Budget, Clock, train
-from models.tuning.checkpoint import DraftFolder
+from models.tuning.draft import Draft
 from models.tuning.lesson import DivergedError, LogLesson
 from models.tuning.log_windows import Window
 from models.tuning.low_rank import add_low_rank, merge_low_rank
+from models.tuning.student import Student
 
 _OTHERS_RATE = 0.2  # of embeddings and norms, over that of the matrices; as in the demo draft's own training
 _TOKENS_PER_STEP = 2048
@@ -53,7 +54,7 @@ class Run:
         device: where it computes.
     """
 
-    def __init__(self, candidate: Candidate, draft: DraftFolder, file: Path, device: torch.device) -> None:
+    def __init__(self, candidate: Candidate, draft: Draft, file: Path, device: torch.device) -> None:
         self.candidate = candidate
         self._draft = draft
         self._file = file
@@ -83,13 +84,14 @@ class Run:
         if self._state["is_done"]:
             return
         torch.manual_seed(self.candidate.seed)
-        model = self._draft.load().train()
-        parameters, optimizer = self._prepare(model)
+        student = self._draft.load()
+        model = student.model.train()
+        parameters, optimizer = self._prepare(student)
         if self.has_begun:
             _fill(parameters, self._state["weights"])
             optimizer.load_state_dict(self._state["optimizer"])
         clock = Clock(self._budget, self._state["seconds"], self._state["num_steps"])
-        lesson = LogLesson(model, windows, self._budget, self.candidate.seed, clock.num_steps)
+        lesson = LogLesson(student, windows, self._budget, self.candidate.seed, clock.num_steps)
 
         def save() -> None:
             self._save(clock, parameters, optimizer)
@@ -109,30 +111,30 @@ class Run:
             }
             self._write()
 
-    def trained(self) -> nn.Module | None:
+    def trained(self) -> Student | None:
         """Return the trained draft, its weights rounded as they would be written; None if they are no numbers."""
         if self._state["has_diverged"]:
             return None
         torch.manual_seed(self.candidate.seed)
-        model = self._draft.load()
-        parameters, _ = self._prepare(model)
+        student = self._draft.load()
+        parameters, _ = self._prepare(student)
         if not all(bool(torch.isfinite(weight).all()) for weight in self._state["weights"]):
             return None
         _fill(parameters, self._state["weights"])
-        merge_low_rank(model)
-        return self._draft.rounded(model)
+        merge_low_rank(student.model)
+        return self._draft.rounded(student)
 
-    def _prepare(self, model: nn.Module) -> tuple[list[nn.Parameter], PairedOptimizer]:
-        """Return what is trained of the model, and its optimizer."""
+    def _prepare(self, student: Student) -> tuple[list[nn.Parameter], PairedOptimizer]:
+        """Return what is trained of the draft, and its optimizer."""
         rate, rank = self.candidate.learning_rate, self.candidate.rank
         if rank is not None:
-            added = add_low_rank(model, rank)
+            added = add_low_rank(student.model, rank)
             return added, PairedOptimizer([], added, rate, rate)
-        named = dict(model.named_parameters())
-        embeddings = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings())}  # type: ignore[operator]
-        matrices = [each for each in named.values() if each.ndim == 2 and id(each) not in embeddings]
+        named = list(student.model.parameters())
+        vocabulary = {id(each) for each in student.vocabulary()}
+        matrices = [each for each in named if each.ndim == 2 and id(each) not in vocabulary]
         chosen = {id(each) for each in matrices}
-        others = [each for each in named.values() if id(each) not in chosen]
+        others = [each for each in named if id(each) not in chosen]
         return [*matrices, *others], PairedOptimizer(matrices, others, rate, _OTHERS_RATE * rate)
 
     def _save(self, clock: Clock, parameters: Sequence[nn.Parameter], optimizer: PairedOptimizer) -> None:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.stats.position_log.shard import LoggedRequest
 from models.training.rollout import penalise
-from models.tuning.log_windows import Window, known_ids, read_batch, windows_of
+from models.tuning.log_windows import Window, windows_of
+from models.tuning.student import Student
 from protos.messages import GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean acceptance of a draft's token behind the target's own text, and expected tokens of a pass with K drafts."""
+    """Mean acceptance of a first draft behind the target's own text, and expected tokens of a pass with K drafts."""
 
     num_positions: int
     acceptance: float
@@ -25,57 +26,74 @@ class Score:
 
 
 @torch.no_grad()
-def score_draft(model: nn.Module, requests: Sequence[LoggedRequest], num_tokens: int) -> Score:
-    """Measure a draft with K = `num_tokens` on positions that it was not trained on.
+def score_draft(student: Student, requests: Sequence[LoggedRequest], num_tokens: int) -> Score:
+    """Measure a draft with K = `num_tokens`, or as many as it can make, on positions that it was not trained on.
 
     A greedy request's draft stands if it is the token that the target chose, a sampled one's with probability
     sum of min(p, q), 1 - TV (arXiv:2211.17192, corollary 3.6), at the request's temperature.
     """
+    model, num_drafts = student.model, min(num_tokens, student.max_drafts)
     was_training = model.training
     model.eval()
-    chances: list[float] = []
-    num_passes = 0.0
+    num_positions, num_accepted, num_passes = 0, 0.0, 0.0
     for request in requests:
-        found = [chance for window in windows_of(request) for chance in _acceptance(model, request, window)]
-        for run in _unbroken(found, request.positions.tolist()):
-            num_passes += expected_passes(run, num_tokens)
-        chances += found
+        found = _chances(student, request, num_drafts)  # [K, N]
+        num_positions, num_accepted = num_positions + found.shape[1], num_accepted + float(found[0].sum())
+        for begin, end in _unbroken(request.positions.tolist()):
+            num_passes += expected_passes(found[:, begin:end].tolist())
     model.train(was_training)
-    return Score(len(chances), sum(chances) / len(chances), len(chances) / num_passes)
+    return Score(num_positions, num_accepted / num_positions, num_positions / num_passes)
 
 
-def expected_passes(chances: Sequence[float], num_tokens: int) -> float:
-    """Return the expected passes of a decoder with K drafts along a text, given each draft's chance to stand.
+def expected_passes(chances: Sequence[Sequence[float]]) -> float:
+    """Return the expected passes of a decoder with K drafts along a text: `chances[j][i]` that draft j is token i.
 
-    A pass begins behind the last one's accepted drafts and its recovered or bonus token.
+    A pass begins behind the last one's accepted drafts and its recovered or bonus token. Draft j of a pass that begins
+    at i is for token i + j; its chance is given that all before it stood.
     """
-    begins = [1.0, *[0.0] * (len(chances) + num_tokens)]
-    for place in range(len(chances)):
+    num_drafts, num_places = len(chances), len(chances[0])
+    begins = [1.0, *[0.0] * (num_places + num_drafts)]
+    for place in range(num_places):
         reaches = begins[place]
-        for length in range(num_tokens):
-            stands = chances[place + length] if place + length < len(chances) else 0.0
+        for length in range(num_drafts):
+            stands = chances[length][place + length] if place + length < num_places else 0.0
             begins[place + length + 1] += reaches * (1.0 - stands)
             reaches *= stands
-        begins[min(place + num_tokens + 1, len(begins) - 1)] += reaches
-    return sum(begins[: len(chances)])
+        begins[min(place + num_drafts + 1, len(begins) - 1)] += reaches
+    return sum(begins[:num_places])
 
 
-def _acceptance(model: nn.Module, request: LoggedRequest, window: Window) -> list[float]:
-    logits = read_batch(model, [window]).float().cpu()  # [N, V]
+def _chances(student: Student, request: LoggedRequest, num_drafts: int) -> Tensor:
+    """Return the chance of each draft of a round to stand at each position of a request, [K, N]."""
+    found = []
+    for window in windows_of(request):
+        logits = student.logits([window], student.num_unlike(num_drafts))
+        rows = torch.stack([_acceptance(student, each.float().cpu(), request, window) for each in logits])
+        found.append(rows.expand(num_drafts, -1))
+    return torch.cat(found, dim=1)
+
+
+def _acceptance(student: Student, logits: Tensor, request: LoggedRequest, window: Window) -> Tensor:
+    """Logits [N, D] of a draft to its chances, [N]."""
     if request.temperature < GREEDY_BELOW:
-        return (_greedy_ids(logits, request, window) == window.chosen_ids).float().tolist()
-    q = (logits / request.temperature).softmax(-1).gather(1, known_ids(window.top_ids, logits.shape[1]))  # [N, k]
+        ids = student.target_ids(_penalised(student, logits, request, window).argmax(-1))
+        return (ids == window.chosen_ids).float()
+    top_ids = student.draft_ids(window.top_ids)  # [N, k]
+    q = (logits / request.temperature).softmax(-1).gather(1, top_ids.clamp(min=0)) * (top_ids >= 0)
     p = _at_temperature(window.top_logprobs.float(), request.temperature)
-    return torch.minimum(p, q).sum(-1).tolist()
+    return torch.minimum(p, q).sum(-1)
 
 
-def _greedy_ids(logits: Tensor, request: LoggedRequest, window: Window) -> Tensor:
-    if request.repetition_penalty != 1.0:
-        first = window.token_ids
-        seen = [first[: row + 1][None] for row in window.rows.tolist()]
-        rows = zip(logits, seen, strict=True)
-        logits = torch.cat([penalise(row[None], ids, request.repetition_penalty) for row, ids in rows])
-    return logits.argmax(-1)
+def _penalised(student: Student, logits: Tensor, request: LoggedRequest, window: Window) -> Tensor:
+    if request.repetition_penalty == 1.0:
+        return logits
+    ids = student.draft_ids(window.token_ids)
+    rows = zip(logits, window.rows.tolist(), strict=True)
+    return torch.cat([penalise(each[None], _known(ids[: row + 1]), request.repetition_penalty) for each, row in rows])
+
+
+def _known(ids: Tensor) -> Tensor:
+    return ids[ids >= 0][None]
 
 
 def _at_temperature(top_logprobs: Tensor, temperature: float) -> Tensor:
@@ -83,8 +101,7 @@ def _at_temperature(top_logprobs: Tensor, temperature: float) -> Tensor:
     return top_logprobs.exp() if temperature == 1.0 else (top_logprobs / temperature).softmax(-1)
 
 
-def _unbroken(chances: Sequence[float], positions: Sequence[int]) -> Iterator[list[float]]:
-    """Yield the chances of positions that follow each other."""
+def _unbroken(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where positions that follow each other begin and end."""
     breaks = [index + 1 for index, (left, right) in enumerate(pairwise(positions)) if right != left + 1]
-    for begin, end in pairwise([0, *breaks, len(positions)]):
-        yield list(chances[begin:end])
+    yield from pairwise([0, *breaks, len(positions)])

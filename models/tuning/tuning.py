@@ -17,10 +17,13 @@ import torch
 import transformers.utils.logging
 from transformers import AutoConfig
 
+from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
 from engine.stats.position_log.shard import LoggedModel, LoggedRequest
 from models.tuning.checkpoint import DraftFolder
+from models.tuning.draft import Draft
 from models.tuning.fresh_log import log_end, wait_for_positions
+from models.tuning.head_folder import HeadFolder, holds_heads
 from models.tuning.log_windows import Log, read_log, windows_of
 from models.tuning.rollouts import write_rollouts
 from models.tuning.run import Candidate, Run
@@ -124,7 +127,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = _logged_model(settings.target)
-    draft = DraftFolder(settings.draft, settings.target, device)
+    draft = draft_of(settings, device)
     log = _new_log(settings, target, report) if settings.num_fresh else read_log(settings.log, target, report)
     workplace = Workplace(settings)
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
@@ -164,6 +167,16 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
         report(_line("the best draft", best.score))
     workplace.remove()
     return settings.output.exists()
+
+
+def draft_of(settings: TuneSettings, device: torch.device) -> Draft:
+    """Return the draft that is to be tuned: a model's folder, or that of heads. Raises ConfigError."""
+    file = settings.draft / "config.json"
+    if not file.is_file() or not holds_heads(read_config(settings.draft)):
+        return DraftFolder(settings.draft, settings.target, device)
+    if settings.rank is not None:
+        raise ConfigError(f"--draft {settings.draft} holds heads, of which all weights are trained; leave --rank out")
+    return HeadFolder(settings.draft, settings.target, device)
 
 
 def _new_log(settings: TuneSettings, target: LoggedModel, report: Report) -> Log:
@@ -210,7 +223,7 @@ class _Tuning:
     def __init__(
         self,
         settings: TuneSettings,
-        draft: DraftFolder,
+        draft: Draft,
         log: Log,
         requests: Sequence[LoggedRequest],
         workplace: Workplace,

@@ -1,0 +1,76 @@
+"""A draft that learns, seen by what it drafts along a text: a language model, or heads on the target's states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.tuning.log_windows import Window, read_batch
+
+_ANY_NUMBER = 1 << 16
+
+
+class Student(ABC):
+    """A draft in float32; D is the number of tokens that it can draft.
+
+    Attributes:
+        model: its weights, of which all train.
+        are_drafts_alike: true if a draft depends on the text before it alone, and not on where its round began.
+        max_drafts: of a round.
+    """
+
+    def __init__(self, model: nn.Module, *, are_drafts_alike: bool, max_drafts: int = _ANY_NUMBER) -> None:
+        self.model = model
+        self.are_drafts_alike = are_drafts_alike
+        self.max_drafts = max_drafts
+
+    def num_unlike(self, num_drafts: int) -> int:
+        """Return how many drafts of a round of `num_drafts` there are to be looked at."""
+        return 1 if self.are_drafts_alike else min(num_drafts, self.max_drafts)
+
+    @abstractmethod
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield the logits of the first, the second ... draft of a round, each for the tokens behind all windows' rows.
+
+        Row n of draft j, [N, D], is of the round that began j tokens before the token behind row n.
+        """
+
+    @abstractmethod
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        """Return the draft's int64 ids of tokens of the target, -1 for those that it cannot draft."""
+
+    @abstractmethod
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Return the target's ids of tokens of the draft."""
+
+    @abstractmethod
+    def vocabulary(self) -> Sequence[Tensor]:
+        """Return the weights with a row for each token."""
+
+
+class LanguageModel(Student):
+    """A draft model whose tokens are the target's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, are_drafts_alike=True)
+        known: Any = model
+        self._vocabulary = [known.get_input_embeddings().weight, known.get_output_embeddings().weight]
+
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield one, which stands for all."""
+        yield read_batch(self.model, windows)
+
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        """Return them as they are, those of a target's padding that a draft does not have as the draft's last."""
+        return target_ids.long().clamp(max=len(self._vocabulary[1]) - 1)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Return them as they are."""
+        return draft_ids
+
+    def vocabulary(self) -> Sequence[Tensor]:
+        """Return the embeddings of both ends."""
+        return self._vocabulary

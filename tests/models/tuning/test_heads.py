@@ -1,0 +1,215 @@
+"""Heads learn from a log: what they draft in training is what the engine drafts, and it gets better."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.config import HeadConfig, HeadKind
+from engine.model.draft_heads.loader import load_head
+from engine.model.draft_heads.medusa import MedusaHeads as ServedMedusa
+from engine.model.loader import model_version
+from engine.stats.position_log.folder import LogFolder
+from engine.stats.position_log.shard import LoggedModel, LoggedRequest, write_shard
+from engine.stats.position_log.top_rows import top_logprobs
+from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
+from models.draft_heads.medusa_heads import MedusaHeads, save_heads
+from models.training.loss import top_distillation_loss
+from models.training.rollout import generate
+from models.tuning.head_folder import HeadFolder
+from models.tuning.log_windows import windows_of
+from models.tuning.score import score_draft
+from models.tuning.tuning import TuneSettings, tune
+from protos.errors import ConfigError
+
+VOCAB_SIZE = 64
+WIDTH = 32
+NUM_PROMPT_TOKENS = 6
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A target of seven layers, its heads, and the log of its texts."""
+
+    target: Path
+    eagle3: Path
+    medusa: Path
+    log: Path
+    requests: list[LoggedRequest]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    root = tmp_path_factory.mktemp("heads")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=7,  # the least at which the default layers are three
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    target = LlamaForCausalLM(config).eval()
+    target.get_input_embeddings().weight.data.mul_(8.0)  # a token says most of what the next one is
+    target.save_pretrained(root / "target")
+    ids = torch.arange(VOCAB_SIZE)[torch.arange(VOCAB_SIZE) % 4 > 0]
+    head = new_student(target, len(ids))
+    head.begin_as(target, ids)
+    save_head(head, target, ids, root / "eagle3")
+    heads = MedusaHeads(WIDTH, num_heads=2, num_blocks=1)
+    save_heads(heads, target, root / "medusa")
+    requests = written_by(target)
+    (root / "log").mkdir()
+    write_shard(
+        LogFolder(root / "log", 1 << 30).new_file(),
+        LoggedModel(model_version(str(root / "target")), VOCAB_SIZE),
+        requests,
+    )
+    return Made(root / "target", root / "eagle3", root / "medusa", root / "log", requests)
+
+
+def written_by(target: LlamaForCausalLM) -> list[LoggedRequest]:
+    prompts = torch.randint(0, VOCAB_SIZE, (40, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    requests = []
+    for temperature in (0.0, 1.0):
+        written = generate(target, prompts, 16, temperature, seed=1)
+        with torch.no_grad():
+            logits = target(written).logits[:, NUM_PROMPT_TOKENS - 1 : -1]
+        positions = np.arange(NUM_PROMPT_TOKENS, written.shape[1], dtype=np.int32)
+        requests += [
+            LoggedRequest(
+                "free",
+                temperature,
+                1.0,
+                ids.numpy().astype(np.int32),
+                positions,
+                *top_logprobs(rows.numpy(), VOCAB_SIZE),
+            )
+            for ids, rows in zip(written, logits, strict=True)
+        ]
+    return requests
+
+
+def settings(made: Made, draft: Path, output: Path) -> TuneSettings:
+    return TuneSettings(
+        log=made.log,
+        target=str(made.target),
+        draft=draft,
+        output=output,
+        minutes=5.0,
+        learning_rates=(0.02,),
+        num_seeds=1,
+        rank=None,
+        num_tokens=3,
+        num_steps=64,
+        rollouts=0.0,
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_tuned_heads_are_better_on_what_they_have_not_seen(made: Made, tmp_path: Path, kind: str) -> None:
+    draft: Path = getattr(made, kind)
+    lines: list[str] = []
+    assert tune(settings(made, draft, tmp_path / "new"), lines.append, lambda *_: None), lines
+    report = json.loads((tmp_path / "new" / "tuning.json").read_text(encoding="utf-8"))
+    assert report["after"]["tokens_per_pass"] > 1.05 * report["before"]["tokens_per_pass"]
+    assert (tmp_path / "new" / "config.json").read_bytes() == (draft / "config.json").read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (draft, tmp_path / "new"))
+    assert {name: (each.shape, each.dtype) for name, each in before.items()} == {
+        name: (each.shape, each.dtype) for name, each in after.items()
+    }
+    written = HeadFolder(tmp_path / "new", str(made.target), CPU)
+    held_out = [request for request in made.requests if request.temperature == 0.0]  # others train, too
+    assert (
+        score_draft(written.load(), held_out, 3).acceptance
+        > score_draft(HeadFolder(draft, str(made.target), CPU).load(), held_out, 3).acceptance
+    )
+
+
+@torch.no_grad()
+def test_an_eagle3_head_drafts_in_training_what_it_drafts_elsewhere(made: Made) -> None:
+    """Texts of unlike lengths in a batch, each row and each draft against the head run over one text alone."""
+    target = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    student = HeadFolder(made.eagle3, str(made.target), CPU).load()
+    requests = [made.requests[0], replace_length(made.requests[1], 14)]
+    windows = [window for request in requests for window in windows_of(request)]
+    alone = eagle3_logits(made.eagle3, target)
+    expected = []
+    for request in requests:
+        ids = torch.from_numpy(request.token_ids.astype(np.int64))[None]
+        padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)  # rounds that reach behind the text
+        drafts = list(alone(padded, 3))
+        expected.append([[drafts[j][0, place - 2 - j] for place in request.positions.tolist()] for j in range(3)])
+    for draft, logits in enumerate(student.logits(windows, 3)):
+        wanted = torch.stack([row for each in expected for row in each[draft]])
+        torch.testing.assert_close(logits, wanted[:, student.target_ids(torch.arange(logits.shape[1]))])
+
+
+def replace_length(request: LoggedRequest, length: int) -> LoggedRequest:
+    num_left = length - NUM_PROMPT_TOKENS
+    return replace(
+        request,
+        token_ids=request.token_ids[:length],
+        positions=request.positions[:num_left],
+        top_ids=request.top_ids[:num_left],
+        top_logprobs=request.top_logprobs[:num_left],
+    )
+
+
+@torch.no_grad()
+def test_medusa_heads_draft_in_training_what_the_engine_drafts(made: Made) -> None:
+    target = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    served = load_head(HeadConfig(HeadKind.MEDUSA, str(made.medusa)), target, CPU)
+    assert isinstance(served, ServedMedusa)
+    served.lm_head = target.lm_head
+    student = HeadFolder(made.medusa, str(made.target), CPU).load()
+    request = made.requests[0]
+    hidden = target.model(torch.from_numpy(request.token_ids.astype(np.int64))[None]).last_hidden_state[0]
+    drafts = served.logits(hidden, 2)  # [T, K, V]
+    for draft, logits in enumerate(student.logits(list(windows_of(request)), 2)):
+        wanted = torch.stack([drafts[place - 2 - draft, draft] for place in request.positions.tolist()])
+        torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_tokens_that_a_draft_cannot_say_count_for_nothing() -> None:
+    """The loss of a draft that is p over what it can say is zero; a row of other tokens alone weighs nothing."""
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    top_ids = torch.tensor([[0, 1, 2, -1], [-1, 0, 1, 2]])
+    p = torch.tensor([[0.25, 0.125, 0.125, 0.5], [1.0, 0.0, 0.0, 0.0]])
+    assert top_distillation_loss(logits, top_ids, torch.log(p + 1e-30), 1.0) == pytest.approx(0.0, abs=1e-3)
+    whole = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    assert top_distillation_loss(logits, whole, torch.log(p[:, 1:] + 1e-30), 1.0) > 0.1
+
+
+def test_heads_that_cannot_be_tuned_are_refused(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --rank out"):
+        tune(replace(settings(made, made.eagle3, tmp_path / "new"), rank=4), print, lambda *_: None)
+    config = json.loads((made.eagle3 / "config.json").read_text(encoding="utf-8"))
+    for name, changes, message in (
+        ("normed", {"norm_before_residual": True}, "norm_before_residual"),
+        ("other", {"hidden_size": 16}, "made for a target of hidden size 16"),
+        ("wide", {"intermediate_size": 32}, "the tensor midlayer.mlp"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+        save_file(load_file(made.eagle3 / "model.safetensors"), folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            HeadFolder(folder, str(made.target), CPU)
+    (tmp_path / "medusa").mkdir()
+    (tmp_path / "medusa" / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    save_file(load_file(made.medusa / "model.safetensors"), tmp_path / "medusa" / "model.safetensors")
+    with pytest.raises(ConfigError, match="served and not tuned"):
+        HeadFolder(tmp_path / "medusa", str(made.target), CPU)
