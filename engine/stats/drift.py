@@ -76,10 +76,6 @@ class DriftDetector:
 
     def __init__(self) -> None:
         self.num_alarms = 0
-        self.is_alarming: bool
-        self._recent: list[_Rate]
-        self._rang: int  # which of these
-        self._num_alarm_steps: int
         self._start_over()
 
     @property
