@@ -1,4 +1,4 @@
-"""Choice of the attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX-512."""
+"""Choice of the attention on a device: plain torch anywhere, our kernels on GPUs and on processors with AVX2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention, native_or_batch_invariant, native_or_torch
 from engine.attention.torch_attention import TorchAttention
 from engine.config import AttentionKind, KVDtype
-from engine.native.library import native_library
+from engine.native.library import Instructions, kernels_for, native_library
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ def _kind_of(name: str) -> AttentionKind:
 def _choose_native(kind: AttentionKind, device: torch.device, *, is_deterministic: bool) -> PlanAttention:
     if obstacle := _obstacle_to_native(device):
         raise ConfigError(f"attention is 'native', but {obstacle}; set it to auto or torch")
-    logger.info("attention on %s: native kernel (configured: %s)", device, kind)
+    has_all = kernels_for(torch.bfloat16) is not None
+    logger.info("attention on %s: native kernel (configured: %s%s)", device, kind, "" if has_all else "; for float32")
     if kind is AttentionKind.NATIVE:
         return NativeAttention
     return native_or_batch_invariant if is_deterministic else native_or_torch
@@ -112,7 +113,8 @@ def _obstacle_to_native(device: torch.device) -> str | None:
     """Return the reason against our kernel for processors on `device`; None if it can run."""
     if device.type != "cpu":
         return f"the model runs on {device}, which is no processor"
-    return "there is no native kernel for it here, and the log says why" if native_library() is None else None
+    has_kernel = native_library(Instructions.AVX2) is not None
+    return None if has_kernel else "there is no native kernel for it here, and the log says why"
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Paged attention on AVX-512 or AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
+"""Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
 
 It stands where `engine.attention.torch_attention.PagedAttentionPass` stands elsewhere, which gathers blocks into padded
 batches for torch's kernel, and is held to it by the tests and, at every start, by the agreement check of
@@ -23,7 +23,7 @@ from engine.draft import path_to
 from engine.indexing import Index
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import KVCache
-from engine.native.library import native_library
+from engine.native.library import Instructions, kernels_for, native_library
 from engine.span import Span
 from protos.errors import ConfigError
 
@@ -55,9 +55,9 @@ class NativeAttention:
         """Raises ConfigError where the kernel does not read such a pool."""
         if not fits(cache):
             raise ConfigError(
-                f"attention is 'native', which reads keys and values in bfloat16, float32 and int8 with heads of up to "
-                f"{MAX_HEAD_DIM} numbers on processors with AVX-512 for bfloat16, and these are "
-                f"{kv_name(cache.kind, cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
+                f"attention is 'native', which reads keys and values in float32 on processors with AVX2, in bfloat16 "
+                f"on those with AVX-512 for bfloat16, and in int8 on both, with heads of up to {MAX_HEAD_DIM} numbers, "
+                f"and these are {kv_name(cache.kind, cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
                 "set it to auto or torch"
             )
         self._spans = spans
@@ -171,9 +171,8 @@ def native_or_batch_invariant(spans: Seq[Span], cache: KVCache) -> NativeAttenti
 
 def fits(cache: KVCache) -> bool:
     """True if this process has the kernel and it reads such a pool."""
-    if cache.device.type != "cpu" or cache.dtype not in (torch.bfloat16, torch.float32) or cache.kind is KVDtype.FP8:
-        return False
-    return cache.max_head_dim <= MAX_HEAD_DIM and native_library() is not None
+    is_read = cache.device.type == "cpu" and cache.kind is not KVDtype.FP8 and cache.max_head_dim <= MAX_HEAD_DIM
+    return is_read and kernels_for(cache.dtype) is not None
 
 
 def _rowwise(heads: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ def _rowwise(heads: Tensor) -> Tensor:
 
 @cache
 def _kernel() -> ctypes._NamedFuncPointer:
-    library = native_library()
+    library = native_library(Instructions.AVX2)
     assert library is not None, "`fits` says when there is one"
     library.outrider_attend.argtypes = [ctypes.POINTER(AttentionCall)]
     library.outrider_attend.restype = ctypes.c_int

@@ -21,7 +21,6 @@
 #include "attention_state.h"
 #include "team.h"
 
-#include <float.h>
 #include <stdlib.h>
 
 struct jobs {
@@ -78,73 +77,6 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
     }
 }
 
-AVX INLINE __m512 number_at(const char *head, int64_t d, __mmask16 lanes, int is_bf16) {
-    if (!is_bf16) return _mm512_maskz_loadu_ps(lanes, head + d * 4);
-    __m256i bits = _mm256_maskz_loadu_epi16(lanes, head + d * 2);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it. */
-AVX static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
-    __m512 largest = _mm512_setzero_ps();
-    for (int64_t d = 0; d < dim; d += 16) {
-        const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
-        largest = _mm512_max_ps(largest, _mm512_abs_ps(number_at(head, d, lanes, is_bf16)));
-    }
-    float scale = _mm512_reduce_max_ps(largest) / 127.0f;
-    if (scale < FLT_MIN) scale = FLT_MIN; /* never zero */
-    uint32_t bits;
-    memcpy(&bits, &scale, 4);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000; /* to the nearest bfloat16 */
-    const __m512 scales = _mm512_castsi512_ps(_mm512_set1_epi32((int)bits));
-    for (int64_t d = 0; d < dim; d += 16) {
-        const __mmask16 lanes = dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1;
-        __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(number_at(head, d, lanes, is_bf16), scales));
-        whole = _mm512_min_epi32(_mm512_max_epi32(whole, _mm512_set1_epi32(-127)), _mm512_set1_epi32(127));
-        _mm_mask_storeu_epi8(out + d, lanes, _mm512_cvtepi32_epi8(whole));
-    }
-    const bf16 stored = (bf16)(bits >> 16);
-    memcpy(out + dim, &stored, 2);
-}
-
-static void keep_head(const struct attention *a, const char *head, int64_t dim, char *out) {
-    if (a->is_int8) keep_int8(head, dim, a->is_bf16, out);
-    else memcpy(out, head, head_bytes(a, dim));
-}
-
-/* Keep the KV of a row. */
-static void keep(const struct attention *a, int64_t row) {
-    const int64_t item = a->is_bf16 ? 2 : 4;
-    for (int64_t head = 0; head < a->num_heads; head++) {
-        const int64_t at = a->slots[row] * a->num_heads + head;
-        const int64_t key = row * a->key_row + head * a->key_head, value = row * a->value_row + head * a->value_head;
-        keep_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
-        keep_head(a, (const char *)a->new_values + value * item, a->value_dim, (char *)a->values + at * value_bytes(a));
-    }
-}
-
-/* The work of a pass: first its rows are kept, then its jobs are run. */
-struct pass {
-    const struct attention *attention;
-    const struct job *jobs;
-    int64_t num_jobs, jobs_each; /* of a part */
-};
-
-static void keep_part(const void *work, int64_t part) {
-    const struct attention *a = ((const struct pass *)work)->attention;
-    for (int64_t row = part * KEPT_ROWS; row < min((part + 1) * KEPT_ROWS, a->num_rows); row++) keep(a, row);
-}
-
-AMX static void run_part(const void *work, int64_t part) {
-    const struct pass *pass = work;
-    const int has_tiles = pass->attention->is_bf16 && outrider_has_tiles;
-    const int64_t first = part * pass->jobs_each;
-    if (has_tiles) configure_tiles(16, 16);
-    for (int64_t i = first; i < min(first + pass->jobs_each, pass->num_jobs); i++)
-        run_job(pass->attention, pass->jobs + i);
-    if (has_tiles) _tile_release();
-}
-
 /* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
 int outrider_attend(const struct attention *a) {
     struct jobs jobs = {0};
@@ -163,8 +95,8 @@ int outrider_attend(const struct attention *a) {
     plan(a, &jobs, block);
     const int64_t jobs_each = is_small ? jobs.num_jobs : 1;
     const struct pass pass = {a, jobs.jobs, jobs.num_jobs, jobs_each};
-    share_out(keep_part, &pass, (a->num_rows + KEPT_ROWS - 1) / KEPT_ROWS);
-    share_out(run_part, &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);
+    share_out(FITTING(keep_part), &pass, (a->num_rows + KEPT_ROWS - 1) / KEPT_ROWS);
+    share_out(FITTING(run_part), &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);
     free(jobs.jobs);
     return 0;
 }

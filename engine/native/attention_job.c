@@ -1,3 +1,5 @@
+/* A job, from its queries to its rows of the result. */
+
 #include "attention_job.h"
 
 #include "attention_state.h"
@@ -36,31 +38,31 @@ static int64_t query_head(const struct work *w, int64_t lane) {
 }
 
 /* Queries of the job's lanes to [tiles, D, LANES], pairs of dims side by side in bfloat16; zeros up to whole widths. */
-AVX static void load_queries(struct work *w) {
+VECTOR_CODE static void load_queries(struct work *w) {
     const struct attention *a = w->a;
-    const int64_t item = a->is_bf16 ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
+    const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
     for (int64_t tile = 0; tile < w->num_tiles; tile++)
         for (int64_t at = 0; at < width; at += 64) {
-            __m512i rows[16];
-            const __mmask64 kept = bytes - at >= 64 ? ~0ull : bytes > at ? (1ull << (bytes - at)) - 1 : 0;
+            ints rows[16];
+            const byte_mask kept = lanes_first_bytes(bytes - at);
             for (int64_t i = 0; i < LANES; i++) {
                 const int64_t lane = tile * LANES + i;
                 if (lane >= w->job->num_lanes) {
-                    rows[i] = _mm512_setzero_si512();
+                    rows[i] = lanes_as_ints(lanes_zero());
                     continue;
                 }
                 const int64_t row = w->job->span->first_row + token_of(w, lane);
                 const int64_t number = row * a->query_row + query_head(w, lane) * a->query_head;
-                rows[i] = _mm512_maskz_loadu_epi8(kept, (const char *)a->query + number * item + at);
+                rows[i] = lanes_load_bytes(kept, (const char *)a->query + number * item + at);
             }
             transpose(rows);
             char *to = w->queries + (tile * width + at) * LANES;
-            for (int64_t i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, rows[i]);
+            for (int64_t i = 0; i < 16; i++) lanes_store_aligned_ints(to + i * 64, rows[i]);
         }
 }
 
 /* Set what the lanes of one token see, or of all tokens where it is -1. */
-AVX static void set_visibility(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
+VECTOR_CODE static void set_visibility(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
         int32_t positions[LANES];
         struct visibility *visibility = w->visibilities + tile;
@@ -72,29 +74,39 @@ AVX static void set_visibility(struct work *w, int64_t token, int64_t first_tile
             visibility->lowest = min(visibility->lowest, position);
             visibility->highest = max(visibility->highest, position);
         }
-        visibility->position = _mm512_loadu_si512(positions);
+        visibility->position = lanes_load_ints(positions);
     }
 }
 
+/* True where `attend_few` takes the one tile of a job. */
+static int has_few(const struct attention *a, int64_t num_lanes) {
+#ifdef NARROW
+    (void)a;
+    return num_lanes <= LANES / 2;
+#else
+    return num_lanes <= FEW_LANES && a->is_bf16 && !outrider_has_tiles;
+#endif
+}
+
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
-AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
-                             int64_t last) {
+VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
+                                     int64_t last) {
     const struct attention *a = w->a;
-    const int64_t item = a->is_bf16 ? 2 : 4, query_size = round_up(a->key_dim, 32) * LANES * item;
+    const int64_t item = IS_BF16(a) ? 2 : 4, query_size = round_up(a->key_dim, 32) * LANES * item;
     const int64_t size = state_size(round_up(a->value_dim, 32));
     int64_t oldest = 0;
     if (a->window) {
         oldest = INT32_MAX;
         for (int64_t tile = first; tile < last; tile++) {
             int32_t positions[LANES];
-            _mm512_storeu_si512(positions, w->visibilities[tile].position);
+            lanes_store_ints(positions, w->visibilities[tile].position);
             for (int i = 0; i < LANES; i++)
                 if (positions[i] >= 0) oldest = min(oldest, positions[i] - a->window + 1);
         }
     }
     begin = max(begin, oldest / UNIT * UNIT);
     const int64_t num_lanes = w->job->num_lanes;
-    const int has_few = num_lanes <= FEW_LANES && a->is_bf16 && !outrider_has_tiles;
+    const int is_few = has_few(a, num_lanes);
     struct unit *unit = w->units, *next = unit + 1;
     if (begin < end) {
         load_unit(a, w->job, begin, end, path, unit);
@@ -107,12 +119,15 @@ AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const i
         const int has_next = begin + UNIT < end;
         if (has_next) load_unit(a, w->job, begin + UNIT, end, path, next);
         copy_to_room(a, unit, w->room, last - first <= FEW_TILES);
-        if (a->is_bf16 && !has_few) transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
+#ifndef NARROW
+        if (a->is_bf16 && !is_few)
+            transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
+#endif
         for (int64_t tile = first; tile < last; tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
             const struct unit *later = has_next && tile == first ? next : NULL;
-            if (has_few) attend_few(a, unit, later, num_lanes, queries, w->visibilities + tile, states);
+            if (is_few) attend_few(a, unit, later, num_lanes, queries, w->visibilities + tile, states);
             else if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
             else attend_one(a, unit, later, w->values, queries, w->visibilities + tile, states);
         }
@@ -122,81 +137,71 @@ AVX static void attend_range(struct work *w, int64_t begin, int64_t end, const i
 }
 
 /* A tile's result to its rows. */
-AVX static void store(const struct work *w, int64_t tile, const float *state) {
+VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *state) {
     const struct attention *a = w->a;
     const int64_t dim = a->value_dim, width = round_up(dim, 32);
     float sinks[LANES];
-    __m512 kept = _mm512_set1_ps(1.0f), total = _mm512_loadu_ps(state + LANES);
+    floats kept = lanes_set(1.0f), total = lanes_load(state + LANES);
     if (a->sinks) {
         for (int64_t i = 0; i < LANES; i++) sinks[i] = LOG2_E * a->sinks[query_head(w, tile * LANES + i)];
-        __m512 sink = _mm512_loadu_ps(sinks), peak = _mm512_loadu_ps(state), top = _mm512_max_ps(peak, sink);
-        kept = power_of_two(_mm512_sub_ps(peak, top), 0);
-        total = _mm512_fmadd_ps(total, kept, power_of_two(_mm512_sub_ps(sink, top), 0));
+        floats sink = lanes_load(sinks), peak = lanes_load(state), top = lanes_max(peak, sink);
+        kept = power_of_two(lanes_sub(peak, top), 0);
+        total = lanes_fma(total, kept, power_of_two(lanes_sub(sink, top), 0));
     }
-    const __m512 factor = _mm512_div_ps(kept, total);
+    const floats factor = lanes_div(kept, total);
     for (int64_t d = 0; d < width; d += 32) {
-        __m512i low[16], high[16];
+        ints low[16], high[16];
         for (int64_t i = 0; i < 16; i++) {
             const float *sums = state + (2 + d + i) * LANES;
-            low[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(sums), factor));
-            high[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(sums + 16 * LANES), factor));
+            low[i] = lanes_as_ints(lanes_mul(lanes_load(sums), factor));
+            high[i] = lanes_as_ints(lanes_mul(lanes_load(sums + 16 * LANES), factor));
         }
         transpose(low);
         transpose(high);
-        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+        const uint32_t dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t lane = tile * LANES + i;
             if (lane >= w->job->num_lanes) break;
             const int64_t row = w->job->span->first_row + token_of(w, lane);
             const int64_t at = (row * a->num_heads * a->group_size + query_head(w, lane)) * dim + d;
-            if (a->is_bf16) { /* the tiles have alternating fours of dims */
-                const __m512i evens = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-                const __m512i odds = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-                __m512 first = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low[i], evens, high[i]));
-                __m512 second = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low[i], odds, high[i]));
-                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-                _mm512_mask_storeu_epi16((bf16 *)a->out + at, dims, both);
-            } else {
-                _mm512_mask_storeu_epi32((float *)a->out + at, (__mmask16)dims, low[i]);
-                _mm512_mask_storeu_epi32((float *)a->out + at + 16, (__mmask16)(dims >> 16), high[i]);
-            }
+            store_dims(a->out, at, dims, low[i], high[i], IS_BF16(a));
         }
     }
 }
 
 /* The last job of some lanes merges what all of them have left. */
-AVX static void merge_partials(const struct work *w, float *states) {
+VECTOR_CODE static void merge_partials(const struct work *w, float *states) {
     struct merge *m = w->job->merge;
     if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return;
     const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
     for (int64_t tile = 0; tile < w->num_tiles; tile++) {
-        clear(states + tile * size, width, 0xffff);
+        clear(states + tile * size, width, mask_of(0xffff));
         for (int64_t i = 0; i < m->num_partials; i++)
-            merge(states + tile * size, m->partials + i * m->size + tile * size, width, 0xffff);
+            merge(states + tile * size, m->partials + i * m->size + tile * size, width, mask_of(0xffff));
         store(w, tile, states + tile * size);
     }
 }
 
 /* Lanes of `token` in a tile, all where it is -1. */
-static __mmask16 lanes_of(const struct work *w, int64_t token, int64_t tile) {
-    __mmask16 lanes = 0;
+static uint16_t lanes_of(const struct work *w, int64_t token, int64_t tile) {
+    uint16_t lanes = 0;
     for (int64_t i = 0; i < LANES; i++)
         if (token < 0 || token_of(w, tile * LANES + i) == token) lanes |= 1 << i;
     return lanes;
 }
 
 /* End a split for the lanes of `token`, or for all where it is -1. */
-AVX static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
+VECTOR_CODE static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
     const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
     for (int64_t tile = first; tile < last; tile++) {
-        const __mmask16 lanes = lanes_of(w, token, tile);
+        const mask lanes = mask_of(lanes_of(w, token, tile));
         merge(merged + tile * size, w->states + tile * size, width, lanes);
         clear(w->states + tile * size, width, lanes);
     }
 }
 
 /* Nodes of a tree: what lies before it is read by all, up to a whole unit, and the rest by each along its path. */
-AVX static void attend_tree(struct work *w, float *merged) {
+VECTOR_CODE static void attend_tree(struct work *w, float *merged) {
     const int64_t shared = w->job->span->tree_start / UNIT * UNIT;
     set_visibility(w, -1, 0, w->num_tiles);
     for (int64_t begin = 0; begin < shared; begin += SPLIT) {
@@ -218,9 +223,9 @@ AVX static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-AVX static void compute(const struct attention *a, const struct job *job) {
+VECTOR_CODE static void compute(const struct attention *a, const struct job *job) {
     struct work w = {.a = a, .job = job, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
-    const int64_t item = a->is_bf16 ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
+    const int64_t item = IS_BF16(a) ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
     char queries[w.num_tiles * key_width * LANES * item] __attribute__((aligned(64)));
     float states[2 * num_numbers] __attribute__((aligned(64)));
@@ -230,7 +235,7 @@ AVX static void compute(const struct attention *a, const struct job *job) {
     float *merged = states + num_numbers;
     w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values;
     load_queries(&w);
-    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear(states + tile * size, width, 0xffff);
+    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear(states + tile * size, width, mask_of(0xffff));
     if (job->span->nodes >= 0) {
         attend_tree(&w, merged);
     } else {
@@ -249,9 +254,23 @@ AVX static void compute(const struct attention *a, const struct job *job) {
     for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
 }
 
-void run_job(const struct attention *a, const struct job *job) {
+static void run_job(const struct attention *a, const struct job *job) {
     const unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
     compute(a, job);
     _mm_setcsr(mode);
+}
+
+TILE_CODE void PART(run_part)(const void *work, int64_t part) {
+    const struct pass *pass = work;
+    const int64_t first = part * pass->jobs_each;
+#ifndef NARROW
+    const int has_tiles = pass->attention->is_bf16 && outrider_has_tiles;
+    if (has_tiles) configure_tiles(16, 16);
+#endif
+    for (int64_t i = first; i < min(first + pass->jobs_each, pass->num_jobs); i++)
+        run_job(pass->attention, pass->jobs + i);
+#ifndef NARROW
+    if (has_tiles) _tile_release();
+#endif
 }

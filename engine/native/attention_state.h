@@ -5,41 +5,41 @@
 #include "attention_types.h"
 
 /* 2^x to 2e-9 of itself, and to 9e-5 where `is_rough`, as weights in bfloat16 may be; exactly 1 at 0. */
-AVX INLINE __m512 power_of_two(__m512 x, int is_rough) {
-    __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* [0, 1) */
-    __m512 sum;
+VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {
+    floats rest = lanes_fraction(x); /* [0, 1) */
+    floats sum;
     if (is_rough) {
-        sum = _mm512_set1_ps(0.07706706353f);
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.2276449539f));
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.6951168019f));
+        sum = lanes_set(0.07706706353f);
+        sum = lanes_fma(sum, rest, lanes_set(0.2276449539f));
+        sum = lanes_fma(sum, rest, lanes_set(0.6951168019f));
     } else {
-        sum = _mm512_set1_ps(2.161291893e-4f);
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.246784513e-3f));
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.675451731e-3f));
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.548528052e-2f));
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.2402293056f));
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.6931470444f));
+        sum = lanes_set(2.161291893e-4f);
+        sum = lanes_fma(sum, rest, lanes_set(1.246784513e-3f));
+        sum = lanes_fma(sum, rest, lanes_set(9.675451731e-3f));
+        sum = lanes_fma(sum, rest, lanes_set(5.548528052e-2f));
+        sum = lanes_fma(sum, rest, lanes_set(0.2402293056f));
+        sum = lanes_fma(sum, rest, lanes_set(0.6931470444f));
     }
-    return _mm512_scalef_ps(_mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f)), x);
+    return lanes_scale(lanes_fma(sum, rest, lanes_set(1.0f)), x);
 }
 
 static inline int64_t state_size(int64_t width) { return (width + 2) * LANES; }
 
-AVX INLINE void clear(float *state, int64_t width, __mmask16 lanes) {
-    _mm512_mask_storeu_ps(state, lanes, _mm512_set1_ps(FLOOR));
-    for (int64_t i = 1; i < width + 2; i++) _mm512_mask_storeu_ps(state + i * LANES, lanes, _mm512_setzero_ps());
+VECTOR_CODE INLINE void clear(float *state, int64_t width, mask lanes) {
+    lanes_store_some(state, lanes, lanes_set(FLOOR));
+    for (int64_t i = 1; i < width + 2; i++) lanes_store_some(state + i * LANES, lanes, lanes_zero());
 }
 
 /* Add what `later` has seen to `state`, for some lanes. */
-AVX INLINE void merge(float *state, const float *later, int64_t width, __mmask16 lanes) {
-    __m512 peak = _mm512_loadu_ps(state), peak_later = _mm512_loadu_ps(later);
-    __m512 top = _mm512_max_ps(peak, peak_later);
-    __m512 factor = power_of_two(_mm512_sub_ps(peak, top), 0);
-    __m512 factor_later = power_of_two(_mm512_sub_ps(peak_later, top), 0);
-    _mm512_mask_storeu_ps(state, lanes, top);
+VECTOR_CODE INLINE void merge(float *state, const float *later, int64_t width, mask lanes) {
+    floats peak = lanes_load(state), peak_later = lanes_load(later);
+    floats top = lanes_max(peak, peak_later);
+    floats factor = power_of_two(lanes_sub(peak, top), 0);
+    floats factor_later = power_of_two(lanes_sub(peak_later, top), 0);
+    lanes_store_some(state, lanes, top);
     for (int64_t i = 1; i < width + 2; i++) {
-        __m512 old = _mm512_mul_ps(factor, _mm512_loadu_ps(state + i * LANES));
-        __m512 sum = _mm512_fmadd_ps(factor_later, _mm512_loadu_ps(later + i * LANES), old);
-        _mm512_mask_storeu_ps(state + i * LANES, lanes, sum);
+        floats old = lanes_mul(factor, lanes_load(state + i * LANES));
+        floats sum = lanes_fma(factor_later, lanes_load(later + i * LANES), old);
+        lanes_store_some(state + i * LANES, lanes, sum);
     }
 }

@@ -2,359 +2,95 @@
 
 #include "attention_state.h"
 
-/* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
-AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
-                            float *scores, int is_pair) {
-    const int64_t num_tiles = (unit->count + 15) / 16;
-    for (int64_t tile = 0; tile < num_keys / 16; tile += 2) {
-        const int64_t other = min(tile + 1, num_tiles - 1);
-        const char *low = unit->key_tiles[tile], *high = unit->key_tiles[other];
-        const int64_t low_stride = unit->key_strides[tile], high_stride = unit->key_strides[other];
-        _tile_zero(0);
-        _tile_zero(1);
-        if (is_pair) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t d = 0; d < width; d += 32) {
-            _tile_loadd(6, queries + d * LANES, 64);
-            _tile_loadd(4, low + d * 2, low_stride);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, high + d * 2, high_stride);
-            _tile_dpbf16ps(1, 5, 6);
-            if (is_pair) {
-                _tile_loadd(7, queries + (width + d) * LANES, 64);
-                _tile_dpbf16ps(2, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, scores + tile * 16 * LANES, 64);
-        _tile_stored(1, scores + (tile + 1) * 16 * LANES, 64);
-        if (is_pair) {
-            _tile_stored(2, scores + (UNIT + tile * 16) * LANES, 64);
-            _tile_stored(3, scores + (UNIT + (tile + 1) * 16) * LANES, 64);
-        }
-    }
-}
+#ifdef NARROW
+#include "attention_products_narrow.h"
+#else
+#include "attention_products_wide.h"
+#endif
 
-/* `score_tiles` without AMX. */
-AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
-                                 float *scores, int is_pair) {
-    const int at_once = is_pair ? 8 : 16; /* keys, whose sums fill the registers */
-    const int64_t last_tile = (unit->count - 1) / 16;
-    for (int64_t key = 0; key < num_keys; key += at_once) {
-        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
-        const char *keys = unit->key_tiles[tile] + key % 16 * stride;
-        __m512 sums[16][2];
-        for (int i = 0; i < at_once; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < width; d += 2) {
-            const __m512bh first = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
-            const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(queries + (width + d) * LANES) : first;
-#pragma GCC unroll 16
-            for (int i = 0; i < at_once; i++) {
-                const __m512bh numbers = (__m512bh)broadcast(keys + i * stride + d * 2);
-                sums[i][0] = _mm512_dpbf16_ps(sums[i][0], first, numbers);
-                if (is_pair) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], second, numbers);
-            }
-        }
-        for (int i = 0; i < at_once; i++) {
-            _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
-            if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
-        }
-    }
-}
-
-/* `score_vectors` for the first lanes of one tile, keys side by side in place of lanes: the same products, each sum in the
-   same order. */
-AVX INLINE void score_few(const int lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
-                          float *scores) {
-    const int64_t last_tile = (unit->count - 1) / 16;
-    for (int64_t key = 0; key < num_keys; key += 16) {
-        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
-        const char *keys = unit->key_tiles[tile];
-        __m512 sums[FEW_LANES];
-        for (int lane = 0; lane < FEW_LANES; lane++) sums[lane] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < width; d += 32) {
-            __m512i pairs[16];
-            for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(keys + i * stride + d * 2);
-            transpose(pairs);
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++)
-#pragma GCC unroll 4
-                for (int lane = 0; lane < lanes; lane++) {
-                    const __m512bh query = (__m512bh)broadcast(queries + (d + 2 * i) * LANES + lane * 2);
-                    sums[lane] = _mm512_dpbf16_ps(sums[lane], query, (__m512bh)pairs[i]);
-                }
-        }
-        const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
-        const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
-        float fours[16 * FEW_LANES] __attribute__((aligned(64))); /* of each fourth key: 0 4 8 12, 1 5 9 13, ... */
-        _mm512_store_ps(fours, _mm512_shuffle_ps(a, c, 0x44));
-        _mm512_store_ps(fours + 16, _mm512_shuffle_ps(a, c, 0xee));
-        _mm512_store_ps(fours + 32, _mm512_shuffle_ps(b, d, 0x44));
-        _mm512_store_ps(fours + 48, _mm512_shuffle_ps(b, d, 0xee));
-        for (int i = 0; i < 16; i++) {
-            const __m128 four = _mm_load_ps(fours + i % 4 * 16 + i / 4 * 4);
-            _mm512_storeu_ps(scores + (key + i) * LANES, _mm512_zextps128_ps512(four));
-        }
-    }
-}
-
-AVX INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float *queries, int64_t dim, int64_t width,
-                      float *scores, int is_pair) {
-    for (int64_t key = 0; key < num_keys; key += 8) {
-        __m512 sums[8][2];
-        for (int i = 0; i < 8; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
-        const float *rows[8];
-        for (int i = 0; i < 8; i++) rows[i] = (const float *)unit->keys[key + i];
-        for (int64_t d = 0; d < dim; d++) {
-            __m512 first = _mm512_loadu_ps(queries + d * LANES), second = first;
-            if (is_pair) second = _mm512_loadu_ps(queries + (width + d) * LANES);
-            for (int i = 0; i < 8; i++) {
-                __m512 number = _mm512_set1_ps(rows[i][d]);
-                sums[i][0] = _mm512_fmadd_ps(number, first, sums[i][0]);
-                if (is_pair) sums[i][1] = _mm512_fmadd_ps(number, second, sums[i][1]);
-            }
-        }
-        for (int i = 0; i < 8; i++) {
-            _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
-            if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
-        }
-    }
-}
-
-AVX INLINE __mmask16 seen(const struct visibility *visibility, int64_t key) {
-    __m512i place = _mm512_set1_epi32((int)key);
-    __mmask16 lanes = _mm512_cmple_epi32_mask(place, visibility->position);
+VECTOR_CODE INLINE mask seen(const struct visibility *visibility, int64_t key) {
+    ints place = lanes_set_int((int)key);
+    mask lanes = lanes_at_most(place, visibility->position);
     if (!visibility->window) return lanes;
-    __m512i oldest = _mm512_sub_epi32(visibility->position, _mm512_set1_epi32((int)visibility->window));
-    return lanes & _mm512_cmpgt_epi32_mask(place, oldest);
+    ints oldest = lanes_sub_ints(visibility->position, lanes_set_int((int)visibility->window));
+    return mask_both(lanes, lanes_above(place, oldest));
 }
 
 /* Scores of one tile to weights, in place or as pairs of bfloat16; peak, total and sums follow the new peak. */
-AVX INLINE void soften(const struct visibility *visibility, int64_t begin, int64_t num_keys, float *scores, float scale,
-                       float *state, int64_t width, const struct unit *next, int64_t num_bytes, bf16 *weights,
-                       int is_masked) {
-    const __m512 floor = _mm512_set1_ps(FLOOR);
-    __m512 tops[4] = {floor, floor, floor, floor};
+VECTOR_CODE INLINE void soften(const struct visibility *visibility, int64_t begin, int64_t num_keys, float *scores,
+                               float scale, float *state, int64_t width, const struct unit *next, int64_t num_bytes,
+                               bf16 *weights, int is_masked) {
+    const floats floor = lanes_set(FLOOR);
+    floats tops[4] = {floor, floor, floor, floor};
     for (int64_t key = 0; key < num_keys; key += 4)
         for (int i = 0; i < 4; i++) {
-            __m512 score = _mm512_loadu_ps(scores + (key + i) * LANES);
-            if (is_masked) score = _mm512_mask_mov_ps(floor, seen(visibility, begin + key + i), score);
-            tops[i] = _mm512_max_ps(tops[i], score);
+            floats score = lanes_load(scores + (key + i) * LANES);
+            if (is_masked) score = lanes_select(floor, seen(visibility, begin + key + i), score);
+            tops[i] = lanes_max(tops[i], score);
         }
-    const __m512 top = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
-    const __m512 factor = _mm512_set1_ps(scale);
-    const __m512 peak = _mm512_loadu_ps(state);
-    const __m512 new_peak = _mm512_max_ps(peak, _mm512_mul_ps(top, factor));
-    __m512 total = _mm512_setzero_ps(), total_odd = total;
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const floats top = lanes_max(lanes_max(tops[0], tops[1]), lanes_max(tops[2], tops[3]));
+    const floats factor = lanes_set(scale);
+    const floats peak = lanes_load(state);
+    const floats new_peak = lanes_max(peak, lanes_mul(top, factor));
+    floats total = lanes_zero(), total_odd = total;
     for (int64_t key = 0; key < num_keys; key += 2) {
         float *at = scores + key * LANES;
         if (next) {
             fetch(next->keys + key, num_bytes);
             if (!weights) fetch(next->values + key, num_bytes);
         }
-        __m512 even = _mm512_fmsub_ps(_mm512_loadu_ps(at), factor, new_peak);
-        __m512 odd = _mm512_fmsub_ps(_mm512_loadu_ps(at + LANES), factor, new_peak);
+        floats even = lanes_fms(lanes_load(at), factor, new_peak);
+        floats odd = lanes_fms(lanes_load(at + LANES), factor, new_peak);
         even = power_of_two(even, weights != NULL);
         odd = power_of_two(odd, weights != NULL);
         if (is_masked) {
-            even = _mm512_maskz_mov_ps(seen(visibility, begin + key), even);
-            odd = _mm512_maskz_mov_ps(seen(visibility, begin + key + 1), odd);
+            even = lanes_keep(seen(visibility, begin + key), even);
+            odd = lanes_keep(seen(visibility, begin + key + 1), odd);
         }
-        total = _mm512_add_ps(total, even);
-        total_odd = _mm512_add_ps(total_odd, odd);
+        total = lanes_add(total, even);
+        total_odd = lanes_add(total_odd, odd);
         if (weights) {
-            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-            _mm512_store_si512(weights + key * LANES, _mm512_permutexvar_epi16(interleave, both));
+            store_pairs(weights + key * LANES, even, odd);
         } else {
-            _mm512_storeu_ps(at, even);
-            _mm512_storeu_ps(at + LANES, odd);
+            lanes_store(at, even);
+            lanes_store(at + LANES, odd);
         }
     }
-    const __m512 fade = power_of_two(_mm512_sub_ps(peak, new_peak), 0);
-    total = _mm512_add_ps(total, total_odd);
-    _mm512_storeu_ps(state, new_peak);
-    _mm512_storeu_ps(state + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(state + LANES), fade, total));
-    if (_mm512_cmpneq_ps_mask(fade, _mm512_set1_ps(1.0f)))
+    const floats fade = power_of_two(lanes_sub(peak, new_peak), 0);
+    total = lanes_add(total, total_odd);
+    lanes_store(state, new_peak);
+    lanes_store(state + LANES, lanes_fma(lanes_load(state + LANES), fade, total));
+    if (lanes_differ(fade, lanes_set(1.0f)))
         for (int64_t i = 2; i < width + 2; i++) {
             float *sum = state + i * LANES;
-            _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), fade));
+            lanes_store(sum, lanes_mul(lanes_load(sum), fade));
         }
 }
 
 /* cap tanh(score * scaling / cap), to 1e-7 of the cap. */
-AVX static void cap(float *scores, int64_t num_keys, float scaling, float softcap) {
-    const __m512 one = _mm512_set1_ps(1.0f), factor = _mm512_set1_ps(2 * LOG2_E * scaling / softcap);
-    const __m512 bound = _mm512_set1_ps(60.0f);
+VECTOR_CODE static void cap(float *scores, int64_t num_keys, float scaling, float softcap) {
+    const floats one = lanes_set(1.0f), factor = lanes_set(2 * LOG2_E * scaling / softcap);
+    const floats bound = lanes_set(60.0f);
     for (int64_t i = 0; i < num_keys * LANES; i += LANES) {
-        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i), factor);
-        x = _mm512_max_ps(_mm512_min_ps(x, bound), _mm512_sub_ps(_mm512_setzero_ps(), bound));
-        __m512 grown = power_of_two(x, 0);
-        __m512 ratio = _mm512_div_ps(_mm512_sub_ps(grown, one), _mm512_add_ps(grown, one));
-        _mm512_storeu_ps(scores + i, _mm512_mul_ps(ratio, _mm512_set1_ps(softcap)));
+        floats x = lanes_mul(lanes_load(scores + i), factor);
+        x = lanes_max(lanes_min(x, bound), lanes_sub(lanes_zero(), bound));
+        floats grown = power_of_two(x, 0);
+        floats ratio = lanes_div(lanes_sub(grown, one), lanes_add(grown, one));
+        lanes_store(scores + i, lanes_mul(ratio, lanes_set(softcap)));
     }
-}
-
-/* sums += V^T P for the first `num_keys` of the unit. */
-AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
-                          int64_t size, int is_pair) {
-    for (int64_t d = 0; d < width; d += 32) {
-        float *low = sums + d * LANES, *high = low + 16 * LANES;
-        _tile_loadd(0, low, 64);
-        _tile_loadd(1, high, 64);
-        if (is_pair) {
-            _tile_loadd(2, low + size, 64);
-            _tile_loadd(3, high + size, 64);
-        }
-        for (int64_t key = 0; key < num_keys; key += 32) {
-            const bf16 *v = values + (key / 32 * (width / 16) + d / 16) * 512;
-            _tile_loadd(6, weights + key * LANES, 64);
-            _tile_loadd(4, v, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, v + 512, 64);
-            _tile_dpbf16ps(1, 5, 6);
-            if (is_pair) {
-                _tile_loadd(7, weights + (UNIT + key) * LANES, 64);
-                _tile_dpbf16ps(2, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, low, 64);
-        _tile_stored(1, high, 64);
-        if (is_pair) {
-            _tile_stored(2, low + size, 64);
-            _tile_stored(3, high + size, 64);
-        }
-    }
-}
-
-/* `add_tiles` without AMX. */
-AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
-                               int64_t size, int is_pair) {
-    const int at_once = is_pair ? 8 : 16; /* dims, whose sums fill the registers */
-    for (int64_t d = 0; d < width; d += at_once) {
-        float *onto = sums + d * LANES;
-        __m512 kept[16][2];
-        for (int i = 0; i < at_once; i++) {
-            kept[i][0] = _mm512_loadu_ps(onto + i * LANES);
-            if (is_pair) kept[i][1] = _mm512_loadu_ps(onto + size + i * LANES);
-        }
-        for (int64_t key = 0; key < num_keys; key += 32) {
-            const bf16 *tile = values + (key / 32 * (width / 16) + d / 16) * 512 + d % 16 * 32;
-            for (int64_t i = 0; i < 32; i += 2) {
-                const bf16 *at = weights + (key + i) * LANES;
-                const __m512bh first = (__m512bh)_mm512_loadu_si512(at);
-                const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(at + UNIT * LANES) : first;
-#pragma GCC unroll 16
-                for (int dim = 0; dim < at_once; dim++) {
-                    const __m512bh numbers = (__m512bh)broadcast(tile + dim * 32 + i);
-                    kept[dim][0] = _mm512_dpbf16_ps(kept[dim][0], first, numbers);
-                    if (is_pair) kept[dim][1] = _mm512_dpbf16_ps(kept[dim][1], second, numbers);
-                }
-            }
-        }
-        for (int i = 0; i < at_once; i++) {
-            _mm512_storeu_ps(onto + i * LANES, kept[i][0]);
-            if (is_pair) _mm512_storeu_ps(onto + size + i * LANES, kept[i][1]);
-        }
-    }
-}
-
-/* `add_vectors` for the first lanes of one tile, dims side by side in place of lanes, from the values as they lie: the
-   same products, each sum in the same order. `num_bytes` of each value of `next` are fetched meanwhile. */
-AVX INLINE void add_few(const int lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
-                        const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
-    const __m512i places = _mm512_slli_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4); /* of dims, LANES apart */
-    for (int64_t d = 0; d < dim; d += 32) {
-        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
-        float *onto = sums + d * LANES;
-        __m512 kept[FEW_LANES][2];
-        for (int lane = 0; lane < lanes; lane++)
-            for (int half = 0; half < 2; half++)
-                kept[lane][half] = _mm512_i32gather_ps(places, onto + half * 16 * LANES + lane, 4);
-        for (int64_t key = 0; key < num_keys; key += 2) {
-            if (next && d == 0) fetch(next->values + key, num_bytes);
-            const __m512i first = _mm512_maskz_loadu_epi16(dims, unit->values[key] + 2 * d);
-            const __m512i second = _mm512_maskz_loadu_epi16(dims, unit->values[key + 1] + 2 * d);
-            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
-            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
-#pragma GCC unroll 4
-            for (int lane = 0; lane < lanes; lane++) {
-                const __m512bh weight = (__m512bh)broadcast(weights + key * LANES + lane * 2);
-                kept[lane][0] = _mm512_dpbf16_ps(kept[lane][0], weight, low);
-                kept[lane][1] = _mm512_dpbf16_ps(kept[lane][1], weight, high);
-            }
-        }
-        for (int lane = 0; lane < lanes; lane++)
-            for (int half = 0; half < 2; half++)
-                _mm512_i32scatter_ps(onto + half * 16 * LANES + lane, places, kept[lane][half], 4);
-    }
-}
-
-/* Each number of lanes has code of its own, whose sums stay in registers. */
-AVX static void score_some(int64_t lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
-                           float *scores) {
-#define LANES_OF(n) case n: score_few(n, unit, num_keys, queries, width, scores); break;
-    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
-#undef LANES_OF
-}
-
-AVX static void add_some(int64_t lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
-                         const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
-#define LANES_OF(n) case n: add_few(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
-    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
-#undef LANES_OF
-}
-
-/* The same in float32, for `dims` of the sums from `d` on. */
-AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
-                         float *sums, int64_t size, int is_pair) {
-    __m512 kept[8][2];
-    for (int i = 0; i < dims; i++) {
-        kept[i][0] = _mm512_loadu_ps(sums + (d + i) * LANES);
-        if (is_pair) kept[i][1] = _mm512_loadu_ps(sums + size + (d + i) * LANES);
-    }
-    for (int64_t key = 0; key < num_keys; key++) {
-        const float *row = (const float *)unit->values[key] + d;
-        __m512 first = _mm512_loadu_ps(weights + key * LANES), second = first;
-        if (is_pair) second = _mm512_loadu_ps(weights + (UNIT + key) * LANES);
-        for (int i = 0; i < dims; i++) {
-            __m512 number = _mm512_set1_ps(row[i]);
-            kept[i][0] = _mm512_fmadd_ps(number, first, kept[i][0]);
-            if (is_pair) kept[i][1] = _mm512_fmadd_ps(number, second, kept[i][1]);
-        }
-    }
-    for (int i = 0; i < dims; i++) {
-        _mm512_storeu_ps(sums + (d + i) * LANES, kept[i][0]);
-        if (is_pair) _mm512_storeu_ps(sums + size + (d + i) * LANES, kept[i][1]);
-    }
-}
-
-AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, int64_t num_keys, float *sums,
-                    int64_t size, int is_pair) {
-    int64_t d = 0;
-    for (; d + 8 <= dim; d += 8) add_dims_f32(unit, d, 8, weights, num_keys, sums, size, is_pair);
-    for (; d < dim; d++) add_dims_f32(unit, d, 1, weights, num_keys, sums, size, is_pair);
 }
 
 /* Add a unit to the states of one or two tiles; without `values`, to the first `few_lanes` lanes of one. */
-AMX INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
-                         const bf16 *values, const void *queries, const struct visibility *visibilities, float *states,
-                         int is_pair, int64_t few_lanes) {
+TILE_CODE INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
+                                   const bf16 *values, const void *queries, const struct visibility *visibilities,
+                                   float *states, int is_pair, int64_t few_lanes) {
     float scores[2 * UNIT * LANES] __attribute__((aligned(64)));
     bf16 weights[2 * UNIT * LANES] __attribute__((aligned(64)));
-    const int64_t key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32), size = state_size(width);
+    const int64_t width = round_up(a->value_dim, 32), size = state_size(width);
     const int64_t highest = is_pair ? max(visibilities[0].highest, visibilities[1].highest) : visibilities[0].highest;
     const int64_t num_keys = round_up(min(unit->count, highest + 1 - unit->begin), 32);
     if (num_keys <= 0) return;
-    if (!values) score_some(few_lanes, unit, num_keys, queries, key_width, scores);
-    else if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, key_width, scores, is_pair);
-    else if (a->is_bf16) score_vectors(unit, num_keys, queries, key_width, scores, is_pair);
-    else score_f32(unit, num_keys, queries, a->key_dim, key_width, scores, is_pair);
+    score_unit(a, unit, num_keys, values, queries, scores, is_pair, few_lanes);
     for (int tile = 0; tile <= is_pair; tile++) {
         const struct visibility *visibility = visibilities + tile;
         float *scored = scores + tile * UNIT * LANES, scale = a->scaling * LOG2_E;
@@ -365,30 +101,30 @@ AMX INLINE void attend_tiles(const struct attention *a, const struct unit *unit,
         float *state = states + tile * size;
         const struct unit *later = tile ? NULL : next;
         const int64_t first = unit->begin, bytes = key_bytes(a);
-        if (is_masked && a->is_bf16)
+        if (is_masked && IS_BF16(a))
             soften(visibility, first, num_keys, scored, scale, state, width, NULL, 0, weighed, 1);
         else if (is_masked) soften(visibility, first, num_keys, scored, scale, state, width, NULL, 0, NULL, 1);
-        else if (a->is_bf16) soften(visibility, first, num_keys, scored, scale, state, width, later, bytes, weighed, 0);
+        else if (IS_BF16(a)) soften(visibility, first, num_keys, scored, scale, state, width, later, bytes, weighed, 0);
         else soften(visibility, first, num_keys, scored, scale, state, width, later, bytes, NULL, 0);
     }
     float *sums = states + 2 * LANES;
-    if (!values) add_some(few_lanes, unit, next, value_bytes(a), weights, num_keys, a->value_dim, sums);
-    else if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
-    else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
-    else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);
+    add_unit(a, unit, next, num_keys, values, scores, weights, sums, is_pair, few_lanes);
 }
 
-AMX void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
-                    const void *queries, const struct visibility *visibilities, float *states) {
+TILE_CODE void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
+                          const bf16 *values, const void *queries, const struct visibility *visibilities,
+                          float *states) {
     attend_tiles(a, unit, next, values, queries, visibilities, states, 0, 0);
 }
 
-AMX void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
-                    const void *queries, const struct visibility *visibilities, float *states) {
+TILE_CODE void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next,
+                          int64_t num_lanes, const void *queries, const struct visibility *visibilities,
+                          float *states) {
     attend_tiles(a, unit, next, NULL, queries, visibilities, states, 0, num_lanes);
 }
 
-AMX void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next, const bf16 *values,
-                    const void *queries, const struct visibility *visibilities, float *states) {
+TILE_CODE void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
+                          const bf16 *values, const void *queries, const struct visibility *visibilities,
+                          float *states) {
     attend_tiles(a, unit, next, values, queries, visibilities, states, 1, 0);
 }

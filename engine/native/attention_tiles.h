@@ -6,18 +6,19 @@
 
 /* The keys that the lanes of a tile see. */
 struct visibility {
-    __m512i position; /* -1: a lane that sees nothing */
+    ints position; /* -1: a lane that sees nothing */
     int64_t lowest, highest;
     int64_t window;
 };
 
 /* Add a unit to the state of a tile, or to those of two, of which each key is then read once. `values` are the unit's,
    transposed, for bfloat16; parts of `next` are fetched meanwhile, if there is one. */
-INTERNAL void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
+WITHIN void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
-INTERNAL void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
+WITHIN void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
 
-/* `attend_one` without AMX for at most FEW_LANES lanes in bfloat16: most of a tile would compute nothing. */
-INTERNAL void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
+/* `attend_one` for few lanes, as most of a tile would compute nothing: on AVX-512 in bfloat16 for at most FEW_LANES, on
+   AVX2 for half a tile. */
+WITHIN void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
                          const void *queries, const struct visibility *visibilities, float *states);

@@ -2,12 +2,11 @@
 
 #pragma once
 
-#include "processor.h"
+#include "lanes.h"
 
 #include <string.h>
 
 enum {
-    LANES = 16,
     UNIT = 128,
     SPLIT = 1024,
     MAX_TILES = 16,  /* of a job */

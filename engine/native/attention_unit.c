@@ -30,32 +30,29 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
 }
 
 /* A stored head of int8 as numbers of the model's type, zeros up to `width`. */
-AVX INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
+VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
     bf16 bits;
     memcpy(&bits, head + dim, 2);
-    const __m512 scale = _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)bits << 16)));
+    const floats scale = lanes_as_floats(lanes_set_int((int)((uint32_t)bits << 16)));
     for (int64_t d = 0; d < width; d += 16) {
-        __mmask16 lanes = dim - d >= 16 ? 0xffff : dim > d ? (1 << (dim - d)) - 1 : 0;
-        __m512i whole = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, head + d));
-        __m512 numbers = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), scale);
-        if (is_bf16) _mm256_storeu_si256((__m256i *)((bf16 *)out + d), (__m256i)_mm512_cvtneps_pbh(numbers));
-        else _mm512_storeu_ps((float *)out + d, numbers);
+        const mask lanes = mask_of(dim - d >= 16 ? 0xffff : dim > d ? (1 << (dim - d)) - 1 : 0);
+        store_numbers(out, d, lanes_mul(lanes_load_int8(lanes, head + d), scale), is_bf16);
     }
 }
 
-AVX void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
-    const int64_t item = a->is_bf16 ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
+VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
+    const int64_t item = IS_BF16(a) ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
     char *room_values = room + UNIT * key_width * item;
     const int64_t count = unit->count;
     if (a->is_int8)
         for (int64_t i = 0; i < count; i++) {
-            load_int8(unit->keys[i], a->key_dim, key_width, a->is_bf16, room + i * key_width * item);
-            load_int8(unit->values[i], a->value_dim, value_width, a->is_bf16, room_values + i * value_width * item);
+            load_int8(unit->keys[i], a->key_dim, key_width, IS_BF16(a), room + i * key_width * item);
+            load_int8(unit->values[i], a->value_dim, value_width, IS_BF16(a), room_values + i * value_width * item);
             unit->keys[i] = room + i * key_width * item;
             unit->values[i] = room_values + i * value_width * item;
         }
-    if (!a->is_bf16) return;
+    if (!IS_BF16(a)) return;
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_whole = first + 16 <= count;
@@ -76,6 +73,7 @@ AVX void copy_to_room(const struct attention *a, struct unit *unit, char *room, 
     }
 }
 
+#ifndef NARROW
 AVX void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
                           bf16 *tiles) {
     const int64_t width = round_up(dim, 32);
@@ -100,3 +98,4 @@ AVX void transpose_values(const struct unit *unit, int64_t dim, const struct uni
             }
         }
 }
+#endif

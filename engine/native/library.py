@@ -1,7 +1,7 @@
 """Our kernels in C (`engine/native`): compiled when the package is installed, loaded here, optional everywhere.
 
-Products of float32 rows run on AVX2, all others and attention on AVX-512 with bfloat16, and faster on AMX. Where they
-are missing or the processor lacks what they need, torch computes instead, more slowly.
+Those of float32 rows run on AVX2, those of bfloat16 on AVX-512 with bfloat16, and faster on AMX. Where they are missing
+or the processor lacks what they need, torch computes instead, more slowly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch  # noqa: F401  # brings the OpenMP that the kernels are linked to
+import torch  # brings the OpenMP that the kernels are linked to
 
 from protos.errors import ConfigError
 
@@ -33,6 +33,7 @@ class Instructions(IntEnum):
     AMX = 3
 
 
+_MINIMUM = {torch.float32: Instructions.AVX2, torch.bfloat16: Instructions.AVX512}
 _LIMITS = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.AVX512, "avx2": Instructions.AVX2}
 
 
@@ -40,6 +41,12 @@ def native_library(minimum: Instructions = Instructions.AVX512) -> ctypes.CDLL |
     """The kernels, or None where they may not use so much; the log says once what they use, or why there are none."""
     loaded = _loaded()
     return loaded[0] if loaded is not None and loaded[1] >= minimum else None
+
+
+def kernels_for(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernels where they take rows of `dtype`, bfloat16 or float32; None elsewhere."""
+    minimum = _MINIMUM.get(dtype)
+    return None if minimum is None else native_library(minimum)
 
 
 def native_instructions() -> Instructions | None:

@@ -1,9 +1,77 @@
 /* Logits behind the last product: bfloat16 to float32, and the token with the highest score. */
 
-#include "processor.h"
+#include "lanes.h"
 #include "team.h"
 
-enum { LANES = 16, WIDENED = 1 << 15 /* numbers in one part of the work */ };
+enum { WIDENED = 1 << 15 /* numbers in one part of the work */ };
+
+struct choice {
+    const float *scores; /* [rows, size] */
+    int64_t size;
+    int64_t *chosen; /* [rows] */
+};
+
+/* The lowest place of a row's highest number; -1 where one is none. */
+#ifdef NARROW
+AVX2 static int64_t highest(const float *scores, int64_t size) {
+    floats best = lanes_set(-__builtin_inff());
+    int is_none = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const floats score = lanes_load(scores + i);
+        is_none |= lanes_differ(score, score);
+        best = lanes_max(score, best);
+    }
+    float top = lanes_highest(best);
+    for (; i < size; i++) {
+        is_none |= scores[i] != scores[i];
+        top = scores[i] > top ? scores[i] : top;
+    }
+    if (is_none) return -1;
+    for (i = 0; i + LANES <= size && !lanes_equal(lanes_load(scores + i), lanes_set(top));) i += LANES;
+    while (scores[i] != top) i++;
+    return i;
+}
+#else
+AVX static int64_t highest(const float *scores, int64_t size) {
+    __m512 best = _mm512_set1_ps(-__builtin_inff());
+    __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best_places = places;
+    __mmask16 is_none = 0;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const __mmask16 lanes = size - i >= LANES ? 0xffff : (__mmask16)((1 << (size - i)) - 1);
+        const __m512 score = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), lanes, scores + i);
+        const __mmask16 is_better = _mm512_cmp_ps_mask(score, best, _CMP_GT_OQ);
+        is_none |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
+        best = _mm512_mask_mov_ps(best, is_better, score);
+        best_places = _mm512_mask_mov_epi32(best_places, is_better, places);
+        places = _mm512_add_epi32(places, _mm512_set1_epi32(LANES));
+    }
+    if (is_none) return -1;
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+    const __mmask16 is_top = _mm512_cmp_ps_mask(best, top, _CMP_EQ_OQ);
+    return _mm512_mask_reduce_min_epi32(is_top, best_places);
+}
+
+#endif
+
+VECTOR_CODE void PART(choose_part)(const void *work, int64_t row) {
+    const struct choice *c = work;
+    c->chosen[row] = highest(c->scores + row * c->size, c->size);
+}
+
+#ifndef NARROW /* for both, and for bfloat16 */
+
+PARTS(choose_part);
+
+/* The place of each row's highest score, the first of equals; scores [rows, size], `size` less than 2^31. Returns 0
+   where a score is no number. */
+int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t *chosen) {
+    const struct choice choice = {scores, size, chosen};
+    share_out(FITTING(choose_part), &choice, num_rows);
+    for (int64_t row = 0; row < num_rows; row++)
+        if (chosen[row] < 0) return 0;
+    return 1;
+}
 
 struct widening {
     const bf16 *from;
@@ -26,43 +94,4 @@ void outrider_widen(const bf16 *from, float *to, int64_t size) {
     share_out(widen_part, &widening, (size + WIDENED - 1) / WIDENED);
 }
 
-struct choice {
-    const float *scores; /* [rows, size] */
-    int64_t size;
-    int64_t *chosen; /* [rows] */
-};
-
-/* The lowest place of a row's highest number; -1 where one is none. */
-AVX static int64_t highest(const float *scores, int64_t size) {
-    __m512 best = _mm512_set1_ps(-__builtin_inff());
-    __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best_places = places;
-    __mmask16 is_none = 0;
-    for (int64_t i = 0; i < size; i += LANES) {
-        const __mmask16 lanes = size - i >= LANES ? 0xffff : (__mmask16)((1 << (size - i)) - 1);
-        const __m512 score = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), lanes, scores + i);
-        const __mmask16 is_better = _mm512_cmp_ps_mask(score, best, _CMP_GT_OQ);
-        is_none |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
-        best = _mm512_mask_mov_ps(best, is_better, score);
-        best_places = _mm512_mask_mov_epi32(best_places, is_better, places);
-        places = _mm512_add_epi32(places, _mm512_set1_epi32(LANES));
-    }
-    if (is_none) return -1;
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
-    const __mmask16 is_top = _mm512_cmp_ps_mask(best, top, _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(is_top, best_places);
-}
-
-AVX static void choose_part(const void *work, int64_t row) {
-    const struct choice *c = work;
-    c->chosen[row] = highest(c->scores + row * c->size, c->size);
-}
-
-/* The place of each row's highest score, the first of equals; scores [rows, size], `size` less than 2^31. Returns 0
-   where a score is no number. */
-int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t *chosen) {
-    const struct choice choice = {scores, size, chosen};
-    share_out(choose_part, &choice, num_rows);
-    for (int64_t row = 0; row < num_rows; row++)
-        if (chosen[row] < 0) return 0;
-    return 1;
-}
+#endif

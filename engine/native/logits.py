@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.native.library import native_library
+from engine.native.library import Instructions, kernels_for, native_library
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -37,12 +37,12 @@ def highest(scores: Tensor) -> Tensor:
 
 def _is_ours(numbers: Tensor, dtype: torch.dtype) -> bool:
     is_plain = numbers.dtype is dtype and numbers.device.type == "cpu" and numbers.is_contiguous()
-    return is_plain and native_library() is not None
+    return is_plain and kernels_for(dtype) is not None
 
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    library = native_library()
+    library = native_library(Instructions.AVX2)
     assert library is not None, "`_is_ours` says when there is one"
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     widen, choose = library.outrider_widen, library.outrider_choose

@@ -5,7 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-int outrider_has_wide_floats = 0, outrider_has_tiles = 0;
+int outrider_has_wide_floats = 0, outrider_has_vectors = 0, outrider_has_tiles = 0;
 
 static int has_vectors(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -32,6 +32,7 @@ static enum instructions best(void) {
 int outrider_start(int limit) {
     const int found = best(), used = found < limit ? found : limit;
     outrider_has_wide_floats = limit >= WITH_AVX512 && __builtin_cpu_supports("avx512f");
+    outrider_has_vectors = used >= WITH_AVX512;
     outrider_has_tiles = used >= WITH_AMX;
     return used;
 }

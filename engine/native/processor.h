@@ -5,7 +5,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* Products of float32 rows need AVX2, all other kernels AVX-512 with bfloat16 and VNNI (AMD's from Zen 4, Intel's from
+/* Kernels of float32 rows need AVX2, those of bfloat16 AVX-512 with bfloat16 and VNNI (AMD's from Zen 4, Intel's from
    Sapphire Rapids and some before), and AMX makes them faster. The compiler itself makes nothing of AMX. */
 #define VECTORS "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
 #define AVX2 __attribute__((target("avx2,fma")))
@@ -19,8 +19,12 @@ typedef uint16_t bf16;
 
 enum instructions { NONE, WITH_AVX2, WITH_AVX512, WITH_AMX };
 
-/* Whether kernels may use AVX-512 for float32, whatever else it can, and AMX; set by `outrider_start`. */
-extern int outrider_has_wide_floats, outrider_has_tiles;
+/* Whether kernels may use AVX-512 for products of float32, whatever else it can, for all that VECTORS says, and AMX;
+   set by `outrider_start`. */
+extern int outrider_has_wide_floats, outrider_has_vectors, outrider_has_tiles;
+
+/* The variant of a function that this processor runs; lanes.h says which there are. */
+#define FITTING(name) (outrider_has_vectors ? name##_wide : name##_narrow)
 
 static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,45 +1,29 @@
 /* What stands between a layer's products, row by row: the residual sum with the norm behind it, norms of heads, and
-   rotary position embeddings. In bfloat16 every result is computed in float32 and rounded once; a row's result does not depend on the
-   rows beside it. */
+   rotary position embeddings. In bfloat16 every result is computed in float32 and rounded once; a row's result does not
+   depend on the rows beside it. */
 
 #include "rows.h"
+#include "lanes.h"
 #include "team.h"
 
-enum { LANES = 16, PART_ROWS = 32 /* fewer are not worth another thread */ };
-
-AVX INLINE __m512 load(const void *at, int64_t index, const int is_bf16) {
-    if (!is_bf16) return _mm512_loadu_ps((const float *)at + index);
-    const __m256i numbers = _mm256_loadu_si256((const __m256i *)((const bf16 *)at + index));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
-
-/* Returns what was kept of x. */
-AVX INLINE __m512 store(void *at, int64_t index, __m512 x, const int is_bf16) {
-    if (!is_bf16) {
-        _mm512_storeu_ps((float *)at + index, x);
-        return x;
-    }
-    const __m256i numbers = (__m256i)_mm512_cvtneps_pbh(x);
-    _mm256_storeu_si256((__m256i *)((bf16 *)at + index), numbers);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
+enum { PART_ROWS = 32 /* fewer are not worth another thread */ };
 
 /* One row: sum += hidden where there is a sum, and out = (sum or hidden) / root mean square * weight. */
-AVX INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row, int64_t size,
-                         float epsilon, const int is_bf16) {
+VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
+                                 int64_t size, float epsilon, const int is_bf16) {
     const int64_t at = row * size;
-    __m512 squares = _mm512_setzero_ps();
+    floats squares = lanes_zero();
     for (int64_t i = 0; i < size; i += LANES) {
-        __m512 x = load(hidden, at + i, is_bf16);
-        if (sum) x = store(sum, at + i, _mm512_add_ps(x, load(sum, at + i, is_bf16)), is_bf16);
-        squares = _mm512_fmadd_ps(x, x, squares);
+        floats x = load_numbers(hidden, at + i, is_bf16);
+        if (sum) x = store_numbers(sum, at + i, lanes_add(x, load_numbers(sum, at + i, is_bf16)), is_bf16);
+        squares = lanes_fma(x, x, squares);
     }
-    const float mean = _mm512_reduce_add_ps(squares) / (float)size;
-    const __m512 inverse = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
+    const float mean = lanes_sum(squares) / (float)size;
+    const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
     const void *from = sum ? sum : hidden;
     for (int64_t i = 0; i < size; i += LANES) {
-        const __m512 x = _mm512_mul_ps(load(from, at + i, is_bf16), inverse);
-        store(out, at + i, _mm512_mul_ps(x, load(weight, i, is_bf16)), is_bf16);
+        const floats x = lanes_mul(load_numbers(from, at + i, is_bf16), inverse);
+        store_numbers(out, at + i, lanes_mul(x, load_numbers(weight, i, is_bf16)), is_bf16);
     }
 }
 
@@ -53,37 +37,31 @@ struct norm {
     int is_bf16;
 };
 
-AVX static void norm_part(const void *work, int64_t part) {
+VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
     const struct norm *n = work;
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
-        if (n->is_bf16) norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, 1);
+        if (IS_BF16(n)) norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, 1);
         else norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, 0);
     }
 }
 
-/* hidden, sum and out [rows, size], weight [size]; `size` is a multiple of 16, and `sum` may be NULL. */
-void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
-                       float epsilon, int is_bf16) {
-    const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, is_bf16};
-    share_out(norm_part, &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
-}
-
 /* One row's heads [heads, dim], in place, each by its root mean square; in bfloat16 rounded once more before `weight`,
    as transformers does. */
-AVX INLINE void norm_heads_row(void *x, int64_t at, const void *weight, int64_t num_heads, int64_t dim, float epsilon,
-                               const int is_bf16) {
+VECTOR_CODE INLINE void norm_heads_row(void *x, int64_t at, const void *weight, int64_t num_heads, int64_t dim,
+                                       float epsilon, const int is_bf16) {
     for (int64_t head = 0; head < num_heads; head++) {
         const int64_t first = head * dim;
-        __m512 squares = _mm512_setzero_ps();
+        floats squares = lanes_zero();
         for (int64_t i = first; i < first + dim; i += LANES) {
-            const __m512 number = load(x, at + i, is_bf16);
-            squares = _mm512_fmadd_ps(number, number, squares);
+            const floats number = load_numbers(x, at + i, is_bf16);
+            squares = lanes_fma(number, number, squares);
         }
-        const float mean = _mm512_reduce_add_ps(squares) / (float)dim;
-        const __m512 inverse = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
+        const float mean = lanes_sum(squares) / (float)dim;
+        const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
         for (int64_t i = first; i < first + dim; i += LANES) {
-            const __m512 normed = store(x, at + i, _mm512_mul_ps(load(x, at + i, is_bf16), inverse), is_bf16);
-            store(x, at + i, _mm512_mul_ps(normed, load(weight, i, is_bf16)), is_bf16);
+            const floats number = load_numbers(x, at + i, is_bf16);
+            const floats normed = store_numbers(x, at + i, lanes_mul(number, inverse), is_bf16);
+            store_numbers(x, at + i, lanes_mul(normed, load_numbers(weight, i, is_bf16)), is_bf16);
         }
     }
 }
@@ -96,33 +74,27 @@ struct head_norm {
     int is_bf16;
 };
 
-AVX static void norm_heads_part(const void *work, int64_t part) {
+VECTOR_CODE void PART(norm_heads_part)(const void *work, int64_t part) {
     const struct head_norm *n = work;
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
-        if (n->is_bf16) norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, 1);
+        if (IS_BF16(n)) norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, 1);
         else norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, 0);
     }
 }
 
-/* The first `num_heads` heads of x [rows, stride numbers], in place; weight [num_heads, dim]. `dim` is a multiple of
-   16. */
-void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
-                         float epsilon, int is_bf16) {
-    const struct head_norm norm = {x, weight, num_rows, stride, num_heads, dim, epsilon, is_bf16};
-    share_out(norm_heads_part, &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
-}
-
 /* One row's heads [heads, dim], in place: x cos + swapped(x) sin, where the halves of a head change places. */
-AVX INLINE void rotate_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim, const int is_bf16) {
+VECTOR_CODE INLINE void rotate_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim,
+                                   const int is_bf16) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
-        const __m512 low_cos = load(table, i, is_bf16), high_cos = load(table, half + i, is_bf16);
-        const __m512 low_sin = load(table, dim + i, is_bf16), high_sin = load(table, dim + half + i, is_bf16);
+        const floats low_cos = load_numbers(table, i, is_bf16), high_cos = load_numbers(table, half + i, is_bf16);
+        const floats low_sin = load_numbers(table, dim + i, is_bf16);
+        const floats high_sin = load_numbers(table, dim + half + i, is_bf16);
         for (int64_t head = 0; head < num_heads; head++) {
             const int64_t place = at + head * dim + i;
-            const __m512 low = load(x, place, is_bf16), high = load(x, place + half, is_bf16);
-            store(x, place, _mm512_fmadd_ps(high, low_sin, _mm512_mul_ps(low, low_cos)), is_bf16);
-            store(x, place + half, _mm512_fmadd_ps(low, high_sin, _mm512_mul_ps(high, high_cos)), is_bf16);
+            const floats low = load_numbers(x, place, is_bf16), high = load_numbers(x, place + half, is_bf16);
+            store_numbers(x, place, lanes_fma(high, low_sin, lanes_mul(low, low_cos)), is_bf16);
+            store_numbers(x, place + half, lanes_fma(low, high_sin, lanes_mul(high, high_cos)), is_bf16);
         }
     }
 }
@@ -134,14 +106,35 @@ struct rotation {
     int is_bf16;
 };
 
-AVX static void rotate_part(const void *work, int64_t part) {
+VECTOR_CODE void PART(rotate_part)(const void *work, int64_t part) {
     const struct rotation *r = work;
-    const int64_t table_bytes = 2 * r->dim * (r->is_bf16 ? 2 : 4);
+    const int64_t table_bytes = 2 * r->dim * (IS_BF16(r) ? 2 : 4);
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, r->num_rows); row++) {
         const void *angles = (const char *)r->table + row * table_bytes;
-        if (r->is_bf16) rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, 1);
+        if (IS_BF16(r)) rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, 1);
         else rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, 0);
     }
+}
+
+#ifndef NARROW /* for both */
+
+PARTS(norm_part);
+PARTS(norm_heads_part);
+PARTS(rotate_part);
+
+/* hidden, sum and out [rows, size], weight [size]; `size` is a multiple of 16, and `sum` may be NULL. */
+void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
+                       float epsilon, int is_bf16) {
+    const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, is_bf16};
+    share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
+}
+
+/* The first `num_heads` heads of x [rows, stride numbers], in place; weight [num_heads, dim]. `dim` is a multiple of
+   16. */
+void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
+                         float epsilon, int is_bf16) {
+    const struct head_norm norm = {x, weight, num_rows, stride, num_heads, dim, epsilon, is_bf16};
+    share_out(FITTING(norm_heads_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
 /* The first `num_heads` heads of x [rows, stride numbers], in place; table [rows, 2, dim]: cosines, and sines of which
@@ -149,5 +142,7 @@ AVX static void rotate_part(const void *work, int64_t part) {
 void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
                      int is_bf16) {
     const struct rotation rotation = {x, table, num_rows, stride, num_heads, dim, is_bf16};
-    share_out(rotate_part, &rotation, (num_rows + PART_ROWS - 1) / PART_ROWS);
+    share_out(FITTING(rotate_part), &rotation, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
+
+#endif

@@ -23,7 +23,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_product import NativeProduct, PackedWeight
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import Linear
-from engine.native.library import native_library
+from engine.native.library import Instructions, native_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _packed_weight(product: Linear, dtype: torch.dtype) -> PackedWeight | None:
 
 @cache
 def _kernel() -> Any:
-    library = native_library()
+    library = native_library(Instructions.AVX2)
     assert library is not None, "`NativeLayers.fit` says when there is one"
     run = library.outrider_run_layers
     pointers = ctypes.POINTER(ctypes.c_void_p)

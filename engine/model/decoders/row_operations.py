@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.decoders.rotary import rotate
-from engine.native.library import native_library
+from engine.native.library import Instructions, kernels_for, native_library
 
 _LANES = 16
 
@@ -78,9 +78,8 @@ class NativeRows(RowOperations):
     @staticmethod
     def fit(hidden_size: int, head_dim: int, weights: Tensor) -> bool:
         """True if this process has the kernels and they take rows and heads of such sizes in the dtype of `weights`."""
-        has_dtype = weights.device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float32)
         has_sizes = hidden_size % _LANES == 0 and head_dim % (2 * _LANES) == 0
-        return has_dtype and has_sizes and native_library() is not None
+        return has_sizes and weights.device.type == "cpu" and kernels_for(weights.dtype) is not None
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
@@ -116,7 +115,7 @@ class NativeRows(RowOperations):
 
 @cache
 def _kernels() -> tuple[Any, Any, Any]:
-    library = native_library()
+    library = native_library(Instructions.AVX2)
     assert library is not None, "`NativeRows.fit` says when there is one"
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads

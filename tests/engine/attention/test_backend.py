@@ -14,9 +14,10 @@ from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
+from engine.native.library import kernels_for
 from engine.span import Span
 from protos.errors import ConfigError
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 def test_a_processor_without_our_kernels_gets_torch_and_the_log_says_so(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_backend, "native_library", lambda: None)
+    monkeypatch.setattr(attention_backend, "native_library", lambda _: None)
     with caplog.at_level(logging.INFO):
         assert choose_attention(name, CPU) is TorchAttention
     assert f"attention on cpu: torch (configured: {name}" in caplog.text
@@ -33,20 +34,22 @@ def test_a_processor_without_our_kernels_gets_torch_and_the_log_says_so(
 
 
 def test_a_processor_without_our_kernels_refuses_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backend, "native_library", lambda: None)
+    monkeypatch.setattr(attention_backend, "native_library", lambda _: None)
     with pytest.raises(ConfigError, match=r"there is no native kernel for it here.*set it to auto or torch"):
         choose_attention("native", CPU)
 
 
-@needs_kernels
+@needs_float_kernels
 def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         plan_attention = choose_attention("auto", CPU)
-    assert "attention on cpu: native kernel (configured: auto)" in caplog.text
+    has_bfloat16 = kernels_for(torch.bfloat16) is not None
+    name = "auto" if has_bfloat16 else "auto; for float32"
+    assert f"attention on cpu: native kernel (configured: {name})" in caplog.text
     assert choose_attention("torch", CPU) is TorchAttention
     span = Span([0], 0, [0], 1)
     for dtype, dim, kind in (
-        (torch.bfloat16, 64, NativeAttention),
+        (torch.bfloat16, 64, NativeAttention if has_bfloat16 else TorchAttention),
         (torch.float32, 256, NativeAttention),
         (torch.float16, 64, TorchAttention),
         (torch.float32, 257, TorchAttention),
@@ -58,7 +61,7 @@ def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(cap
                 choose_attention("native", CPU)([span], cache)
 
 
-@needs_kernels
+@needs_float_kernels
 def test_a_refused_pool_names_the_attention_that_does_not_read_it() -> None:
     with pytest.raises(ConfigError, match=r"runs on cpu with native attention; set it to int8"):
         check_kv_kind(KVDtype.FP8, choose_attention("auto", CPU), CPU)

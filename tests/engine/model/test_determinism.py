@@ -34,7 +34,7 @@ from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 DEMO = Path("models/demo")
 BLOCK_SIZE = 4
@@ -157,8 +157,8 @@ def test_a_family_that_cannot_be_made_deterministic_is_refused(
         load(folders[family], "float32", attention="torch")
 
 
-@needs_kernels
-@pytest.mark.usefixtures("instructions")
+@needs_float_kernels
+@pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_our_own_kernel_makes_models_with_softcaps_deterministic(folders: dict[str, Path], dtype: str) -> None:
     runner = load(folders["gemma2"], dtype)

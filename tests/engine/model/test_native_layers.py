@@ -20,9 +20,10 @@ from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.paged_model import PagedModel
 from engine.span import Span
 from tests.engine.fixtures.families import write_family
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 SIZES = {
     "vocab_size": 96,
@@ -113,27 +114,29 @@ def test_one_call_has_the_bits_of_many(
     assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
 
 
-def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrainedModel]) -> None:
-    model = paged(models["llama"])
+@DTYPES
+def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrainedModel], dtype: torch.dtype) -> None:
+    model = paged(models["llama"], dtype)
     found = logits(model, [BESIDE, BRANCHED], KVDtype.INT8)
     assert torch.equal(found, one_by_one(model, [BESIDE, BRANCHED], KVDtype.INT8))
     assert not torch.equal(found, logits(model, [BESIDE, BRANCHED]))
 
 
-def test_tapped_states_are_those_between_the_layers(models: dict[str, PreTrainedModel]) -> None:
-    model = paged(models["qwen3"], taps=HiddenStateTaps((0, 2, 3), is_final=True))
+@DTYPES
+def test_tapped_states_are_those_between_the_layers(models: dict[str, PreTrainedModel], dtype: torch.dtype) -> None:
+    model = paged(models["qwen3"], dtype, taps=HiddenStateTaps((0, 2, 3), is_final=True))
     found, features = logits(model, [BESIDE]), model.features
     expected, expected_features = one_by_one(model, [BESIDE]), model.features
     assert features is not None
     assert expected_features is not None
     assert torch.equal(found, expected)
     assert torch.equal(features, expected_features)
-    assert torch.equal(found, logits(paged(models["qwen3"]), [BESIDE]))
+    assert torch.equal(found, logits(paged(models["qwen3"], dtype), [BESIDE]))
 
 
 def test_rows_that_a_kernel_does_not_take_go_one_by_one(models: dict[str, PreTrainedModel]) -> None:
     assert not is_one_call(paged(models["llama"], torch.float32, Quantization.INT8))  # their products take bfloat16
-    model = paged(models["llama"])
+    model = paged(models["llama"], torch.float32)
     cache = model.new_cache(2, 16)
     with patch.object(NativeLayers, "run", side_effect=AssertionError):
         model.forward(ForwardBatch.of([Span([5], 0, [0], 1)], cache, TorchAttention))

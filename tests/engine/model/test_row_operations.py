@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.model.decoders.row_operations import NativeRows, TorchRows
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
 EPSILON = 1e-5
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-6}
@@ -63,7 +63,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def test_sizes_that_do_not_fill_registers_are_left_to_torch() -> None:
-    weights = torch.zeros(1).bfloat16()
+    weights = torch.zeros(1)
     assert NativeRows.fit(576, 64, weights)
     assert not NativeRows.fit(570, 64, weights)
     assert not NativeRows.fit(576, 80, weights)

@@ -1,0 +1,49 @@
+/* Where a pass writes its new keys and values. */
+
+#include "attention_job.h"
+
+#include <float.h>
+
+/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it. */
+VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
+    floats largest = lanes_zero();
+    for (int64_t d = 0; d < dim; d += 16) {
+        const mask lanes = mask_of(dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1);
+        largest = lanes_max(largest, lanes_abs(load_some_numbers(head, d, lanes, is_bf16)));
+    }
+    float scale = lanes_highest(largest) / 127.0f;
+    if (scale < FLT_MIN) scale = FLT_MIN; /* never zero */
+    uint32_t bits;
+    memcpy(&bits, &scale, 4);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000; /* to the nearest bfloat16 */
+    const floats scales = lanes_as_floats(lanes_set_int((int)bits));
+    for (int64_t d = 0; d < dim; d += 16) {
+        const mask lanes = mask_of(dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1);
+        ints whole = lanes_rounded(lanes_div(load_some_numbers(head, d, lanes, is_bf16), scales));
+        whole = lanes_bound_ints(whole, -127, 127);
+        lanes_store_int8(out + d, lanes, whole);
+    }
+    const bf16 stored = (bf16)(bits >> 16);
+    memcpy(out + dim, &stored, 2);
+}
+
+static void keep_head(const struct attention *a, const char *head, int64_t dim, char *out) {
+    if (a->is_int8) keep_int8(head, dim, IS_BF16(a), out);
+    else memcpy(out, head, head_bytes(a, dim));
+}
+
+/* Keep the KV of a row. */
+static void keep(const struct attention *a, int64_t row) {
+    const int64_t item = IS_BF16(a) ? 2 : 4;
+    for (int64_t head = 0; head < a->num_heads; head++) {
+        const int64_t at = a->slots[row] * a->num_heads + head;
+        const int64_t key = row * a->key_row + head * a->key_head, value = row * a->value_row + head * a->value_head;
+        keep_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
+        keep_head(a, (const char *)a->new_values + value * item, a->value_dim, (char *)a->values + at * value_bytes(a));
+    }
+}
+
+VECTOR_CODE void PART(keep_part)(const void *work, int64_t part) {
+    const struct attention *a = ((const struct pass *)work)->attention;
+    for (int64_t row = part * KEPT_ROWS; row < min((part + 1) * KEPT_ROWS, a->num_rows); row++) keep(a, row);
+}

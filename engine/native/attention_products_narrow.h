@@ -1,0 +1,93 @@
+/* The two products of attention_tiles.c on AVX2, of float32: eight lanes to a register. */
+
+#pragma once
+
+#include "attention_unit.h"
+
+/* A row of numbers for the lanes of half a tile (1 register), of one (2) or of two (4), whose second lies `other`
+   numbers behind the first. */
+AVX2 INLINE void load_row(const int registers, const float *at, int64_t other, __m256 row[4]) {
+    for (int i = 0; i < registers; i++) row[i] = _mm256_loadu_ps(at + i / 2 * other + i % 2 * 8);
+}
+
+AVX2 INLINE void store_row(const int registers, float *at, int64_t other, const __m256 row[4]) {
+    for (int i = 0; i < registers; i++) _mm256_storeu_ps(at + i / 2 * other + i % 2 * 8, row[i]);
+    if (registers == 1) _mm256_storeu_ps(at + 8, _mm256_setzero_ps());
+}
+
+/* Scores of a few keys from `key` on, whose sums are in registers. */
+AVX2 INLINE void score_keys(const int keys, const int registers, const struct unit *unit, int64_t key,
+                            const float *queries, int64_t dim, int64_t width, float *scores) {
+    __m256 sums[8][4];
+    for (int i = 0; i < keys; i++)
+        for (int j = 0; j < registers; j++) sums[i][j] = _mm256_setzero_ps();
+    const float *rows[8];
+    for (int i = 0; i < keys; i++) rows[i] = (const float *)unit->keys[key + i];
+    for (int64_t d = 0; d < dim; d++) {
+        __m256 query[4];
+        load_row(registers, queries + d * LANES, width * LANES, query);
+#pragma GCC unroll 8
+        for (int i = 0; i < keys; i++) {
+            const __m256 number = _mm256_set1_ps(rows[i][d]);
+#pragma GCC unroll 4
+            for (int j = 0; j < registers; j++) sums[i][j] = _mm256_fmadd_ps(number, query[j], sums[i][j]);
+        }
+    }
+    for (int i = 0; i < keys; i++) store_row(registers, scores + (key + i) * LANES, UNIT * LANES, sums[i]);
+}
+
+/* Onto a few sums, from the dim `d` on, over all keys. */
+AVX2 INLINE void add_dims(const int dims, const int registers, const struct unit *unit, int64_t d, const float *weights,
+                          int64_t num_keys, float *sums, int64_t size) {
+    __m256 kept[8][4];
+    for (int i = 0; i < dims; i++) load_row(registers, sums + (d + i) * LANES, size, kept[i]);
+    for (int64_t key = 0; key < num_keys; key++) {
+        const float *row = (const float *)unit->values[key] + d;
+        __m256 weight[4];
+        load_row(registers, weights + key * LANES, UNIT * LANES, weight);
+#pragma GCC unroll 8
+        for (int i = 0; i < dims; i++) {
+            const __m256 number = _mm256_set1_ps(row[i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < registers; j++) kept[i][j] = _mm256_fmadd_ps(number, weight[j], kept[i][j]);
+        }
+    }
+    for (int i = 0; i < dims; i++) store_row(registers, sums + (d + i) * LANES, size, kept[i]);
+}
+
+/* `at_once` keys or dims have their sums in registers, and two or four loads of numbers per sum less with each more. */
+AVX2 INLINE void score_all(const int at_once, const int registers, const struct unit *unit, int64_t num_keys,
+                           const float *queries, int64_t dim, int64_t width, float *scores) {
+    int64_t key = 0;
+    for (; key + at_once <= num_keys; key += at_once)
+        score_keys(at_once, registers, unit, key, queries, dim, width, scores);
+    for (; key < num_keys; key++) score_keys(1, registers, unit, key, queries, dim, width, scores);
+}
+
+AVX2 INLINE void add_all(const int at_once, const int registers, const struct unit *unit, int64_t num_keys, int64_t dim,
+                         const float *weights, float *sums, int64_t size) {
+    int64_t d = 0;
+    for (; d + at_once <= dim; d += at_once) add_dims(at_once, registers, unit, d, weights, num_keys, sums, size);
+    for (; d < dim; d++) add_dims(1, registers, unit, d, weights, num_keys, sums, size);
+}
+
+/* scores [tiles, UNIT, LANES] of one or two tiles, or of the first half of one where it has `few_lanes`. */
+AVX2 INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
+                            const void *queries, float *scores, int is_pair, int64_t few_lanes) {
+    (void)values;
+    const int64_t dim = a->key_dim, width = round_up(dim, 32);
+    if (is_pair) score_all(2, 4, unit, num_keys, queries, dim, width, scores);
+    else if (few_lanes) score_all(8, 1, unit, num_keys, queries, dim, width, scores);
+    else score_all(4, 2, unit, num_keys, queries, dim, width, scores);
+}
+
+/* sums += V^T P likewise. */
+AVX2 INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
+                          const bf16 *values, const float *weights, const bf16 *pairs, float *sums, int is_pair,
+                          int64_t few_lanes) {
+    (void)next, (void)values, (void)pairs;
+    const int64_t dim = a->value_dim, size = (round_up(dim, 32) + 2) * LANES;
+    if (is_pair) add_all(2, 4, unit, num_keys, dim, weights, sums, size);
+    else if (few_lanes) add_all(8, 1, unit, num_keys, dim, weights, sums, size);
+    else add_all(4, 2, unit, num_keys, dim, weights, sums, size);
+}

@@ -1,0 +1,290 @@
+/* The two products of attention_tiles.c on AVX-512: of bfloat16, which AMX has too, and of float32. */
+
+#pragma once
+
+#include "attention_unit.h"
+
+/* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
+AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                            float *scores, int is_pair) {
+    const int64_t num_tiles = (unit->count + 15) / 16;
+    for (int64_t tile = 0; tile < num_keys / 16; tile += 2) {
+        const int64_t other = min(tile + 1, num_tiles - 1);
+        const char *low = unit->key_tiles[tile], *high = unit->key_tiles[other];
+        const int64_t low_stride = unit->key_strides[tile], high_stride = unit->key_strides[other];
+        _tile_zero(0);
+        _tile_zero(1);
+        if (is_pair) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t d = 0; d < width; d += 32) {
+            _tile_loadd(6, queries + d * LANES, 64);
+            _tile_loadd(4, low + d * 2, low_stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, high + d * 2, high_stride);
+            _tile_dpbf16ps(1, 5, 6);
+            if (is_pair) {
+                _tile_loadd(7, queries + (width + d) * LANES, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, scores + tile * 16 * LANES, 64);
+        _tile_stored(1, scores + (tile + 1) * 16 * LANES, 64);
+        if (is_pair) {
+            _tile_stored(2, scores + (UNIT + tile * 16) * LANES, 64);
+            _tile_stored(3, scores + (UNIT + (tile + 1) * 16) * LANES, 64);
+        }
+    }
+}
+
+/* `score_tiles` without AMX. */
+AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                              float *scores, int is_pair) {
+    const int at_once = is_pair ? 8 : 16; /* keys, whose sums fill the registers */
+    const int64_t last_tile = (unit->count - 1) / 16;
+    for (int64_t key = 0; key < num_keys; key += at_once) {
+        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
+        const char *keys = unit->key_tiles[tile] + key % 16 * stride;
+        __m512 sums[16][2];
+        for (int i = 0; i < at_once; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < width; d += 2) {
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
+            const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(queries + (width + d) * LANES) : first;
+#pragma GCC unroll 16
+            for (int i = 0; i < at_once; i++) {
+                const __m512bh numbers = (__m512bh)broadcast(keys + i * stride + d * 2);
+                sums[i][0] = _mm512_dpbf16_ps(sums[i][0], first, numbers);
+                if (is_pair) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], second, numbers);
+            }
+        }
+        for (int i = 0; i < at_once; i++) {
+            _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
+            if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
+        }
+    }
+}
+
+/* `score_vectors` for the first lanes of one tile, keys side by side in place of lanes: the same products, each sum in
+   the same order. */
+AVX INLINE void score_few(const int lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries,
+                          int64_t width, float *scores) {
+    const int64_t last_tile = (unit->count - 1) / 16;
+    for (int64_t key = 0; key < num_keys; key += 16) {
+        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
+        const char *keys = unit->key_tiles[tile];
+        __m512 sums[FEW_LANES];
+        for (int lane = 0; lane < FEW_LANES; lane++) sums[lane] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < width; d += 32) {
+            __m512i pairs[16];
+            for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(keys + i * stride + d * 2);
+            transpose(pairs);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++)
+#pragma GCC unroll 4
+                for (int lane = 0; lane < lanes; lane++) {
+                    const __m512bh query = (__m512bh)broadcast(queries + (d + 2 * i) * LANES + lane * 2);
+                    sums[lane] = _mm512_dpbf16_ps(sums[lane], query, (__m512bh)pairs[i]);
+                }
+        }
+        const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
+        const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
+        float fours[16 * FEW_LANES] __attribute__((aligned(64))); /* of each fourth key: 0 4 8 12, 1 5 9 13, ... */
+        _mm512_store_ps(fours, _mm512_shuffle_ps(a, c, 0x44));
+        _mm512_store_ps(fours + 16, _mm512_shuffle_ps(a, c, 0xee));
+        _mm512_store_ps(fours + 32, _mm512_shuffle_ps(b, d, 0x44));
+        _mm512_store_ps(fours + 48, _mm512_shuffle_ps(b, d, 0xee));
+        for (int i = 0; i < 16; i++) {
+            const __m128 four = _mm_load_ps(fours + i % 4 * 16 + i / 4 * 4);
+            _mm512_storeu_ps(scores + (key + i) * LANES, _mm512_zextps128_ps512(four));
+        }
+    }
+}
+
+AVX INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float *queries, int64_t dim, int64_t width,
+                          float *scores, int is_pair) {
+    for (int64_t key = 0; key < num_keys; key += 8) {
+        __m512 sums[8][2];
+        for (int i = 0; i < 8; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+        const float *rows[8];
+        for (int i = 0; i < 8; i++) rows[i] = (const float *)unit->keys[key + i];
+        for (int64_t d = 0; d < dim; d++) {
+            __m512 first = _mm512_loadu_ps(queries + d * LANES), second = first;
+            if (is_pair) second = _mm512_loadu_ps(queries + (width + d) * LANES);
+            for (int i = 0; i < 8; i++) {
+                __m512 number = _mm512_set1_ps(rows[i][d]);
+                sums[i][0] = _mm512_fmadd_ps(number, first, sums[i][0]);
+                if (is_pair) sums[i][1] = _mm512_fmadd_ps(number, second, sums[i][1]);
+            }
+        }
+        for (int i = 0; i < 8; i++) {
+            _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
+            if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
+        }
+    }
+}
+
+/* sums += V^T P for the first `num_keys` of the unit. */
+AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
+                          int64_t size, int is_pair) {
+    for (int64_t d = 0; d < width; d += 32) {
+        float *low = sums + d * LANES, *high = low + 16 * LANES;
+        _tile_loadd(0, low, 64);
+        _tile_loadd(1, high, 64);
+        if (is_pair) {
+            _tile_loadd(2, low + size, 64);
+            _tile_loadd(3, high + size, 64);
+        }
+        for (int64_t key = 0; key < num_keys; key += 32) {
+            const bf16 *v = values + (key / 32 * (width / 16) + d / 16) * 512;
+            _tile_loadd(6, weights + key * LANES, 64);
+            _tile_loadd(4, v, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, v + 512, 64);
+            _tile_dpbf16ps(1, 5, 6);
+            if (is_pair) {
+                _tile_loadd(7, weights + (UNIT + key) * LANES, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, low, 64);
+        _tile_stored(1, high, 64);
+        if (is_pair) {
+            _tile_stored(2, low + size, 64);
+            _tile_stored(3, high + size, 64);
+        }
+    }
+}
+
+/* `add_tiles` without AMX. */
+AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
+                            int64_t size, int is_pair) {
+    const int at_once = is_pair ? 8 : 16; /* dims, whose sums fill the registers */
+    for (int64_t d = 0; d < width; d += at_once) {
+        float *onto = sums + d * LANES;
+        __m512 kept[16][2];
+        for (int i = 0; i < at_once; i++) {
+            kept[i][0] = _mm512_loadu_ps(onto + i * LANES);
+            if (is_pair) kept[i][1] = _mm512_loadu_ps(onto + size + i * LANES);
+        }
+        for (int64_t key = 0; key < num_keys; key += 32) {
+            const bf16 *tile = values + (key / 32 * (width / 16) + d / 16) * 512 + d % 16 * 32;
+            for (int64_t i = 0; i < 32; i += 2) {
+                const bf16 *at = weights + (key + i) * LANES;
+                const __m512bh first = (__m512bh)_mm512_loadu_si512(at);
+                const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(at + UNIT * LANES) : first;
+#pragma GCC unroll 16
+                for (int dim = 0; dim < at_once; dim++) {
+                    const __m512bh numbers = (__m512bh)broadcast(tile + dim * 32 + i);
+                    kept[dim][0] = _mm512_dpbf16_ps(kept[dim][0], first, numbers);
+                    if (is_pair) kept[dim][1] = _mm512_dpbf16_ps(kept[dim][1], second, numbers);
+                }
+            }
+        }
+        for (int i = 0; i < at_once; i++) {
+            _mm512_storeu_ps(onto + i * LANES, kept[i][0]);
+            if (is_pair) _mm512_storeu_ps(onto + size + i * LANES, kept[i][1]);
+        }
+    }
+}
+
+/* `add_vectors` for the first lanes of one tile, dims side by side in place of lanes, from the values as they lie: the
+   same products, each sum in the same order. `num_bytes` of each value of `next` are fetched meanwhile. */
+AVX INLINE void add_few(const int lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
+                        const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
+    const __m512i places = _mm512_slli_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4); /* of dims, LANES apart */
+    for (int64_t d = 0; d < dim; d += 32) {
+        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+        float *onto = sums + d * LANES;
+        __m512 kept[FEW_LANES][2];
+        for (int lane = 0; lane < lanes; lane++)
+            for (int half = 0; half < 2; half++)
+                kept[lane][half] = _mm512_i32gather_ps(places, onto + half * 16 * LANES + lane, 4);
+        for (int64_t key = 0; key < num_keys; key += 2) {
+            if (next && d == 0) fetch(next->values + key, num_bytes);
+            const __m512i first = _mm512_maskz_loadu_epi16(dims, unit->values[key] + 2 * d);
+            const __m512i second = _mm512_maskz_loadu_epi16(dims, unit->values[key + 1] + 2 * d);
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
+            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+#pragma GCC unroll 4
+            for (int lane = 0; lane < lanes; lane++) {
+                const __m512bh weight = (__m512bh)broadcast(weights + key * LANES + lane * 2);
+                kept[lane][0] = _mm512_dpbf16_ps(kept[lane][0], weight, low);
+                kept[lane][1] = _mm512_dpbf16_ps(kept[lane][1], weight, high);
+            }
+        }
+        for (int lane = 0; lane < lanes; lane++)
+            for (int half = 0; half < 2; half++)
+                _mm512_i32scatter_ps(onto + half * 16 * LANES + lane, places, kept[lane][half], 4);
+    }
+}
+
+/* Each number of lanes has code of its own, whose sums stay in registers. */
+AVX static void score_some(int64_t lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
+                           float *scores) {
+#define LANES_OF(n) case n: score_few(n, unit, num_keys, queries, width, scores); break;
+    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+}
+
+AVX static void add_some(int64_t lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
+                         const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
+#define LANES_OF(n) case n: add_few(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
+    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+}
+
+/* The same in float32, for `dims` of the sums from `d` on. */
+AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
+                             float *sums, int64_t size, int is_pair) {
+    __m512 kept[8][2];
+    for (int i = 0; i < dims; i++) {
+        kept[i][0] = _mm512_loadu_ps(sums + (d + i) * LANES);
+        if (is_pair) kept[i][1] = _mm512_loadu_ps(sums + size + (d + i) * LANES);
+    }
+    for (int64_t key = 0; key < num_keys; key++) {
+        const float *row = (const float *)unit->values[key] + d;
+        __m512 first = _mm512_loadu_ps(weights + key * LANES), second = first;
+        if (is_pair) second = _mm512_loadu_ps(weights + (UNIT + key) * LANES);
+        for (int i = 0; i < dims; i++) {
+            __m512 number = _mm512_set1_ps(row[i]);
+            kept[i][0] = _mm512_fmadd_ps(number, first, kept[i][0]);
+            if (is_pair) kept[i][1] = _mm512_fmadd_ps(number, second, kept[i][1]);
+        }
+    }
+    for (int i = 0; i < dims; i++) {
+        _mm512_storeu_ps(sums + (d + i) * LANES, kept[i][0]);
+        if (is_pair) _mm512_storeu_ps(sums + size + (d + i) * LANES, kept[i][1]);
+    }
+}
+
+AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weights, int64_t num_keys, float *sums,
+                        int64_t size, int is_pair) {
+    int64_t d = 0;
+    for (; d + 8 <= dim; d += 8) add_dims_f32(unit, d, 8, weights, num_keys, sums, size, is_pair);
+    for (; d < dim; d++) add_dims_f32(unit, d, 1, weights, num_keys, sums, size, is_pair);
+}
+
+/* scores [tiles, UNIT, LANES] of one or two tiles; without `values`, of the first `few_lanes` lanes of one. */
+AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
+                           const void *queries, float *scores, int is_pair, int64_t few_lanes) {
+    const int64_t width = round_up(a->key_dim, 32);
+    if (!values) score_some(few_lanes, unit, num_keys, queries, width, scores);
+    else if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, width, scores, is_pair);
+    else if (a->is_bf16) score_vectors(unit, num_keys, queries, width, scores, is_pair);
+    else score_f32(unit, num_keys, queries, a->key_dim, width, scores, is_pair);
+}
+
+/* sums += V^T P likewise; P are the `weights`, or the scores where the model is of float32. */
+AMX INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
+                         const bf16 *values, const float *scores, const bf16 *weights, float *sums, int is_pair,
+                         int64_t few_lanes) {
+    const int64_t width = round_up(a->value_dim, 32), size = (width + 2) * LANES;
+    if (!values) add_some(few_lanes, unit, next, value_bytes(a), weights, num_keys, a->value_dim, sums);
+    else if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
+    else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
+    else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);
+}
