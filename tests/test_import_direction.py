@@ -29,6 +29,7 @@ HOMES = {
         "router/backend/application_watch.py",
         "router/backend/frontend_metrics.py",
         "router/backend/serve_backend.py",
+        "router/grpc_api/serve_gate.py",
         "router/routing/index/index_actor.py",
         "router/routing/index/index_client.py",
         "router/routing/serve_router.py",

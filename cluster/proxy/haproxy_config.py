@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
-MAX_CONNECTIONS_PER_ADDRESS = 1024  # of the 4096 that HAProxy takes
+MAX_CONNECTIONS_PER_ADDRESS = 1024
+# Of the 4096 that HAProxy takes, for clients; the rest is kept for the operator's addresses, which ask for health.
+MAX_HTTP_CONNECTIONS = 3072
+MAX_GRPC_CONNECTIONS = 768
+OPERATOR_ADDRESSES = "127.0.0.1 ::1"
 MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that end when the client wants
 _RETRY_AFTER_S = 1
 _REASONS = {
@@ -29,20 +33,30 @@ class ProxySettings:
     """The part of the configuration that operators choose.
 
     `certificate_file` holds a certificate chain and its key (PEM) and turns TLS on for HTTP and gRPC. Clients must show
-    a certificate signed by `client_ca_file` where there is one.
+    a certificate signed by `client_ca_file` where there is one. Connections from `operator_addresses` (or networks)
+    have places of their own; where there are any, they alone get `/metrics`.
     """
 
     certificate_file: str = ""
     client_ca_file: str = ""
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+    operator_addresses: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ProxySettings:
         """Read the variables that `cluster.serve_environment` sets."""
         limit = environment.get("OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS", str(MAX_CONNECTIONS_PER_ADDRESS))
         return cls(
-            environment.get("OUTRIDER_TLS_CERTIFICATE", ""), environment.get("OUTRIDER_TLS_CLIENT_CA", ""), int(limit)
+            environment.get("OUTRIDER_TLS_CERTIFICATE", ""),
+            environment.get("OUTRIDER_TLS_CLIENT_CA", ""),
+            int(limit),
+            " ".join(environment.get("OUTRIDER_OPERATOR_ADDRESSES", "").replace(",", " ").split()),
         )
+
+    @property
+    def known_addresses(self) -> str:
+        """The operator's addresses, those of this machine included."""
+        return f"{OPERATOR_ADDRESSES} {self.operator_addresses}".strip()
 
 
 def harden(text: str, settings: ProxySettings) -> str:
@@ -64,12 +78,15 @@ def harden(text: str, settings: ProxySettings) -> str:
     text = _replace(
         text,
         r"(frontend http_frontend\n *bind [^\n]*)",
-        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings)}{_BODY}{_REFUSALS}",
+        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}{_BODY}"
+        rf"{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
         tls = _tls(settings, "h2")
-        text = _replace(text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings)}{ENDLESS_CALLS}")
+        text = _replace(
+            text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings, MAX_GRPC_CONNECTIONS)}{ENDLESS_CALLS}"
+        )
     return f"# hardened\n{text}{_REFUSED_CLIENTS}{ENDLESS_CALLERS}"
 
 
@@ -82,6 +99,7 @@ ENDLESS_CALLS = f"""\
     http-request return status 200 hdr content-type application/grpc hdr grpc-status 8 \
 hdr grpc-message "At most {MAX_ENDLESS_CALLS} such calls are open at once; end one first." \
 if is_endless {{ sc1_conn_cur gt {MAX_ENDLESS_CALLS} }}
+    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if !is_endless
 """
 ENDLESS_CALLERS = """
 backend endless_callers
@@ -119,12 +137,20 @@ def _quoted(text: str) -> str:
     return '"' + text.replace('"', '\\\\"') + '"'
 
 
-def _limits(settings: ProxySettings) -> str:
+def _limits(settings: ProxySettings, max_connections: int) -> str:
     return (
         "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
         "    tcp-request connection track-sc0 src\n"
         f"    tcp-request connection reject if {{ sc0_conn_cur gt {settings.max_connections_per_address} }}\n"
+        f"    acl is_operator src {settings.known_addresses}\n"
+        f"    tcp-request connection reject if {{ fe_conn gt {max_connections} }} !is_operator\n"
     )
+
+
+def _metrics_rule(settings: ProxySettings) -> str:
+    if not settings.operator_addresses:
+        return ""
+    return "    http-request deny deny_status 403 if { path,url_dec -i /metrics } !is_operator\n"
 
 
 def _tls(settings: ProxySettings, protocols: str) -> str:

@@ -22,7 +22,7 @@ from protos.errors import EngineError, NotFoundError, OverloadedError, ServingEr
 from router.api_keys import ApiKeys
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.grpc_api.callers import Caller, authenticate
+from router.grpc_api.callers import Caller, authenticate, leave_place
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.metrics.tracing import call_span
 from router.requests.chat_request import ChatCompletionRequest
@@ -69,6 +69,7 @@ class GrpcApi:
         """Answer in full."""
         async with self._call("Generate", context):
             generation = await self._start(request, context)
+            leave_place.get()()
             choices = await generation.choices()
             steps = generation.usage.steps
             return pb2.GenerateResponse(
@@ -87,6 +88,7 @@ class GrpcApi:
         """Yield the answer as it grows; usage comes with the last message."""
         async with self._call("GenerateStream", context):
             generation = await self._start(request, context)
+            leave_place.get()()
             num_open = generation.num_choices
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
@@ -174,6 +176,8 @@ class GrpcApi:
                 yield
         except Exception as error:  # the edge of the process
             await self._fail(operation, context, error)
+        finally:
+            leave_place.get()()
         self._service.metrics.count_request("grpc", operation, grpc.StatusCode.OK.name)
 
     async def _fail(self, operation: str, context: CallContext, error: Exception) -> NoReturn:

@@ -7,12 +7,16 @@ the proxy calls them over loopback, and `LOCAL_PROXY` says so.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from protos.errors import PermissionDeniedError
 from router.api_keys import ApiKeys
 
 LOCAL_PROXY = "OUTRIDER_LOCAL_PROXY"
+# Gives the place of the current call's message to another one; to be called when the message is checked, or refused.
+leave_place: ContextVar[Callable[[], object]] = ContextVar("leave_place", default=lambda: None)
 _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 
 

@@ -11,8 +11,9 @@ from grpc_reflection.v1alpha import reflection
 from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
+from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES, ReadingGate
 
-_OPTIONS = [("grpc.max_receive_message_length", 16 << 20)]  # as Serve's proxy has it (`cluster.serve_environment`)
+_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
 _MAX_CALLS = 4096  # at once; more are refused as RESOURCE_EXHAUSTED
 _SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
 
@@ -31,14 +32,16 @@ class _Servicer:
 
 
 async def start_grpc_server(
-    api: GrpcApi, address: str, add_more: Callable[[grpc.aio.Server], str] | None = None
+    api: GrpcApi, gate: ReadingGate, address: str, add_more: Callable[[grpc.aio.Server], str] | None = None
 ) -> grpc.aio.Server:
-    """Return a server that listens at `host:port`; `add_more` adds another service to it and returns its name.
+    """Return a server that listens at `host:port` and reads through `gate`.
+
+    `add_more` adds another service to it and returns its name.
 
     Raises:
         ConfigError: the address cannot be had.
     """
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+    server = grpc.aio.server(interceptors=[gate], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
     servicer = _Servicer(api)
     outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -11,6 +11,7 @@ from cluster.ports import free_port
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
+from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import start_grpc_server
 
 
@@ -22,7 +23,9 @@ async def grpc_channel(
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Serve on a free port, and open a channel to it that may send a message of any size."""
     address = f"127.0.0.1:{free_port()}"
-    server = await start_grpc_server(GrpcApi(service, api_keys or ApiKeys()), address, add_more)
+    keys = api_keys or ApiKeys()
+    gate = ReadingGate(keys, service.metrics)
+    server = await start_grpc_server(GrpcApi(service, keys), gate, address, add_more)
     try:
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
             yield channel

@@ -324,8 +324,8 @@ async def test_a_prediction_that_cannot_be_used_is_refused(stub: outrider_pb2_gr
         await stub.Generate(request)
 
 
-async def test_a_message_is_read_up_to_16_mib(stub: outrider_pb2_grpc.GenerationStub) -> None:
-    for num_mib, code in ((15, grpc.StatusCode.INVALID_ARGUMENT), (17, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+async def test_a_message_is_read_up_to_8_mib(stub: outrider_pb2_grpc.GenerationStub) -> None:
+    for num_mib, code in ((7, grpc.StatusCode.INVALID_ARGUMENT), (9, grpc.StatusCode.RESOURCE_EXHAUSTED)):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Generate(pb2.GenerateRequest(model="fake", prompt="a" * (num_mib << 20), max_tokens=1))
         assert error.value.code() == code

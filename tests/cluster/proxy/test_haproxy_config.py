@@ -142,10 +142,39 @@ def test_one_address_cannot_take_every_connection(start: Callable[..., Proxy]) -
     assert 3 <= len(kept) <= 4  # the look whether it listens may still count
 
 
-def connect_unless_reset(port: int) -> socket.socket | None:
+def test_many_addresses_leave_the_operator_places(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight addresses with 4,300 idle connections kept every health check waiting until they were cut off."""
+    monkeypatch.setattr(haproxy_config, "MAX_HTTP_CONNECTIONS", 8)
+    monkeypatch.setattr(haproxy_config, "REQUEST_TIMEOUT_S", 15)
+    proxy = start()
+    connections = [connect_unless_reset(proxy.http, f"127.0.0.{2 + index % 4}") for index in range(12)]
+    time.sleep(0.2)
+    kept = [connection for connection in connections if connection and is_open(connection)]
+    assert 7 <= len(kept) <= 8
+    assert status_of(proxy, "/metrics", "127.0.0.1") == 503  # of the absent server, and so HAProxy's answer
+    for connection in kept:
+        connection.close()
+
+
+def test_metrics_are_the_operator_s_where_one_is_named(start: Callable[..., Proxy]) -> None:
+    proxy = start(ProxySettings.of({"OUTRIDER_OPERATOR_ADDRESSES": "127.0.0.8/29, 192.0.2.1"}))
+    for path in ("/metrics", "/%6Detrics", "/metrics?all"):
+        assert status_of(proxy, path, "127.0.0.2") == 403
+        assert status_of(proxy, path, "127.0.0.9") == 503
+    assert status_of(proxy, "/health", "127.0.0.2") == 503
+    assert status_of(proxy, "/metrics", "127.0.0.1") == 503
+
+
+def status_of(proxy: Proxy, path: str, address: str) -> int:
+    client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20, source_address=(address, 0))
+    client.request("GET", path)
+    return client.getresponse().status
+
+
+def connect_unless_reset(port: int, address: str = "127.0.0.1") -> socket.socket | None:
     """Connect; None where the proxy resets the connection before connect() has returned."""
     try:
-        return socket.create_connection(("127.0.0.1", port), 5)
+        return socket.create_connection(("127.0.0.1", port), 5, (address, 0))
     except ConnectionResetError:
         return None
 

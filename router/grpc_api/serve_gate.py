@@ -1,0 +1,23 @@
+"""The gate of messages at Serve's gRPC server, which has no setting for interceptors."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from grpc.aio._server import Server
+from ray.serve._private.grpc_util import gRPCGenericServer
+
+from router.grpc_api.reading_gate import ReadingGate
+
+
+def gate_serve(gate: ReadingGate) -> None:
+    """Have the server for clients that Serve starts in this process, after its replica is made, read through `gate`."""
+    make = Server.__init__
+
+    @wraps(make)
+    def make_gated(server: Any, *args: Any, interceptors: Any = (), **kwargs: Any) -> None:
+        added = (gate,) if isinstance(server, gRPCGenericServer) else ()
+        make(server, *args, interceptors=(*(interceptors or ()), *added), **kwargs)
+
+    Server.__init__ = make_gated
