@@ -23,13 +23,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.approximate.steps import StepSpeculation, step_speculation
 from engine.config import EngineConfig, SpeculationConfig
-from engine.draft import DraftSource
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
 from engine.model.cuda_graphs.buckets import sized
@@ -104,18 +103,6 @@ class Speculation:
     head: HeadProposer | None = None
     steps: StepSpeculation | None = None
     overlap: Overlap | None = None
-
-
-class _DraftedOutcome(NamedTuple):
-    """All that the counters want of a pass with drafts: hundreds of one step have few values between them."""
-
-    source: DraftSource | None
-    is_greedy: bool
-    is_structured: bool
-    num_valid: int
-    depth: int
-    num_forced: int
-    num_accepted: int
 
 
 class EngineCore:
@@ -385,7 +372,7 @@ class EngineCore:
                 each.sequence.request_id, (), guess_ids=draft.first_branch, offset=each.sequence.num_output_tokens
             )
             for each, draft in zip(batch.sampled, drafts, strict=True)
-            if each.sequence.request.returns_guesses and draft.num_valid > 0
+            if draft.num_valid > 0 and each.sequence.request.returns_guesses
         ]
         if guesses:
             self.on_drafted(guesses)
@@ -413,10 +400,10 @@ class EngineCore:
         return verified
 
     def _count(self, tasks: Seq[VerifyTask], drafts: Seq[CheckedDraft], verified: Seq[VerifyResult]) -> None:
-        """Count the passes with drafts, equal ones at once."""
+        """Count the passes with drafts, equal ones at once: hundreds of one step have few values between them."""
         passes = Counter(
             [
-                _DraftedOutcome(
+                (
                     draft.draft.source,
                     task.sequence.is_greedy,
                     task.sequence.matcher is not None,
@@ -429,14 +416,14 @@ class EngineCore:
                 if outcome.is_exact and draft.num_valid > 0
             ]
         )
-        for each, num_passes in passes.items():
-            self._drafts.record(each.num_valid, each.num_accepted, each.depth, num_passes)
+        for (source, is_greedy, has_grammar, num_valid, depth, num_forced, num_accepted), count in passes.items():
+            self._drafts.record(num_valid, num_accepted, depth, count)
             # What the grammar forced says nothing of the method that drafted before it.
-            if (num_own := each.depth - each.num_forced) > 0:
-                method = str(each.source or self._own_method)
-                key = ClassKey(method, class_name(is_greedy=each.is_greedy, is_structured=each.is_structured))
-                self._classes.record(key, num_own, min(each.num_accepted, num_own), num_passes)
-                self._drift.record(f"{key.method}-{key.name}", each.num_accepted > 0, num_passes)
+            if (num_own := depth - num_forced) > 0:
+                method = str(source or self._own_method)
+                key = ClassKey(method, class_name(is_greedy=is_greedy, is_structured=has_grammar))
+                self._classes.record(key, num_own, min(num_accepted, num_own), count)
+                self._drift.record(f"{key.method}-{key.name}", num_accepted > 0, count)
         self._drift.end_step()
 
     def _method_of(self, draft: CheckedDraft) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from engine.draft import depths
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Consecutive tokens of one sequence, computed in one pass.
 
     A KV index counts the slots of one sequence. The tokens have KV indices [start, start + len(token_ids)), whose slots
     the table covers. The KV of [0, start) is already in the blocks of `block_table`, or is written there by another
     span of the same pass. The last
-    `num_logits` tokens yield a row of logits each.
+    `num_logits` tokens yield a row of logits each. A tuple, since a step makes hundreds of them.
 
     The KV index of a token is its position, except in a tree: `parents` belong to the last `len(parents)` KV indices of
     the span, as in `engine.draft.Draft`. Such a token sees its ancestors, and everything before the tree; its position
@@ -61,12 +60,12 @@ class Span:
         """Return the span of its token `step` alone, those before it being in the pool already."""
         num_later = len(self.token_ids) - 1 - step
         parents = self.parents[: max(0, len(self.parents) - num_later)]
-        return replace(self, token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
+        return self._replace(token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
 
     def trimmed(self, block_size: int) -> Span:
         """Return the span without blocks behind its last token."""
         num_blocks = -(-self.end // block_size)
-        return self if len(self.block_table) == num_blocks else replace(self, block_table=self.block_table[:num_blocks])
+        return self if len(self.block_table) == num_blocks else self._replace(block_table=self.block_table[:num_blocks])
 
     def first_key(self, window: int | None) -> int:
         """Return the first KV index that the tokens may see, if each sees `window` positions, its own included."""

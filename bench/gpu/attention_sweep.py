@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from engine.attention.base import LayerOptions
+from engine.attention.row_layout import RowLayout
 from engine.attention.triton_attention import Launch, num_processors, paged_attention
-from engine.attention.triton_tiles import join_tables, num_keys_of, split_tiles, whole_tiles
+from engine.attention.triton_tiles import num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling, choose_tiling, power_of_two
 from engine.indexing import send
 from engine.span import Span
@@ -36,10 +37,11 @@ def sweep(seconds: Seconds, shape: WideShape, context: int, stages: int, block_n
     heads = Heads(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim)
     usual = choose_tiling(ROWS, heads, 2)
     tiling = Tiling(usual.block_m, block_n, usual.num_warps, stages)
-    tiles = whole_tiles(spans, None, tiling, group_size, _BLOCK_SIZE)
+    layout = RowLayout.of(spans, _BLOCK_SIZE)
+    tiles = whole_tiles(layout, None, tiling, group_size)
     share = num_keys_of(tiles) * heads.num_kv_heads // (programs * num_processors(device))
     split = max(_MIN_SPLIT_TOKENS, power_of_two(share))
-    tables = send(torch.from_numpy(join_tables(spans, _BLOCK_SIZE)), device)
+    tables = send(torch.from_numpy(layout.tables), device)
     launch = Launch.of(split_tiles(tiles, split), tiling, group_size, tables, None)
     pool = (len(order), _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     keys, values = (torch.randn(pool, dtype=torch.bfloat16, device=device) for _ in range(2))

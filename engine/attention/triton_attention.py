@@ -18,8 +18,9 @@ from triton import knobs
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
+from engine.attention.row_layout import Ints, RowLayout, SpanField
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiles import Ints, MergeField, TilePlan, join_tables, num_keys_of, split_tiles, whole_tiles
+from engine.attention.triton_tiles import MergeField, TilePlan, num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     Heads,
@@ -183,18 +184,16 @@ class TritonAttention:
         self._spans = spans
         self._cache = cache
         self._is_batch_invariant = is_batch_invariant
-        self._block_tables = send(torch.from_numpy(join_tables(spans, cache.block_size)), cache.device)
 
     def whole(self, slots: Index) -> TritonAttentionPass:
-        return self._pass(slots, self._spans, self._block_tables)
+        return self._pass(slots, self._spans)
 
     def step(self, step: int, slots: Index) -> TritonAttentionPass:
-        spans = [span.at_step(step) for span in self._spans]
-        tables = send(torch.from_numpy(join_tables(spans, self._cache.block_size)), self._cache.device)
-        return self._pass(slots, spans, tables)
+        return self._pass(slots, [span.at_step(step) for span in self._spans])
 
-    def _pass(self, slots: Index, spans: Seq[Span], block_tables: Tensor) -> TritonAttentionPass:
-        return TritonAttentionPass(self._cache, slots, spans, block_tables, is_batch_invariant=self._is_batch_invariant)
+    def _pass(self, slots: Index, spans: Seq[Span]) -> TritonAttentionPass:
+        layout = RowLayout.of(spans, self._cache.block_size)
+        return TritonAttentionPass(self._cache, slots, layout, is_batch_invariant=self._is_batch_invariant)
 
 
 def batch_invariant_triton(spans: Seq[Span], cache: KVCache) -> TritonAttention:
@@ -210,14 +209,12 @@ def batch_invariant_triton(spans: Seq[Span], cache: KVCache) -> TritonAttention:
 class TritonAttentionPass:
     """One forward batch over the pool; a layout for a window and head sizes serves every layer that has them."""
 
-    def __init__(
-        self, cache: KVCache, slots: Index, spans: Seq[Span], block_tables: Tensor, *, is_batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, cache: KVCache, slots: Index, layout: RowLayout, *, is_batch_invariant: bool = False) -> None:
         self._is_batch_invariant = is_batch_invariant
         self._cache = cache
         self._slots = slots
-        self._spans = spans
-        self._block_tables = block_tables
+        self._layout = layout
+        self._block_tables = send(torch.from_numpy(layout.tables), cache.device)
         self._launches: dict[tuple[int | None, Heads], Launch] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
@@ -234,11 +231,11 @@ class TritonAttentionPass:
 
     def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
         is_batch_invariant = self._is_batch_invariant
-        longest = max(len(span.token_ids) for span in self._spans)
+        longest = int(self._layout.of_field(SpanField.NUM_ROWS).max())
         tiling = choose_tiling(longest, heads, itemsize, is_batch_invariant=is_batch_invariant)
-        tiles = whole_tiles(self._spans, window, tiling, heads.group_size, self._cache.block_size)
+        tiles = whole_tiles(self._layout, window, tiling, heads.group_size)
         plan = split_tiles(tiles, split_length(tiles, heads, self._cache, is_batch_invariant=is_batch_invariant))
-        masks = RowMasks.of(self._spans, window, self._cache.device)
+        masks = RowMasks.of(self._layout.spans, window, self._cache.device)
         return Launch.of(
             plan, tiling, heads.group_size, self._block_tables, masks, is_batch_invariant=is_batch_invariant
         )

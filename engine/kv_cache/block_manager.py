@@ -109,7 +109,7 @@ class BlockManager:
     def reserve(self, tokens: TokenBlocks, num_tokens: int) -> bool:
         """Make sure positions [0, num_tokens) have slots; False, and nothing changes, where the pool is too short."""
         table = tokens.block_table
-        num_missing = self._num_blocks_for(num_tokens) - len(table)
+        num_missing = -(-num_tokens // self.block_size) - len(table)
         if num_missing <= 0:
             return True
         if num_missing > self.num_free_blocks:

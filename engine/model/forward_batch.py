@@ -57,9 +57,11 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
 
 def logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
     """Rows of a pass of `num_rows` that are asked for their logits, [R] int64; None if all are."""
+    if sum([span.num_logits for span in spans]) == num_rows:
+        return None
     rows: list[int] = []
     end = 0
     for span in spans:
         end += len(span.token_ids)
         rows.extend(range(end - span.num_logits, end))
-    return None if len(rows) == num_rows else index_tensor(rows, device)
+    return index_tensor(rows, device)

@@ -25,7 +25,7 @@ class CheckedDraft(NamedTuple):
     @property
     def computed(self) -> Draft:
         """The tokens that the model computes."""
-        return self.draft.head(self.num_valid)
+        return self.draft.head(self.num_valid) if self.is_cut else self.draft
 
     @property
     def depth(self) -> int:
@@ -60,8 +60,9 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
     if draft.parents and not is_tree:
         draft = _first_path(draft)
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
-    num_valid = vocabulary.num_known(draft.token_ids)
-    return CheckedDraft(draft.head(num_valid + 1), num_valid, was_proposed=bool(draft.token_ids))
+    token_ids = draft.token_ids
+    num_valid = vocabulary.num_known(token_ids)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids))
 
 
 def _num_well_formed(draft: Draft, max_depth: int) -> int:

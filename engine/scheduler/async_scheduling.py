@@ -158,5 +158,5 @@ def _of_running(issued: InFlightBatch) -> InFlightBatch | None:
         return issued if rows else None
     assert issued.logits is not None
     logits = issued.logits.index_select(0, index_tensor(rows, issued.logits.device))
-    batch = Batch(tuple(all_scheduled[row] for row in rows))
-    return replace(issued, batch=batch, drafts=[NOTHING] * len(rows), logits=logits)
+    scheduled = tuple(all_scheduled[row] for row in rows)
+    return replace(issued, batch=Batch(scheduled, scheduled), drafts=[NOTHING] * len(rows), logits=logits)

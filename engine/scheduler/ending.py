@@ -44,21 +44,22 @@ def finished_before_start(sequence: Sequence) -> Cut | None:
 
 def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
     """Return the tokens that one pass committed, as a message."""
-    report, num_output_tokens = sequence.report, sequence.num_output_tokens
+    request, report, token_ids = sequence.request, sequence.report, cut.token_ids
+    offset = len(sequence.token_ids) - sequence.num_prompt_tokens - len(token_ids)
     return TokenChunk(
-        request_id=sequence.request_id,
-        token_ids=cut.token_ids,
+        request_id=request.request_id,
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=cut.finish_reason,
         stop_token_id=cut.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         speculation=sequence.speculation_stats(),
-        prompt_logprobs=tuple(sequence.prompt_logprobs) if num_output_tokens == len(cut.token_ids) else (),
+        prompt_logprobs=() if offset else tuple(sequence.prompt_logprobs),
         steps=sequence.step_stats,
-        sources=() if report is None else report.sources[: len(cut.token_ids)],
-        explanation=report.explanation() if report is not None and sequence.request.speculation.explain else None,
-        offset=num_output_tokens - len(cut.token_ids),
-        times=sequence.clock.take() if sequence.request.is_traced else None,
+        sources=() if report is None else report.sources[: len(token_ids)],
+        explanation=report.explanation() if report is not None and request.speculation.explain else None,
+        offset=offset,
+        times=sequence.clock.take() if request.is_traced else None,
     )
 
 

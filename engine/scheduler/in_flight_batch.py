@@ -45,5 +45,9 @@ class InFlightBatch:
     def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:
         """Return the moves that make chains of the accepted paths of trees; any later pass may read them."""
         pairs = zip(self.batch.sampled, verified, strict=True)
-        moves = [compaction(each.sequence.block_table, each.draft_start, outcome.path) for each, outcome in pairs]
+        moves = [
+            compaction(each.sequence.block_table, each.draft_start, outcome.path)
+            for each, outcome in pairs
+            if outcome.path
+        ]
         return [move for move in moves if move is not None]

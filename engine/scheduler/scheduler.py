@@ -161,9 +161,11 @@ class Scheduler:
         waits, and what is aborted is to be left out.
         """
         self._expire()
-        decodes = self._schedule_decodes([each for each in self._secure_ready() if not each.is_held])
-        budget = self._max_tokens_per_step - sum(each.num_tokens + each.max_draft_rows for each in decodes)
-        return Batch((*decodes, *self._schedule_prefills(budget)))
+        ready, behind = self._secure_ready()
+        decodes = self._schedule_decodes([each for each in ready if not each.is_held])
+        budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
+        prefills = self._schedule_prefills(budget, behind)
+        return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 
     def follow(self, batch: Batch) -> Batch | None:
         """Plan the step after `batch`, whose tokens are not known yet: one more of each sequence that they may not end.
@@ -178,11 +180,12 @@ class Scheduler:
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
-            # `_schedule_rows` could not publish these: a token was not known.
+            # `schedule` could not publish these: a token was not known.
             self._blocks.publish(sequence, len(sequence.token_ids))
         if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
             return None
-        return Batch(tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on))
+        scheduled = tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on)
+        return Batch(scheduled, scheduled)
 
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[TokenChunk]:
         """Apply a step's outcome: the number of drafts and the verifier's result of each sampled sequence.
@@ -226,16 +229,20 @@ class Scheduler:
                 logger.info("request %s: timed out after %s s", sequence.request_id, sequence.request.timeout_s)
                 self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
 
-    def _secure_ready(self) -> list[Sequence]:
-        """Return the sequences that sample in this step in any case, each with a slot for its last token.
+    def _secure_ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the sequences that sample in this step in any case, each with a slot for its last token; the others.
 
         They never exceed the budget: each was admitted when it had a token left beside all that ran before.
         """
-        ready = [sequence for sequence in self._running if _is_ready(sequence)]
-        for sequence in ready:
-            if sequence.status is SequenceStatus.RUNNING:
+        size = self._blocks.block_size
+        for sequence in [each for each in self._running if len(each.token_ids) > size * len(each.block_table)]:
+            if _is_ready(sequence) and sequence.status is SequenceStatus.RUNNING:
                 self._secure_slot(sequence)
-        return [sequence for sequence in ready if sequence.status is SequenceStatus.RUNNING]
+        ready: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in self._running:
+            (ready if _is_ready(sequence) else behind).append(sequence)
+        return ready, behind
 
     def _secure_slot(self, sequence: Sequence) -> None:
         num_tokens = len(sequence.token_ids)
@@ -250,32 +257,34 @@ class Scheduler:
                 return
 
     def _schedule_decodes(self, ready: list[Sequence]) -> list[ScheduledSequence]:
-        budget = self._max_tokens_per_step - len(ready)
+        budget, blocks = self._max_tokens_per_step - len(ready), self._blocks
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
-            num_slots = self._blocks.num_available_slots(sequence) - num_tokens
-            num_drafts = min(sequence.num_wanted_drafts, budget, num_slots)
-            num_nodes = min(self._num_tree_nodes(sequence, len(ready)), budget, num_slots) if num_drafts > 0 else 0
-            num_rows = max(num_drafts, num_nodes)
-            self._blocks.reserve(sequence, num_tokens + num_rows)
+            num_rows = num_drafts = min(sequence.num_wanted_drafts, budget)
+            num_nodes = 0
+            if self._tree is not None and num_drafts > 0:
+                num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)
+                num_rows = max(num_drafts, num_nodes)
+            if not blocks.reserve(sequence, num_tokens + num_rows):
+                num_rows = blocks.num_available_slots(sequence) - num_tokens
+                num_drafts, num_nodes = min(num_drafts, num_rows), min(num_nodes, num_rows)
+                blocks.reserve(sequence, num_tokens + num_rows)
             budget -= num_rows
-            scheduled.append(self._schedule_rows(sequence, 1, num_drafts, num_nodes))
+            blocks.publish(sequence, num_tokens)
+            scheduled.append(ScheduledSequence(sequence, num_tokens - 1, 1, num_drafts, num_nodes))
         return scheduled
 
-    def _num_tree_nodes(self, sequence: Sequence, num_ready: int) -> int:
-        if self._tree is None or not sequence.method.can_branch:
-            return 0
-        return self._tree.num_nodes_for(num_ready, sequence.verify)
+    def _schedule_prefills(self, budget: int, running: Seq[Sequence]) -> list[ScheduledSequence]:
+        """Return chunks without drafts, those of `running` first.
 
-    def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
-        """Return chunks without drafts: a draft model may still read the prompt, and the first token must not wait.
+        A draft model may still read the prompt, and the first token must not wait.
 
         A chunk stops short of its sequence's last token only where it takes all that is left of the budget (so at most
         one does, and it is the last) or where its prompt's log-probabilities are wanted.
         """
         scheduled: list[ScheduledSequence] = []
-        behind = self._behind()
+        behind = self._behind(running)
         while budget > 0 and (sequence := next(behind, None)):
             if sequence.is_fetching:
                 budget -= 1  # so that all that run could sample in one step
@@ -283,16 +292,18 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if sequence.is_scoring:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
-            scheduled.append(self._schedule_rows(sequence, num_tokens, 0))
+            start = sequence.num_computed_tokens
+            self._blocks.publish(sequence, start + num_tokens)
+            scheduled.append(ScheduledSequence(sequence, start, num_tokens, 0))
             budget -= num_tokens
         return scheduled
 
-    def _behind(self) -> Iterator[Sequence]:
-        """Yield the sequences with tokens to catch up.
+    def _behind(self, running: Seq[Sequence]) -> Iterator[Sequence]:
+        """Yield the sequences with tokens to catch up, those that are `running` first.
 
         A new one is admitted only when it is asked for, and so can adopt what those before it have just published.
         """
-        yield from [sequence for sequence in self._running if not _is_ready(sequence)]
+        yield from running
         while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
             self._turns.serve(sequence.request, sequence.turn)
@@ -310,13 +321,6 @@ class Scheduler:
             self.queue_times.observe(max(0.0, now_s - sequence.arrival_s))
             sequence.clock.admit(now_s)
         return True
-
-    def _schedule_rows(
-        self, sequence: Sequence, num_tokens: int, max_draft_tokens: int, max_tree_nodes: int = 0
-    ) -> ScheduledSequence:
-        start = sequence.num_computed_tokens
-        self._blocks.publish(sequence, start + num_tokens)
-        return ScheduledSequence(sequence, start, num_tokens, max_draft_tokens, max_tree_nodes)
 
     def _prefilling(self) -> Iterator[Sequence]:
         """Iterate over the sequences that have tokens to catch up, and do it here."""
@@ -369,6 +373,10 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._sequences[sequence.request_id]
         return finish(sequence, cut, logprobs)
+
+
+def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int:
+    return tree.num_nodes_for(num_ready, sequence.verify) if sequence.method.can_branch else 0
 
 
 def _is_ready(sequence: Sequence) -> bool:

@@ -54,21 +54,21 @@ class ScheduledSequence(NamedTuple):
 
     def span(self, draft_ids: Seq[int], parents: Seq[int] = ()) -> Span:
         """Return what the model computes; `parents` make the drafts a tree."""
-        token_ids = self.sequence.token_ids[self.start : self.start + self.num_tokens]
+        sequence = self.sequence
+        token_ids = sequence.token_ids[self.start : self.start + self.num_tokens]
         token_ids += draft_ids
-        return Span(token_ids, self.start, self.sequence.block_table, self.num_logits(len(draft_ids)), parents)
+        return Span(token_ids, self.start, sequence.block_table, self.num_logits(len(draft_ids)), parents)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The scheduled sequences of one step, sampled ones first; empty when there is nothing to compute."""
+    """The scheduled sequences of one step, sampled ones first; empty when there is nothing to compute.
+
+    `sampled` are those that yield tokens.
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
-
-    @property
-    def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The scheduled sequences that yield tokens; read it before the step is committed."""
-        return tuple([each for each in self.scheduled if each.start + each.num_tokens == len(each.sequence.token_ids)])
+    sampled: tuple[ScheduledSequence, ...]
 
     def num_logits(self, num_drafts: Seq[int]) -> list[int]:
         """Count the rows of logits of each scheduled sequence, in order, given the drafts of each sampled one."""

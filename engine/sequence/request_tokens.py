@@ -70,12 +70,14 @@ class RequestTokens(TokenBlocks):
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that the request may still generate."""
-        return self.max_output_tokens - self.num_output_tokens
+        return self.max_output_tokens - len(self.token_ids) + self.num_prompt_tokens
 
     @property
     def num_wanted_drafts(self) -> int:
         """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
-        return max(0, min(max(self.draft_allowance, self.num_matched), self.num_remaining_tokens - 1))
+        num_drafts = self.draft_allowance if self.draft_allowance > self.num_matched else self.num_matched
+        num_left = self.max_output_tokens - 1 - len(self.token_ids) + self.num_prompt_tokens
+        return max(0, num_drafts if num_drafts < num_left else num_left)
 
     @property
     def num_wanted_matches(self) -> int:

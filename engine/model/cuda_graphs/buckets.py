@@ -86,7 +86,7 @@ def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket |
 def pad(spans: Seq[Span], bucket: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
     """`spans`, and spans on the scratch block that fill the pass up to the rows of `bucket`. Logits of all rows."""
     padded = list(spans)
-    num_missing = bucket.num_rows - sum(len(span.token_ids) for span in spans)
+    num_missing = bucket.num_rows - sum([len(span.token_ids) for span in spans])
     for first in range(0, num_missing, block_size):
         num_rows = min(block_size, num_missing - first)
         padded.append(Span([0] * num_rows, 0, [scratch_block], num_rows))

@@ -165,7 +165,7 @@ class CudaGraphRunner:
         if recorded is None:
             return None
         recorded.static.fill(spans)
-        num_rows = sum(len(span.token_ids) for span in spans)
+        num_rows = sum([len(span.token_ids) for span in spans])
         if input_ids is not None:
             recorded.static.batch.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)

@@ -9,18 +9,18 @@ many programs as the pass can need at most, and those without work end at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
+from engine.attention.row_layout import Ints, RowLayout
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer, split_length
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
-from engine.attention.triton_tiles import Ints, split_tiles, whole_tiles
+from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     PROGRAMS_PER_PROCESSOR,
@@ -31,9 +31,34 @@ from engine.indexing import copy_array, copy_into
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
-from engine.span import Span
 
 _Key = tuple[int | None, Heads]
+
+
+class _WorkList:
+    """Rows of work at the head of a buffer, and zeros behind them: what is zero already is not sent again."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer  # [most rows, fields] int32
+        self._num_rows = 0
+
+    def fill(self, rows: Ints) -> None:
+        """Replace the rows. Nothing waits for the device."""
+        num_sent = max(len(rows), self._num_rows)
+        assert num_sent <= len(self._buffer), f"{len(rows)} programs in a launch of {len(self._buffer)}"
+        if num_sent:
+            filled = np.zeros((num_sent, rows.shape[1]), np.int32)
+            filled[: len(rows)] = rows
+            copy_array(self._buffer[:num_sent], filled)
+        self._num_rows = len(rows)
+
+
+class _StaticLaunch(NamedTuple):
+    """A launch of a fixed size, and its lists of work."""
+
+    launch: Launch
+    tiles: _WorkList
+    merges: _WorkList
 
 
 class TiledAttention(StaticAttention):
@@ -64,12 +89,12 @@ class TiledAttention(StaticAttention):
         self._has_trees = has_trees
         self._num_spans = max_spans(bucket, max_batch, cache.block_size)
         self._block_tables = block_tables
-        self._launches: dict[_Key, Launch] = {}
+        self._launches: dict[_Key, _StaticLaunch] = {}
 
-    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
-        copy_array(self._block_tables[: len(tables)], tables)
+    def fill(self, layout: RowLayout) -> None:
+        copy_array(self._block_tables[: len(layout.tables)], layout.tables)
         for (window, heads), launch in self._launches.items():
-            self._fill(launch, spans, window, heads)
+            self._fill(launch, layout, window, heads)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -77,9 +102,9 @@ class TiledAttention(StaticAttention):
         launch = self._launches.get((options.window, heads))
         if launch is None:
             launch = self._launches[options.window, heads] = self._new_launch(options.window, heads, query.itemsize)
-        return read_layer(self._cache, layer, query, launch, options)
+        return read_layer(self._cache, layer, query, launch.launch, options)
 
-    def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+    def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> _StaticLaunch:
         tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize, is_batch_invariant=self._is_batch_invariant)
         # Each span fills its tiles but the last one.
         num_whole = self._num_spans + self._bucket.num_rows * heads.group_size // tiling.block_m
@@ -91,7 +116,7 @@ class TiledAttention(StaticAttention):
         num_lanes = min(tiling.block_m, self._bucket.rows_per_span * heads.group_size)
         tiles = self._zeros(num_tiles, TILE_FIELDS.value)
         merges = self._zeros(num_merges, MERGE_FIELDS.value)
-        return Launch(
+        launch = Launch(
             tiling,
             self._block_tables,
             tiles,
@@ -101,6 +126,7 @@ class TiledAttention(StaticAttention):
             self._new_masks(),
             self._is_batch_invariant,
         )
+        return _StaticLaunch(launch, _WorkList(tiles), _WorkList(merges))
 
     def _max_pieces(self, num_whole: int, heads: Heads) -> int:
         """Splits of `num_whole` tiles, each of which reads all keys of its span at most."""
@@ -114,11 +140,12 @@ class TiledAttention(StaticAttention):
         num_rows = self._bucket.num_rows
         return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
 
-    def _fill(self, launch: Launch, spans: Seq[Span], window: int | None, heads: Heads) -> None:
-        whole = whole_tiles(spans, window, launch.tiling, heads.group_size, self._cache.block_size)
+    def _fill(self, static: _StaticLaunch, layout: RowLayout, window: int | None, heads: Heads) -> None:
+        launch, spans = static.launch, layout.spans
+        whole = whole_tiles(layout, window, launch.tiling, heads.group_size)
         plan = split_tiles(whole, split_length(whole, heads, self._cache, is_batch_invariant=self._is_batch_invariant))
-        copy_array(launch.tiles, _filled(plan.tiles, launch.tiles))
-        copy_array(launch.merges, _filled(plan.merges, launch.merges))
+        static.tiles.fill(plan.tiles)
+        static.merges.fill(plan.merges)
         if launch.masks is not None:
             copy_into(launch.masks.ancestors, [bits for span in spans for bits in ancestor_masks(span, window)])
             copy_into(launch.masks.positions, [position for span in spans for position in span.positions])
@@ -126,11 +153,3 @@ class TiledAttention(StaticAttention):
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # these are written to outside of it too
             return torch.zeros(*shape, dtype=dtype, device=self._cache.device)
-
-
-def _filled(rows: Ints, buffer: Tensor) -> Ints:
-    """`rows`, and rows of zeros behind them."""
-    assert len(rows) <= len(buffer), f"{len(rows)} programs in a launch of {len(buffer)}"
-    filled = np.zeros(buffer.shape, np.int64)
-    filled[: len(rows)] = rows
-    return filled

@@ -7,10 +7,10 @@ from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionPass, LayerOptions, PlanAttention
+from engine.attention.row_layout import Ints, RowLayout, SpanField
 from engine.indexing import copy_array
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, pad
@@ -42,25 +42,9 @@ class StaticBatch:
     def fill(self, spans: Seq[Span]) -> None:
         """Lay out `spans`, which fit the bucket, and padding behind them. Nothing waits for the device."""
         padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
-        tables = [np.asarray(span.block_table[: -(-span.end // self._block_size)], np.int32) for span in padded]
-        copy_array(self._numbers, self._lay_out(padded, tables))
-        self._attention.fill(padded, np.concatenate(tables))
-
-    def _lay_out(self, spans: Seq[Span], tables: Seq[NDArray[np.int32]]) -> NDArray[np.int64]:
-        """Ids, positions and slots of all rows, [3, T]."""
-        num_rows = self._bucket.num_rows
-        counts = np.array([len(span.token_ids) for span in spans])
-        starts = np.array([span.start for span in spans])
-        first_rows = np.cumsum(counts) - counts
-        first_blocks = np.cumsum([0, *map(len, tables[:-1])])
-        index = np.repeat(np.arange(len(spans)), counts)  # the span of each row
-        places = np.arange(num_rows) + (starts - first_rows)[index]
-        blocks = np.concatenate(tables)[first_blocks[index] + places // self._block_size]
-        positions = places
-        if any(span.parents for span in spans):
-            positions = np.fromiter(chain.from_iterable(span.positions for span in spans), np.int64, num_rows)
-        ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_rows)
-        return np.stack([ids, positions, blocks * np.int64(self._block_size) + places % self._block_size])
+        layout = RowLayout.of(padded, self._block_size)
+        copy_array(self._numbers, _numbers_of(layout, self._bucket.num_rows))
+        self._attention.fill(layout)
 
 
 class StaticAttention(AttentionPass):
@@ -68,8 +52,8 @@ class StaticAttention(AttentionPass):
 
     slots: Tensor
 
-    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
-        """Lay out the padded pass; `tables` are the spans' block tables end to end, each as long as its span needs."""
+    def fill(self, layout: RowLayout) -> None:
+        """Lay out the padded pass."""
 
 
 class PlannedAttention(StaticAttention):
@@ -80,9 +64,26 @@ class PlannedAttention(StaticAttention):
         self._plan_attention = plan_attention
         self._planned: AttentionPass | None = None
 
-    def fill(self, spans: Seq[Span], tables: NDArray[np.int32]) -> None:
-        self._planned = self._plan_attention(spans, self._cache).whole(self.slots)
+    def fill(self, layout: RowLayout) -> None:
+        self._planned = self._plan_attention(layout.spans, self._cache).whole(self.slots)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         assert self._planned is not None, "a pass is filled before it is computed"
         return self._planned.attend(layer, query, key, value, options)
+
+
+def _numbers_of(layout: RowLayout, num_rows: int) -> Ints:
+    """Return ids, positions and slots of all rows, [3, T]."""
+    spans, block_size = layout.spans, layout.block_size
+    index = layout.span_of_row
+    offsets = layout.of_field(SpanField.START) - layout.of_field(SpanField.FIRST_ROW)
+    places = np.arange(num_rows) + offsets[index]
+    blocks, offsets_in_blocks = np.divmod(places, block_size)
+    numbers = np.empty((3, num_rows), np.int64)
+    numbers[0] = np.fromiter(chain.from_iterable([span.token_ids for span in spans]), np.int64, num_rows)
+    numbers[1] = places
+    if layout.has_trees:
+        numbers[1] = np.fromiter(chain.from_iterable([span.positions for span in spans]), np.int64, num_rows)
+    np.multiply(layout.tables[layout.of_field(SpanField.TABLE_OFFSET)[index] + blocks], block_size, out=numbers[2])
+    numbers[2] += offsets_in_blocks
+    return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -99,5 +99,5 @@ class DraftModel:
             trees = [tree for tree in trees if tree.level]
             if trees:
                 spans = [tree.span() for tree in trees]
-                fed = [replace(span, token_ids=self.translation.read(span.token_ids)) for span in spans]
+                fed = [span._replace(token_ids=self.translation.read(span.token_ids)) for span in spans]
                 logits = self.translation.align(self.runner.forward(fed))

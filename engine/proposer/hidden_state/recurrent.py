@@ -8,7 +8,6 @@ slots that the verification has reserved. When the pass is verified the true pai
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class RecurrentProposer(StateProposer):
             parents = _parent_rows(trees, levels)
             trees = [tree for tree in trees if tree.level]
             if trees:
-                spans = [replace(span, start=span.start - 1) for span in (tree.span() for tree in trees)]
+                spans = [span._replace(start=span.start - 1) for span in (tree.span() for tree in trees)]
                 states = self._head.forward(self._runner.lay_out(spans), states[parents])
 
 

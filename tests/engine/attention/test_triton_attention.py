@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import join_tables, split_tiles, whole_tiles
+from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling
 from engine.config import KVDtype
 from engine.indexing import send
@@ -36,6 +36,7 @@ from tests.engine.fixtures.families import SERVED, write_family
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from engine.attention.row_layout import RowLayout
 from engine.attention.triton_attention import KVScales, Launch, RowMasks, TritonAttention, paged_attention
 
 # Rows beyond a span see nothing, and divide by it; they are not stored.
@@ -53,9 +54,9 @@ def attend(
     split_tokens: int = 16,
     scales: KVScales | None = None,
 ) -> Tensor:
-    size = world.cache.block_size
-    tables = send(torch.from_numpy(join_tables(world.spans, size)), DEVICE)
-    plan = split_tiles(whole_tiles(world.spans, options.window, tiling, world.heads.group_size, size), split_tokens)
+    layout = RowLayout.of(world.spans, world.cache.block_size)
+    tables = send(torch.from_numpy(layout.tables), DEVICE)
+    plan = split_tiles(whole_tiles(layout, options.window, tiling, world.heads.group_size), split_tokens)
     masks = RowMasks.of(world.spans, options.window, DEVICE)
     launch = Launch.of(plan, tiling, world.heads.group_size, tables, masks)
     return paged_attention(world.query, world.cache.keys[0], world.cache.values[0], launch, options, scales)

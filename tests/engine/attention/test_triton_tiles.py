@@ -9,7 +9,8 @@ from enum import IntEnum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.triton_tiles import Ints, MergeField, TileField, join_tables, split_tiles, whole_tiles
+from engine.attention.row_layout import Ints, RowLayout
+from engine.attention.triton_tiles import MergeField, TileField, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Tiling
 from engine.span import Span
 
@@ -34,6 +35,10 @@ def span(start: int, num_rows: int, parents: tuple[int, ...] = ()) -> Span:
     return Span([0] * num_rows, start, [0] * (-(-(start + num_rows) // 16)), 1, parents)
 
 
+def laid_out(spans: list[Span]) -> RowLayout:
+    return RowLayout.of(spans, 16)
+
+
 SPANS = st.lists(st.builds(span, st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=5)
 
 
@@ -48,7 +53,7 @@ def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
     for one in spans:
         starts[first_row] = one.start
         first_row += len(one.token_ids)
-    for tile in tiles_of(whole_tiles(spans, window, TILING, group_size, 16)):
+    for tile in tiles_of(whole_tiles(laid_out(spans), window, TILING, group_size)):
         for packed in range(tile.first_packed, min(tile.first_packed + 16, tile.num_rows * group_size)):
             row = packed // group_size
             covered[tile.first_row + row, packed % group_size] += 1
@@ -63,7 +68,7 @@ def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
 def test_splits_hold_each_key_of_a_tile_once_and_end_at_multiples_of_their_length(
     spans: list[Span], split_tokens: int, window: int | None
 ) -> None:
-    whole = whole_tiles(spans, window, TILING, group_size=4, block_size=16)
+    whole = whole_tiles(laid_out(spans), window, TILING, group_size=4)
     plan = split_tiles(whole, split_tokens)
     programs, tiles = tiles_of(plan.tiles), tiles_of(whole)
     keys: Counter[tuple[int, int, int]] = Counter()
@@ -77,7 +82,7 @@ def test_splits_hold_each_key_of_a_tile_once_and_end_at_multiples_of_their_lengt
 
 
 def test_a_merge_names_the_partials_of_its_tile() -> None:
-    plan = split_tiles(whole_tiles([span(99, 1), span(10, 1), span(40, 5)], None, TILING, 4, 16), 32)
+    plan = split_tiles(whole_tiles(laid_out([span(99, 1), span(10, 1), span(40, 5)]), None, TILING, 4), 32)
     tiles = tiles_of(plan.tiles)
     for merge in (Work(MergeField, row) for row in plan.merges):
         partials = range(merge.first_partial, merge.first_partial + merge.num_partials)
@@ -90,21 +95,21 @@ def test_a_merge_names_the_partials_of_its_tile() -> None:
 def test_the_longest_programs_come_first() -> None:
     lengths = [
         tile.end - tile.begin
-        for tile in tiles_of(split_tiles(whole_tiles([span(10, 1), span(500, 1)], None, TILING, 1, 16), 64).tiles)
+        for tile in tiles_of(split_tiles(whole_tiles(laid_out([span(10, 1), span(500, 1)]), None, TILING, 1), 64).tiles)
     ]
     assert lengths == sorted(lengths, reverse=True)
 
 
 def test_how_a_row_is_split_does_not_depend_on_its_neighbours() -> None:
     def ranges(spans: list[Span]) -> set[tuple[int, int]]:
-        tiles = tiles_of(split_tiles(whole_tiles(spans, None, TILING, 4, 16), 64).tiles)
+        tiles = tiles_of(split_tiles(whole_tiles(laid_out(spans), None, TILING, 4), 64).tiles)
         return {(tile.begin, tile.end) for tile in tiles if tile.start == 200}
 
     assert ranges([span(200, 1)]) == ranges([span(17, 3), span(200, 1), span(900, 1)])
 
 
 def test_a_window_skips_the_keys_that_no_row_of_a_tree_sees() -> None:
-    (tile,) = tiles_of(whole_tiles([span(200, 3, (-1, -1, -1))], 20, TILING, 1, 16))
+    (tile,) = tiles_of(whole_tiles(laid_out([span(200, 3, (-1, -1, -1))]), 20, TILING, 1))
     assert tile.begin == 176  # all nodes stand at position 200, and see from 181 on
     assert (tile.tree_start, tile.end) == (200, 203)
 
@@ -112,6 +117,5 @@ def test_a_window_skips_the_keys_that_no_row_of_a_tree_sees() -> None:
 def test_a_tile_finds_its_spans_blocks_among_those_that_the_spans_need() -> None:
     """Tables may be longer than their spans need, and are lists or arrays."""
     spans = [Span([0] * 3, 14, [5, 6, 7, 8], 1), Span([0], 40, array("i", range(20, 30)), 1)]
-    tables = join_tables(spans, 16)
-    assert tables.tolist() == [5, 6, 20, 21, 22]
-    assert [tile.table_offset for tile in tiles_of(whole_tiles(spans, None, TILING, 4, 16))] == [0, 2]
+    assert laid_out(spans).tables.tolist() == [5, 6, 20, 21, 22]
+    assert [tile.table_offset for tile in tiles_of(whole_tiles(laid_out(spans), None, TILING, 4))] == [0, 2]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.attention.row_layout import RowLayout
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import TileField, join_tables
+from engine.attention.triton_tiles import TileField
 from engine.attention.triton_tiling import Heads
 from engine.config import (
     CacheConfig,
@@ -80,7 +81,7 @@ def random_passes(seed: int, num_passes: int) -> list[list[Span]]:
             span = _span(rng, lengths[index], num_rows, tables[index], num_logits)
             if num_rows > 2 and rng.random() < 0.4:
                 parents = tuple(rng.randrange(-1, node) for node in range(num_rows - 1))
-                span = replace(span, parents=parents)
+                span = span._replace(parents=parents)
             lengths[index] += rng.randrange(1, num_rows + 1)
             spans.append(span)
         passes.append(spans)
@@ -133,12 +134,13 @@ def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
     tables = torch.zeros(4 * 10_000 + 24, dtype=torch.int32)
     attention = TiledAttention(bucket, cache, tables, max_batch=4, has_trees=False)
-    launch = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
+    static = attention._launches[window, heads] = attention._new_launch(window, heads, itemsize=2)
+    launch = static.launch
     for contexts in ([39_000] * 4, [39_000], [257] * 4, [39_000, 1, 1, 1], [512, 513, 511, 5], [255, 256, 257, 300]):
         for num_rows in (1, 6):
             spans = [Span([0] * num_rows, start, [0] * 10_000, num_rows) for start in contexts]
             padded = pad(spans, bucket, 0, BLOCK_SIZE)
-            attention.fill(padded, join_tables(padded, BLOCK_SIZE))
+            attention.fill(RowLayout.of(padded, BLOCK_SIZE))
             work = launch.tiles[launch.tiles[:, 2] > 0]
             assert work[:, -1].max() < launch.num_partials
             rows = set(map(tuple, work[:, [TileField.FIRST_ROW, TileField.FIRST_PACKED]].tolist()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_runner_takes_tokens_from_the_device_in_recorded_passes_and_in_others(
         token_ids = list(range(5, 5 + num_spans))
         known = [Span([token_id], 0, [place], 1) for place, token_id in enumerate(token_ids)]
         expected = runner.forward(known).clone()
-        fed = runner.forward([replace(span, token_ids=[0]) for span in known], torch.tensor(token_ids))
+        fed = runner.forward([span._replace(token_ids=[0]) for span in known], torch.tensor(token_ids))
         assert torch.equal(fed, expected)
 
 
