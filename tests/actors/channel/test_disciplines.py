@@ -23,9 +23,10 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
+from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from protos.messages import GenerateRequest, SamplingParams, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 
 K = 3
@@ -170,6 +171,28 @@ def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
         assert engine.stats().drafts.acceptance_length > 2.0
         channel.disconnect()
     assert channel.stats.num_hits == 0 if fan_out is None else channel.stats.num_hits > 0
+
+
+def test_methods_are_chosen_by_measurement_beside_a_draft_that_works_ahead(
+    folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`method: auto` with `target_itl_ms` under `mode: async`: each method is tried, and no choice changes a token."""
+    methods = (SpeculationMethod.AUTO, SpeculationMethod.MODEL, SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM)
+    speculation = SpeculationConfig(K, methods=methods, adaptive=True, target_itl_s=PATIENCE_S)
+    model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
+    config = EngineConfig(model, CACHE, SchedulerConfig(max_model_len=128), speculation)
+    batches = [[replace(each, request_id=f"{each.request_id}, {number}") for each in requests()] for number in range(4)]
+    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
+        channel = connected(folder / "draft.sock")
+        engine = EngineCore.from_config(config, proposer_of(methods, channel))
+        slow_down(engine, channel, [server], monkeypatch)
+        for batch in batches:
+            texts = generate(engine, batch, channel)
+            assert all(text == reference[name.partition(",")[0]] for name, text in texts.items())
+        channel.disconnect()
+    tried = {name.partition("-")[0] for name in engine.stats().speedups}
+    assert tried >= {"model", "suffix", "ngram"}
+    assert channel.stats.num_hits > 0
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
