@@ -86,16 +86,20 @@ class RowBatch(Seq[LogitsRow]):
 
     def __init__(self, groups: Seq[Seq[LogitsRow]]) -> None:
         """Take the rows of `groups` end to end."""
-        runs: list[Seq[LogitsRow]] = []
+        self._runs: list[Seq[LogitsRow]] = []
+        self.firsts: list[LogitsRow] = []
+        lengths: list[int] = []
         for group in groups:
             if isinstance(group, ChainRows):
-                runs.append(group)
+                self._runs.append(group)
+                self.firsts.append(group.first)
+                lengths.append(len(group.draft_ids) + 1)
             else:
-                runs += [(row,) for row in group]
-        self.firsts = [run.first if isinstance(run, ChainRows) else run[0] for run in runs]
-        self._runs = runs
-        counts = np.array([len(run) for run in runs], np.int64)
-        self.run_of_row = np.repeat(np.arange(len(runs)), counts)
+                self._runs += [(row,) for row in group]
+                self.firsts += group
+                lengths += [1] * len(group)
+        counts = np.array(lengths, np.int64)
+        self.run_of_row = np.repeat(np.arange(len(lengths)), counts)
         self._places = np.arange(len(self.run_of_row)) - (np.cumsum(counts) - counts)[self.run_of_row]  # in its run
 
     @classmethod

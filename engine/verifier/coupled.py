@@ -10,38 +10,45 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.sampler import Sampler
 from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 
 
-def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-    """Verify chains and trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    sampled_ids = sampler.sample(scores, RowBatch([task.rows for task in tasks])).tolist()
+def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
+    """Verify chains, or trees; `scores [R, V]` are processed and lie in the order of `rows`, those of the tasks."""
+    sampled_ids = sampler.sample(scores, rows).tolist()
+    if not tasks[0].is_tree:
+        return match(sampled_ids, [task.draft_ids[: len(task.rows) - 1] for task in tasks])
     ends = list(accumulate(len(task.rows) for task in tasks))
-    return [_verify(task, sampled_ids[end - len(task.rows) : end]) for task, end in zip(tasks, ends, strict=True)]
+    return [
+        descend(sampled_ids[end - len(task.rows) : end], task.draft_ids, task.draft.parents)
+        for task, end in zip(tasks, ends, strict=True)
+    ]
 
 
-def _verify(task: VerifyTask, sampled_ids: Seq[int]) -> VerifyResult:
-    if task.is_tree:
-        return descend(sampled_ids, task.draft_ids, task.draft.parents)
-    return match(sampled_ids, task.draft_ids)
+def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
+    """Emit for each chain what was sampled, up to and with the first token that is not its draft, or the bonus.
 
-
-def match(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
-    """Emit what was sampled, up to and with the first token that is not its draft, or the bonus.
-
-    A row after the first difference was computed on a wrong prefix, so it is ignored.
+    A chain has one row more than drafts. A row after the first difference was computed on a wrong prefix, so it is
+    ignored.
     """
-    num_accepted = 0
-    for sampled_id, draft_id in zip(sampled_ids, draft_ids, strict=False):
-        if sampled_id != draft_id:
-            break
-        num_accepted += 1
-    return VerifyResult(tuple(sampled_ids[: num_accepted + 1]), num_accepted)
+    draft_ids: list[int] = []
+    first_rows: list[int] = []
+    for chain in chains:
+        first_rows.append(len(draft_ids))
+        draft_ids += chain
+        draft_ids.append(IMPOSSIBLE_ID)  # so that each chain has a row that differs
+    different = np.flatnonzero(np.array(sampled_ids) != np.array(draft_ids))
+    last_rows = different[np.searchsorted(different, first_rows)].tolist()
+    return [
+        VerifyResult(tuple(sampled_ids[first : last + 1]), last - first)
+        for first, last in zip(first_rows, last_rows, strict=True)
+    ]
 
 
 def descend(sampled_ids: Seq[int], draft_ids: Seq[int], parents: Seq[int]) -> VerifyResult:

@@ -16,6 +16,7 @@ from engine.sampling.logits_row import RowBatch
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.thread_limit import limited_threads
+from engine.sampling.vocabulary import Vocabulary
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
@@ -51,7 +52,8 @@ class Verifier:
         for index, task in enumerate(tasks):
             by_rule.setdefault((task.is_tree, task.mode), []).append(index)
         order = [index for members in by_rule.values() for index in members]
-        prepared = [prepare(tasks[index], logits.shape[1]) for index in order]
+        vocabulary = Vocabulary(logits.shape[1])
+        prepared = [prepare(tasks[index], vocabulary) for index in order]
         with limited_threads(logits):
             verified = self._verify_sorted(logits, prepared, {rule: len(each) for rule, each in by_rule.items()})
             if len(by_rule) > 1:
@@ -63,21 +65,24 @@ class Verifier:
 
         The tokens stay on the device of the logits, and the host does not wait for them.
         """
-        prepared = [prepare(task, logits.shape[1]) for task in tasks]
+        vocabulary = Vocabulary(logits.shape[1])
+        prepared = [prepare(task, vocabulary) for task in tasks]
         rows = [task.rows[0] for task in prepared]
         return self._sampler.sample(self._sampler.apply_processors(_select(logits, prepared), rows), rows)
 
     def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
         """Verify prepared tasks, those of one rule after another: `counts` of each."""
-        scores = self._sampler.apply_processors(_select(logits, tasks), RowBatch([task.rows for task in tasks]))
+        rows = RowBatch([task.rows for task in tasks])
+        scores = self._sampler.apply_processors(_select(logits, tasks), rows)
         results: list[VerifyResult] = []
         first_row = 0
         for (is_tree, mode), count in counts.items():
             members = tasks[len(results) : len(results) + count]
             assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
-            end_row = first_row + sum(len(task.rows) for task in members)
-            results += verify(self._sampler, scores[first_row:end_row], members)
+            members_rows = rows if count == len(tasks) else RowBatch([task.rows for task in members])
+            end_row = first_row + len(members_rows)
+            results += verify(self._sampler, scores[first_row:end_row], members, members_rows)
             first_row = end_row
         return results
 

@@ -47,18 +47,18 @@ class VerifyTask(NamedTuple):
         return ids if len(ids) < len(self.rows) else (*ids[:-1], IMPOSSIBLE_ID)
 
 
-def prepare(task: VerifyTask, num_tokens: int) -> VerifyTask:
-    """Return the task with its rows, its draft cut where it cannot stand in a vocabulary of `num_tokens`.
+def prepare(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
+    """Return the task with its rows, its draft cut where it cannot stand in the target's `vocabulary`.
 
     The draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
     token cannot be accepted, so no row follows it: there is one row more than valid drafts.
     """
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
-    num_valid = Vocabulary(num_tokens).num_known(ids)
+    num_valid = vocabulary.num_known(ids)
     sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
     sample_index = sequence.request.sample_index
-    if matcher is None and not task.is_tree:
+    if matcher is None and not task.draft.parents:
         first = LogitsRow(sampling, token_ids, num_prompt_tokens, sample_index)
         return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, ChainRows(first, ids[:num_valid]))
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)

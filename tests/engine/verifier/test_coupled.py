@@ -177,10 +177,12 @@ def test_a_draft_outside_the_vocabulary_ends_the_pass_there() -> None:
 
 
 def test_matching_stops_at_the_first_difference() -> None:
-    assert match([4, 5, 6], [4, 5]) == VerifyResult((4, 5, 6), 2)
-    assert match([4, 5, 6], [4, 6]) == VerifyResult((4, 5), 1)
-    assert match([4, 5, 6], [5, 5]) == VerifyResult((4,), 0)
-    assert match([4], []) == VerifyResult((4,), 0)
+    assert match([4, 5, 6], [(4, 5)]) == [VerifyResult((4, 5, 6), 2)]
+    assert match([4, 5, 6], [(4, 6)]) == [VerifyResult((4, 5), 1)]
+    assert match([4, 5, 6], [(5, 5)]) == [VerifyResult((4,), 0)]
+    assert match([4], [()]) == [VerifyResult((4,), 0)]
+    side_by_side = [VerifyResult((7,), 0), VerifyResult((4, 5, 6), 2), VerifyResult((8,), 0), VerifyResult((4, 9), 1)]
+    assert match([7, 4, 5, 6, 8, 8, 4, 9, 1], [(), (4, 5), (4,), (4, 4)]) == side_by_side
 
 
 def test_noise_on_a_plain_sequence_follows_the_target() -> None:

@@ -16,6 +16,7 @@ from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
+from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
 from engine.verifier import coupled, rejection, rejection_rule
 from engine.verifier.coupled import descend
@@ -98,7 +99,9 @@ def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, 
     """The joint distribution of what one pass emits, filled up by plain decoding, over every tree."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
-        task = prepare(VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), pair.target.num_tokens)
+        task = prepare(
+            VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), Vocabulary(pair.target.num_tokens)
+        )
         logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in task.rows])
         sampler = Sampler()
         probs = sampler.probs(sampler.apply_processors(logits, task.rows), task.rows)
