@@ -28,12 +28,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.perplexity import WINDOW, perplexity
 
 OPENVINO_PERPLEXITY = Path(install.__file__).parent / "openvino_perplexity.py"
-KINDS = (
-    ("bfloat16", ModelDtype.BFLOAT16, Quantization.NONE),
-    ("float32", ModelDtype.FLOAT32, Quantization.NONE),
-    ("int8", ModelDtype.BFLOAT16, Quantization.INT8),
-    ("int4, the head int8", ModelDtype.BFLOAT16, Quantization.INT4),
-)
+KINDS = (("int8", Quantization.INT8), ("int4, the head int8", Quantization.INT4))
 
 
 def main() -> None:
@@ -42,9 +37,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     token_ids = _token_ids(args.model, args.text, args.tokens)
     print(f"{args.model.name}, {len(token_ids)} tokens of {len(args.text)} texts, read {WINDOW} at a time\n")
-    print("| weights | perplexity | over bfloat16 |\n|---|---|---|")
+    print(f"| weights | perplexity | over {args.dtype} |\n|---|---|---|")
     first = None
-    for name, value in _measured(args.model, args.gguf, args.openvino, token_ids):
+    full = dict.fromkeys((args.dtype, ModelDtype.FLOAT32), Quantization.NONE)
+    kinds = [(name, name, kind) for name, kind in full.items()] + [(name, args.dtype, kind) for name, kind in KINDS]
+    for name, value in _measured(args.model, kinds, args.gguf, args.openvino, token_ids):
         first = first or value
         print(f"| {name} | {value:.3f} | {value / first - 1:+.2%} |", flush=True)
 
@@ -52,6 +49,8 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a model; `make real-model` has made it")
+    dtypes = ModelDtype.BFLOAT16, ModelDtype.FLOAT32
+    parser.add_argument("--dtype", type=ModelDtype, choices=dtypes, default=dtypes[0], help="numbers of the rows")
     parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file")
     parser.add_argument("--openvino", type=Path, nargs="+", default=[], help="folders of the same model for OpenVINO")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="files of text that was not trained on")
@@ -68,9 +67,13 @@ def _token_ids(model: Path, texts: list[Path], num_tokens: int) -> list[int]:
 
 
 def _measured(
-    model: Path, gguf: Path | None, exported: list[Path], token_ids: list[int]
+    model: Path,
+    kinds: list[tuple[str, ModelDtype, Quantization]],
+    gguf: Path | None,
+    exported: list[Path],
+    token_ids: list[int],
 ) -> Iterator[tuple[str, float]]:
-    for name, dtype, quantization in KINDS:
+    for name, dtype, quantization in kinds:
         yield name, _perplexity(ModelConfig(str(model), dtype, quantization=quantization), token_ids)
     if gguf is not None:
         types = sorted({tensor.type for tensor in read_gguf_header(gguf).tensors})

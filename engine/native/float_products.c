@@ -4,11 +4,8 @@
    W is packed as in products.c, and each output is one sum over the inputs in their order here too: a row's result
    depends neither on the rows beside it nor on the registers' width. */
 
-#include <string.h>
-
-#include "processor.h"
+#include "epilogue.h"
 #include "products.h"
-#include "silu.h"
 #include "team.h"
 
 enum {
@@ -121,20 +118,11 @@ AVX2 static void add_up_to_3(int64_t rows, struct part part, float *sums, int is
 }
 
 /* Bias and epilogue of the sums [rows, 32] of one pair. */
-AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, float *sums) {
-    for (int64_t i = 0; i < rows; i++, sums += OUTPUTS) {
-        if (p->bias)
-            for (int64_t output = 0; output < OUTPUTS; output++) sums[output] += p->bias[pair * OUTPUTS + output];
-        if (p->is_gated) {
-            float *out = p->out + (row + i) * (p->num_outputs / 2) + pair * OUTPUTS / 2;
-            for (int output = 0; output < OUTPUTS / 2; output += 8) {
-                const __m256 gate = _mm256_loadu_ps(sums + output), up = _mm256_loadu_ps(sums + OUTPUTS / 2 + output);
-                _mm256_storeu_ps(out + output, _mm256_mul_ps(exact_silu(gate), up));
-            }
-        } else {
-            memcpy(p->out + (row + i) * p->num_outputs + pair * OUTPUTS, sums, OUTPUTS * sizeof(float));
-        }
-    }
+AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    const int64_t width = p->is_gated ? OUTPUTS / 2 : OUTPUTS, num_pairs = p->num_outputs / OUTPUTS;
+    const float *bias = p->bias ? p->bias + pair * OUTPUTS : NULL;
+    for (int64_t i = 0; i < rows; i++)
+        finish_row(bias, p->is_gated, sums + i * OUTPUTS, p->out + ((row + i) * num_pairs + pair) * width);
 }
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */

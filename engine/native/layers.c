@@ -79,12 +79,22 @@ static char *make_room(const struct decoder *d, int64_t first, int64_t last, int
     return memory;
 }
 
-/* out = x W^T, or silu(gate) * up; rows are bfloat16, or float32 where the weight is BFLOAT16. */
+static void multiply_quantized(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
+                               char *scratch) {
+    const int bits = (int)w->kind, is_gated = (int)w->is_gated;
+    if (is_bf16)
+        outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, bits,
+                                   is_gated, (int8_t *)scratch);
+    else
+        outrider_quantized_float_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs,
+                                         bits, is_gated, (int8_t *)scratch);
+}
+
+/* out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */
 static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16, char *scratch) {
     const int64_t num_inputs = w->num_inputs, num_outputs = w->num_outputs;
     if (w->kind != BFLOAT16)
-        outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, num_inputs, num_outputs,
-                                   (int)w->kind, (int)w->is_gated, (int8_t *)scratch);
+        multiply_quantized(w, x, out, num_rows, is_bf16, scratch);
     else if (is_bf16)
         (w->is_gated ? outrider_gated_product : outrider_product)(x, w->packed, w->bias, out, num_rows, num_inputs,
                                                                   num_outputs);

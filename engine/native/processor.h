@@ -8,7 +8,7 @@
 /* Kernels of float32 rows need AVX2, those of bfloat16 AVX-512 with bfloat16 and VNNI (AMD's from Zen 4, Intel's from
    Sapphire Rapids and some before), and AMX makes them faster. The compiler itself makes nothing of AMX. */
 #define VECTORS "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"
-#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512F __attribute__((target("avx512f")))
 #define AVX __attribute__((target(VECTORS)))
 #define AMX __attribute__((target(VECTORS ",amx-tile,amx-bf16,amx-int8")))

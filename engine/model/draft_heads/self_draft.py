@@ -84,8 +84,8 @@ def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantizatio
     if is_packed_anew and not can_quantize(stock.device):
         raise ConfigError(
             f"draft.quantization is '{config.quantization}', which needs our kernels (compiled at install) on a "
-            f"processor with AVX512-VNNI and AVX512-BF16, and the target runs on {stock.device} without them; set it "
-            f"to 'none' and draft.num_layers to less than {num_layers}"
+            f"processor with AVX2, and the target runs on {stock.device} without them; set it to 'none' and "
+            f"draft.num_layers to less than {num_layers}"
         )
 
 

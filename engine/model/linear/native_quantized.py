@@ -1,24 +1,24 @@
-"""Products by int8 and int4 weights at the speed of memory: `engine/native/quantized_products.c`."""
+"""Products by int8 and int4 weights at the speed of memory: `engine/native/quantized*.c`."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.model.linear.native_product import OUTPUTS, PackedWeight, tiled
-from engine.native.library import native_library
+from engine.native.library import Instructions, native_library
 
 GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike
-_PAD = 64  # bytes behind a row of int8, for the kernel
+_KERNELS = {torch.bfloat16: "outrider_quantized_product", torch.float32: "outrider_quantized_float_product"}
 
 
 class NativeQuantizedProduct:
-    """bfloat16 rows by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
+    """Rows of bfloat16 or float32 by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
 
     A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output. The rows are
     rounded to 8 bits too, each group of 32 inputs with a scale of its own and, where the weights have none, a base.
@@ -47,13 +47,12 @@ class NativeQuantizedProduct:
         pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
         self._tables = pairs.permute(0, 2, 3, 1).contiguous()
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
-        self._multiply = _kernel()
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """True if this process has the kernel and `weight` [out, in] is made of whole groups."""
         is_matrix = weight.ndim == 2 and weight.device.type == "cpu" and weight.numel() > 0
-        return is_matrix and weight.shape[1] % GROUP_SIZE == 0 and native_library() is not None
+        return is_matrix and weight.shape[1] % GROUP_SIZE == 0 and has_quantized_kernels()
 
     def gated(self) -> NativeQuantizedProduct:
         """Return `silu(gate) * up`, where the outputs of this one are theirs, `alternating`."""
@@ -65,13 +64,12 @@ class NativeQuantizedProduct:
         """[..., in] -> [..., out], of the dtype of `x`. Raises TypeError for rows of another length."""
         if x.shape[-1] != self._num_inputs:
             raise TypeError(f"rows are of {x.shape[-1]} numbers; the weight takes {self._num_inputs}")
-        rows = x.bfloat16().contiguous()
+        rows = x.contiguous() if x.dtype in _KERNELS else x.float().contiguous()
         width = len(self._packed) * OUTPUTS
         out = rows.new_empty(*x.shape[:-1], width // 2 if self._is_gated else width)
         num_rows = rows.numel() // self._num_inputs
-        num_bytes = num_rows * (self._num_inputs + _PAD + self._num_inputs // GROUP_SIZE * 8)
-        scratch = torch.empty(num_bytes, dtype=torch.int8, device=x.device)
-        self._multiply(
+        scratch = torch.empty(_scratch_size()(num_rows, self._num_inputs), dtype=torch.int8)
+        _kernel(rows.dtype)(
             rows.data_ptr(),
             self._packed.data_ptr(),
             self._tables.data_ptr(),
@@ -88,7 +86,7 @@ class NativeQuantizedProduct:
 
     def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
         """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others."""
-        if dtype is not torch.bfloat16 or self._num_outputs % OUTPUTS:
+        if dtype not in _KERNELS or self._num_outputs % OUTPUTS:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
@@ -107,12 +105,28 @@ def _whole_pairs(table: Tensor) -> Tensor:
     return torch.cat((table, table.new_zeros(missing, *table.shape[1:])))
 
 
+def has_quantized_kernels() -> bool:
+    """True if this process has the kernels: they need AVX2."""
+    return native_library(Instructions.AVX2) is not None
+
+
 @cache
-def _kernel() -> ctypes._FuncPointer:
-    library = native_library()
-    assert library is not None, "NativeQuantizedProduct.fits says when there is one"
-    function = library.outrider_quantized_product
+def _kernel(dtype: torch.dtype) -> Any:
+    function = getattr(_library(), _KERNELS[dtype])
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [pointer] * 5 + [size] * 3 + [ctypes.c_int, ctypes.c_int, pointer]
     function.restype = None
     return function
+
+
+@cache
+def _scratch_size() -> Any:
+    function = _library().outrider_quantized_scratch
+    function.argtypes, function.restype = [ctypes.c_int64] * 2, ctypes.c_int64
+    return function
+
+
+def _library() -> ctypes.CDLL:
+    library = native_library(Instructions.AVX2)
+    assert library is not None, "NativeQuantizedProduct.fits says when there is one"
+    return library

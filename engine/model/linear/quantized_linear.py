@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.config import Quantization
-from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct
+from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct, has_quantized_kernels
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, weight_of
-from engine.native.library import native_library
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = 65504.0
@@ -85,8 +84,8 @@ def linear_factory(quantization: Quantization, *, is_head: bool = False) -> Line
 
 
 def can_quantize(device: torch.device) -> bool:
-    """True if this process has the kernels for the device: a processor with AVX-512, its VNNI and bfloat16."""
-    return device.type == "cpu" and native_library() is not None
+    """True if this process has the kernels for the device, a processor with AVX2."""
+    return device.type == "cpu" and has_quantized_kernels()
 
 
 @contextmanager

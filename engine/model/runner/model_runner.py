@@ -317,7 +317,7 @@ def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
     if quantization is not Quantization.NONE and not can_quantize(device):
         raise ConfigError(
             f"quantization is {str(quantization)!r}, which needs our kernels (compiled at install) on a processor with "
-            f"AVX512-VNNI and AVX512-BF16, and the model runs on {device} without them; set it to 'none'"
+            f"AVX2, and the model runs on {device} without them; set it to 'none'"
         )
     return quantization
 

@@ -13,7 +13,7 @@ from engine.model.draft_heads import self_draft
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 INT4 = HeadConfig(HeadKind.SELF, quantization=Quantization.INT4)
 DEMO = Path(__file__).parents[4] / "models" / "demo" / "target"
@@ -43,7 +43,7 @@ def texts(engine: EngineCore, wish: SpeculationParams) -> dict[str, tuple[int, .
     return found
 
 
-@needs_kernels
+@needs_float_kernels
 def test_int4_weights_draft_what_the_target_mostly_says_and_change_no_token() -> None:
     engine = engine_of(DEMO, INT4)
     assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))
@@ -51,7 +51,7 @@ def test_int4_weights_draft_what_the_target_mostly_says_and_change_no_token() ->
     assert drafts.num_accepted_tokens > 0.6 * drafts.num_draft_tokens > 20
 
 
-@needs_kernels
+@needs_float_kernels
 def test_a_quantized_target_drafts_with_its_own_first_layers() -> None:
     engine = engine_of(DEMO, replace(INT4, num_layers=2), Quantization.INT4)
     assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))

@@ -13,7 +13,7 @@ from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import can_pack
 from engine.model.linear.quantized_linear import linear_factory
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 LARGE = (1200, 1000)  # inputs, outputs: for oneDNN, since ours are made of whole tiles
@@ -42,23 +42,25 @@ def test_a_fused_gate_is_the_plain_one(
     torch.testing.assert_close(gated(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@needs_kernels
-@pytest.mark.usefixtures("instructions")
+@needs_float_kernels
+@pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 16, 70, 130])
+@pytest.mark.parametrize(("rows_dtype", "tolerance"), [(torch.bfloat16, (2e-2, 2e-3)), (torch.float32, (2e-6, 1e-6))])
 def test_a_quantized_gate_is_that_of_its_two_products(
-    quantization: Quantization, has_bias: bool, num_rows: int
+    quantization: Quantization, has_bias: bool, num_rows: int, rows_dtype: torch.dtype, tolerance: tuple[float, float]
 ) -> None:
-    gate, up = _layers((1152, 192), has_bias, torch.bfloat16)
+    gate, up = _layers((1152, 192), has_bias, rows_dtype)
     gated = gated_of(gate, up, linear_factory(quantization))
     assert isinstance(gated, NativeQuantizedProduct)
-    x = torch.randn(num_rows, 1152).bfloat16()
+    x = torch.randn(num_rows, 1152).to(rows_dtype)
     gate_of_x, up_of_x = (linear_factory(quantization)(each.weight, each.bias)(x).float() for each in (gate, up))
-    torch.testing.assert_close(gated(x).float(), F.silu(gate_of_x) * up_of_x, rtol=2e-2, atol=2e-3)
+    relative, absolute = tolerance
+    torch.testing.assert_close(gated(x).float(), F.silu(gate_of_x) * up_of_x, rtol=relative, atol=absolute)
 
 
-@needs_kernels
+@needs_float_kernels
 @pytest.mark.parametrize("shape", [(33, 48), (96, 40)])
 def test_weights_without_whole_tiles_are_left_to_two_products(shape: tuple[int, int]) -> None:
     gate, up = _layers(shape, False, torch.bfloat16)
@@ -66,7 +68,7 @@ def test_weights_without_whole_tiles_are_left_to_two_products(shape: tuple[int, 
     assert gated_of(gate, up, linear_factory(Quantization.INT8)) is None
 
 
-@needs_kernels
+@needs_float_kernels
 def test_a_gate_is_not_fused_where_packing_would_round_either_weight() -> None:
     smooth, also_smooth = _layers((64, 64), False, torch.float32)
     rough = nn.Linear(64, 64, bias=False).requires_grad_(False)

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct
-from tests.engine.fixtures.native_kernels import needs_kernels
+from engine.native.library import Instructions, native_instructions, native_library
+from tests.engine.fixtures.native_kernels import needs_float_kernels
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("instructions")]
+pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
+
+# A product's own error: that of a result in bfloat16, of sums in float32, and of what an input adds to them.
+ERROR = {torch.bfloat16: (2**-8 * 1.01, 1e-4), torch.float32: (1e-5, 1e-6)}
+DTYPES = list(ERROR)
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 31, 33, 48, 65, 127, 128, 129, 300)
 SHAPES = (
@@ -19,7 +24,7 @@ SHAPES = (
     (96, 1024),
     (320, 1056),
     (1024, 2112),
-)  # outputs, inputs; blocks are of 1,024 inputs
+)  # outputs, inputs; blocks are of 1,024 inputs, on AVX2 of 512
 
 
 def _rounded(x: Tensor, num_bits: int) -> Tensor:
@@ -50,22 +55,41 @@ def _weight(numbers: Tensor, scales: Tensor, bases: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_is_that_of_its_numbers(shape: tuple[int, int], num_bits: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+def test_a_product_is_that_of_its_numbers(
+    shape: tuple[int, int], num_bits: int, has_bias: bool, rows_dtype: torch.dtype
+) -> None:
     tables = _tables(shape, num_bits)
-    bias = torch.randn(shape[0]).bfloat16() if has_bias else None
+    bias = torch.randn(shape[0]).to(rows_dtype) if has_bias else None
+    relative, absolute = ERROR[rows_dtype]
     multiply, weight = NativeQuantizedProduct(*tables, bias), _weight(*tables)
     for num_rows in ROWS:
-        x = torch.randn(num_rows, shape[1]).bfloat16()
+        x = torch.randn(num_rows, shape[1]).to(rows_dtype)
         expected = _rounded(x, num_bits) @ weight.T
         if bias is not None:
             expected += bias.double()
-        torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-4 * shape[1])
+        torch.testing.assert_close(multiply(x).double(), expected, rtol=relative, atol=absolute * shape[1])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_a_sum_as_large_as_sums_can_be_is_exact(num_bits: int, sign: int) -> None:
+    """AVX2 adds products of bytes in 16 bits, which are full: a sum that does not fit is cut off without a word."""
+    numbers = torch.full((32, 64), sign * 127) if num_bits == 8 else torch.full((32, 64), 15)
+    scales, bases = torch.ones(32, 2), None if num_bits == 8 else torch.zeros(32, 2)
+    x = torch.ones(7, 64) * sign
+    if num_bits == 8:
+        x[:, ::GROUP_SIZE] = 0.0  # the base; all others are 255
+    expected = _rounded(x, num_bits) @ _weight(numbers, scales, bases).T
+    product = NativeQuantizedProduct(numbers, scales, bases, None)(x)
+    torch.testing.assert_close(product.double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int) -> None:
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int, rows_dtype: torch.dtype) -> None:
     tables = _tables((64, 256), num_bits)
-    x = torch.randn(4, 256).bfloat16()
+    x = torch.randn(4, 256).to(rows_dtype)
     x[:, 40] = 3e4
     product, exact = NativeQuantizedProduct(*tables, None)(x).double(), x.double() @ _weight(*tables).T
     others = torch.ones(256, dtype=torch.bool)
@@ -75,10 +99,11 @@ def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int) 
     torch.testing.assert_close(product, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
 
 
-def test_a_huge_input_of_one_sign_costs_its_group_half_as_much() -> None:
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+def test_a_huge_input_of_one_sign_costs_its_group_half_as_much(rows_dtype: torch.dtype) -> None:
     """Rows that meet int8 weights have a base: the sum of such a group's weights is a part of the product."""
     numbers, scales, _ = _tables((64, 64), 8)
-    x = torch.rand(8, 64).bfloat16()
+    x = torch.rand(8, 64).to(rows_dtype)
     x[:, 40] = -200.0
     weight = _weight(numbers, scales, None)
     found = NativeQuantizedProduct(numbers, scales, None, None)(x).double() - x.double() @ weight.T
@@ -87,18 +112,35 @@ def test_a_huge_input_of_one_sign_costs_its_group_half_as_much() -> None:
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_a_row_has_the_same_bits_in_any_company(num_bits: int) -> None:
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company(num_bits: int, rows_dtype: torch.dtype) -> None:
     multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits), None)
-    rows = torch.randn(300, 1088).bfloat16()
+    rows = torch.randn(300, 1088).to(rows_dtype)
     together = multiply(rows)
     for num_rows in ROWS[1:]:
         assert torch.equal(multiply(rows[:num_rows]), together[:num_rows])
         assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
 
 
-def test_a_row_of_zeros_and_one_of_huge_numbers_are_right() -> None:
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_a_row_has_the_same_bits_on_any_instructions_and_threads(num_bits: int) -> None:
+    library, best, num_threads = native_library(Instructions.AVX2), native_instructions(), torch.get_num_threads()
+    assert library is not None
+    multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits), None)
+    for rows in (torch.randn(1, 1088), torch.randn(140, 1088)):
+        found = []
+        for instructions, threads in ((Instructions.AVX2, 1), (best, 1), (best, 2)):
+            library.outrider_start(instructions)
+            torch.set_num_threads(threads)
+            found += [multiply(rows), multiply.gated()(rows)]
+        torch.set_num_threads(num_threads)
+        assert all(torch.equal(*pair) for pair in zip(found, found[2:], strict=False))
+
+
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+def test_a_row_of_zeros_and_one_of_huge_numbers_are_right(rows_dtype: torch.dtype) -> None:
     numbers, scales, _ = _tables((32, 64), 8)
-    x = torch.zeros(3, 64).bfloat16()
+    x = torch.zeros(3, 64).to(rows_dtype)
     x[1, 5], x[2, 7] = 3e38, 1e-38
     result = NativeQuantizedProduct(numbers, scales / 127, None, None)(x).float()
     assert torch.equal(result[0], torch.zeros(32))
@@ -117,6 +159,8 @@ def test_only_whole_groups_fit() -> None:
 def test_the_result_has_the_dtype_of_the_rows() -> None:
     multiply = NativeQuantizedProduct(*_tables((32, 64), 8), None)
     x = torch.randn(3, 64).bfloat16()
-    assert torch.equal(multiply(x.float()), multiply(x).float())
+    assert multiply(x).dtype is torch.bfloat16
+    assert torch.equal(multiply(x.float()).bfloat16(), multiply(x))
+    assert torch.equal(multiply(x.half()), multiply(x.half().float()).half())
     with pytest.raises(TypeError, match="32"):
         multiply(x[:, :32])

@@ -1,0 +1,205 @@
+/* Products by int8 and int4 weights on AVX2, which multiplies bytes only to sums of 16 bits: 32,767 at most.
+
+   Levels of weights of 4 bits, 0 to 15, by x of -127 to 127: eight pairs of products are at most 30,480, a whole
+   group's. Where weights have 8 bits, x has come in halves of its own bytes, 0 to 15 each, by -127 to 127: the same
+   bound, and the group's sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI,
+   exactly. */
+
+#include "epilogue.h"
+#include "quantized.h"
+
+#include <string.h>
+
+enum {
+    BLOCK_GROUPS = 16, /* that stay in the first cache while rows go by */
+    BYTE_ROWS = 2,     /* that have their sums in registers, of 16 outputs: by 8 bits, */
+    NIBBLE_ROWS = 4,   /* and by 4 */
+    LINES = 16,        /* of the cache, of a group of 8 bits */
+};
+
+/* What a few rows read of one pair: `num_groups` groups. Per group the lines [from, to) of W are fetched for later,
+   `ahead` bytes further on. */
+struct part {
+    const int8_t *x; /* rows `stride` bytes apart */
+    int64_t stride;
+    const float *row_scales; /* and row_bases: rows `table_stride` apart */
+    const float *row_bases;
+    int64_t table_stride;
+    const uint8_t *w;
+    const uint16_t *tables;
+    int64_t num_groups;
+    int64_t ahead;
+    int from, to;
+};
+
+AVX2 INLINE __m256 from_float16(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
+
+AVX2 INLINE __m256i load(const void *x) { return _mm256_loadu_si256((const __m256i *)x); }
+
+/* Four inputs, for all 8 outputs. */
+AVX2 INLINE __m256i four_inputs(const int8_t *x) {
+    int32_t bits;
+    __builtin_memcpy(&bits, x, 4);
+    return _mm256_set1_epi32(bits);
+}
+
+/* A group's exact sums of 8 outputs onto what came before them in `sums`, and what the base of one side adds. */
+AVX2 INLINE void add_group(float *sums, __m256i sum, __m256 scale, __m256 second, __m256 row_scale, __m256 row_base) {
+    __m256 onto = _mm256_loadu_ps(sums);
+    onto = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale, row_scale), onto);
+    _mm256_storeu_ps(sums, _mm256_fmadd_ps(second, row_base, onto));
+}
+
+/* A part of 8 bits, onto the sums [rows, 32]. */
+AVX2 INLINE void add_bytes(const int rows, struct part p, float *sums) {
+    const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
+    for (int64_t group = 0; group < p.num_groups; group++) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
+        __m256 row_scale[BYTE_ROWS], row_base[BYTE_ROWS];
+#pragma GCC unroll 2
+        for (int row = 0; row < rows; row++) {
+            row_scale[row] = _mm256_set1_ps(p.row_scales[row * p.table_stride + group]);
+            row_base[row] = _mm256_set1_ps(p.row_bases[row * p.table_stride + group]);
+        }
+        for (int half = 0; half < 2; half++) { /* of the pair */
+            __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
+#pragma GCC unroll 4
+            for (int i = 0; i < rows * 2; i++) low[i / 2][i % 2] = high[i / 2][i % 2] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+            for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
+                const uint8_t *w = p.w + half * HALF_BLOCK + line * 64;
+                const __m256i weights[2] = {load(w), load(w + 32)};
+#pragma GCC unroll 2
+                for (int row = 0; row < rows; row++) {
+                    const int8_t *x = p.x + row * p.stride + line * 4;
+                    const __m256i low_x = four_inputs(x), high_x = four_inputs(x + GROUP);
+#pragma GCC unroll 2
+                    for (int i = 0; i < 2; i++) {
+                        low[row][i] = _mm256_add_epi16(low[row][i], _mm256_maddubs_epi16(low_x, weights[i]));
+                        high[row][i] = _mm256_add_epi16(high[row][i], _mm256_maddubs_epi16(high_x, weights[i]));
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                const int at = half * 16 + i * 8;
+                const __m256 scale = from_float16(p.tables + at);
+                const __m256 second = _mm256_mul_ps(from_float16(p.tables + OUTPUTS + at), scale);
+#pragma GCC unroll 2
+                for (int row = 0; row < rows; row++) {
+                    const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(low[row][i], ones),
+                                                         _mm256_madd_epi16(high[row][i], sixteens));
+                    add_group(sums + row * OUTPUTS + at, sum, scale, second, row_scale[row], row_base[row]);
+                }
+            }
+        }
+        p.x += 2 * GROUP;
+        p.w += 2 * HALF_BLOCK;
+        p.tables += GROUP_TABLES;
+    }
+}
+
+/* The same of 4 bits. */
+AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    for (int64_t group = 0; group < p.num_groups; group++) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
+        __m256 row_scale[NIBBLE_ROWS], row_base[NIBBLE_ROWS];
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; row++) {
+            row_scale[row] = _mm256_set1_ps(p.row_scales[row * p.table_stride + group]);
+            row_base[row] = _mm256_set1_ps(p.row_bases[row * p.table_stride + group]);
+        }
+        for (int half = 0; half < 2; half++) { /* of a line: 8 of the first 16 outputs, and the same 8 of the others */
+            __m256i sum[NIBBLE_ROWS][2];
+#pragma GCC unroll 8
+            for (int i = 0; i < rows * 2; i++) sum[i / 2][i % 2] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+            for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
+                const __m256i both = load(p.w + line * 64 + half * 32);
+                const __m256i first = _mm256_and_si256(both, low);
+                const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#pragma GCC unroll 4
+                for (int row = 0; row < rows; row++) {
+                    const __m256i x = four_inputs(p.x + row * p.stride + line * 4);
+                    sum[row][0] = _mm256_add_epi16(sum[row][0], _mm256_maddubs_epi16(first, x));
+                    sum[row][1] = _mm256_add_epi16(sum[row][1], _mm256_maddubs_epi16(second, x));
+                }
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                const int at = i * 16 + half * 8;
+                const __m256 scale = from_float16(p.tables + at), base = from_float16(p.tables + OUTPUTS + at);
+#pragma GCC unroll 4
+                for (int row = 0; row < rows; row++) {
+                    add_group(sums + row * OUTPUTS + at, _mm256_madd_epi16(sum[row][i], ones), scale, base,
+                              row_scale[row], row_base[row]);
+                }
+            }
+        }
+        p.x += GROUP;
+        p.w += HALF_BLOCK;
+        p.tables += GROUP_TABLES;
+    }
+}
+
+/* Each number of rows has code of its own, whose sums stay in registers. */
+AVX2 static void add_few(int64_t rows, int bits, struct part part, float *sums) {
+    if (bits == 8) {
+        if (rows == 1) add_bytes(1, part, sums);
+        else add_bytes(2, part, sums);
+    } else {
+        if (rows == 1) add_nibbles(1, part, sums);
+        else if (rows == 2) add_nibbles(2, part, sums);
+        else if (rows == 3) add_nibbles(3, part, sums);
+        else add_nibbles(4, part, sums);
+    }
+}
+
+/* Eight numbers to bfloat16, the nearest ones; of two equally near, the even one. */
+AVX2 INLINE __m128i to_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i is_none = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_none), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+
+AVX2 void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    const float *bias = p->bias ? p->bias + pair * OUTPUTS : NULL;
+    for (int64_t i = 0; i < rows; i++, sums += OUTPUTS) {
+        void *out = out_of(p, row + i, pair);
+        float results[OUTPUTS];
+        finish_row(bias, p->is_gated, sums, p->is_bf16 ? results : out);
+        if (p->is_bf16)
+            for (int at = 0; at < (p->is_gated ? OUTPUTS / 2 : OUTPUTS); at += 8)
+                _mm_storeu_si128((__m128i *)((bf16 *)out + at), to_bf16(_mm256_loadu_ps(results + at)));
+    }
+}
+
+/* A block of a pair stays in the cache while the rows go by; a few rows read it whole, as one stream. */
+void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t at_once = p->bits == 8 ? BYTE_ROWS : NIBBLE_ROWS, lines = LINES * p->bits / 8;
+    const int64_t block = rows <= at_once ? p->num_groups : BLOCK_GROUPS, x_bytes = GROUP * p->bits / 4;
+    for (int64_t pair = first; pair < last; pair++) {
+        memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
+        for (int64_t group = 0; group < p->num_groups; group += block) {
+            const int64_t at = pair * p->num_groups + group;
+            struct part part = {.stride = p->stride, .table_stride = p->num_groups, .w = p->weight + at * lines * 64,
+                                .tables = p->tables + at * GROUP_TABLES};
+            part.num_groups = min(block, p->num_groups - group);
+            part.ahead = rows <= at_once ? PREFETCH : part.num_groups * lines * 64;
+            for (int64_t i = 0; i < rows; i += at_once) {
+                const int64_t height = min(at_once, rows - i);
+                part.x = p->x + (row + i) * p->stride + group * x_bytes;
+                part.row_scales = p->row_scales + (row + i) * p->num_groups + group;
+                part.row_bases = p->row_bases + (row + i) * p->num_groups + group;
+                part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
+                add_few(height, p->bits, part, sums + i * OUTPUTS);
+            }
+        }
+        finish_narrow(p, row, rows, pair, sums);
+    }
+}

@@ -1,0 +1,124 @@
+/* Rows of bfloat16 or float32 to numbers of 8 bits, with a scale for each group: the same ones by AVX-512 and AVX2. */
+
+#include "quantized.h"
+
+/* A group's scale: what is `range` in x is `levels` afterwards. */
+INLINE float scale_of(float range, float levels) { return range < 1e-30f * levels ? 1e-30f : range / levels; }
+
+AVX INLINE __m512 load_wide(const void *from, int64_t index, const int is_bf16) {
+    if (!is_bf16) return _mm512_loadu_ps((const float *)from + index);
+    const __m256i numbers = _mm256_loadu_si256((const __m256i *)((const bf16 *)from + index));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+/* A group of x for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
+AVX INLINE void quantize_based(__m512 low, __m512 high, int8_t *to, float *scale, float *base) {
+    *base = _mm512_reduce_min_ps(_mm512_min_ps(low, high));
+    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(low, high)) - *base, 255.0f);
+    const __m512 inverse = _mm512_set1_ps(1.0f / *scale), least = _mm512_set1_ps(*base);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(low, least), inverse));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(high, least), inverse));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtusepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtusepi32_epi8(second));
+}
+
+/* The same for weights of 4 bits: the largest magnitude is 127. */
+AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scale, float *sum) {
+    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f);
+    const __m512 inverse = _mm512_set1_ps(1.0f / *scale);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtsepi32_epi8(second));
+    *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+AVX INLINE void quantize_row_wide(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
+    int8_t *to = p->x + row * p->stride;
+    float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
+    for (int64_t group = 0; group < p->num_groups; group++, to += GROUP) {
+        const __m512 low = load_wide(from, group * GROUP, is_bf16), high = load_wide(from, group * GROUP + 16, is_bf16);
+        if (p->bits == 8) quantize_based(low, high, to, scales + group, bases + group);
+        else quantize_summed(low, high, to, scales + group, bases + group);
+    }
+}
+
+AVX void quantize_wide(const struct quantized *p, const void *from, int64_t row) {
+    if (p->is_bf16) quantize_row_wide(p, from, row, 1);
+    else quantize_row_wide(p, from, row, 0);
+}
+
+AVX2 INLINE __m256 load_narrow(const void *from, int64_t index, const int is_bf16) {
+    if (!is_bf16) return _mm256_loadu_ps((const float *)from + index);
+    const __m128i numbers = _mm_loadu_si128((const __m128i *)((const bf16 *)from + index));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16));
+}
+
+AVX2 INLINE float highest(__m256 x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+AVX2 INLINE float lowest(__m256 x) {
+    const __m128 four = _mm_min_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_min_ss(two, _mm_movehdup_ps(two)));
+}
+
+AVX2 INLINE int32_t sum_of(__m256i x) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+
+/* 16-bit halves of four vectors' numbers to 8 bits, in their order. */
+AVX2 INLINE __m256i in_order(__m256i packed) {
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+/* `quantize_based`, to halves of bytes. */
+AVX2 INLINE void quantize_based_narrow(const __m256 *x, int8_t *to, float *scale, float *base) {
+    *base = lowest(_mm256_min_ps(_mm256_min_ps(x[0], x[1]), _mm256_min_ps(x[2], x[3])));
+    const float most = highest(_mm256_max_ps(_mm256_max_ps(x[0], x[1]), _mm256_max_ps(x[2], x[3])));
+    *scale = scale_of(most - *base, 255.0f);
+    const __m256 inverse = _mm256_set1_ps(1.0f / *scale), least = _mm256_set1_ps(*base);
+    __m256i whole[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(x[i], least), inverse));
+    const __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
+    const __m256i bytes = in_order(_mm256_packus_epi16(first, second)), low = _mm256_set1_epi8(15);
+    _mm256_storeu_si256((__m256i *)to, _mm256_and_si256(bytes, low));
+    _mm256_storeu_si256((__m256i *)(to + GROUP), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+}
+
+AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scale, float *sum) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 most = _mm256_setzero_ps();
+    for (int i = 0; i < 4; i++) most = _mm256_max_ps(most, _mm256_andnot_ps(sign, x[i]));
+    *scale = scale_of(highest(most), 127.0f);
+    const __m256 inverse = _mm256_set1_ps(1.0f / *scale);
+    __m256i whole[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));
+    const __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
+    _mm256_storeu_si256((__m256i *)to, in_order(_mm256_packs_epi16(first, second)));
+    const __m256i sums = _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
+    *sum = *scale * (float)sum_of(sums);
+}
+
+AVX2 INLINE void quantize_row_narrow(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
+    int8_t *to = p->x + row * p->stride;
+    float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
+    for (int64_t group = 0; group < p->num_groups; group++) {
+        __m256 x[4];
+        for (int i = 0; i < 4; i++) x[i] = load_narrow(from, group * GROUP + i * 8, is_bf16);
+        if (p->bits == 8) quantize_based_narrow(x, to + group * 2 * GROUP, scales + group, bases + group);
+        else quantize_summed_narrow(x, to + group * GROUP, scales + group, bases + group);
+    }
+}
+
+AVX2 void quantize_narrow(const struct quantized *p, const void *from, int64_t row) {
+    if (p->is_bf16) quantize_row_narrow(p, from, row, 1);
+    else quantize_row_narrow(p, from, row, 0);
+}

@@ -1,0 +1,259 @@
+/* Products by int8 and int4 weights on AMX or AVX-512's VNNI. */
+
+#include "quantized.h"
+#include "silu.h"
+
+enum {
+    BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
+    VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
+    FEW_ROWS = 3,       /* that have those of several */
+};
+
+/* What a few rows read of one pair: `num_groups` groups. */
+struct part {
+    const int8_t *x; /* rows `stride` bytes apart */
+    int64_t stride;
+    const float *row_scales; /* and row_bases: rows `table_stride` apart */
+    const float *row_bases;
+    int64_t table_stride;
+    const uint8_t *w;
+    const uint16_t *tables;
+    int64_t num_groups;
+    int is_first_reader; /* has what follows fetched for later */
+};
+
+AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+
+/* The base of a group's weights, or their sum where rows have the bases; `tables` are those of 16 outputs. */
+AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const int bits) {
+    const __m512 second = from_float16(tables + OUTPUTS);
+    return bits == 8 ? _mm512_mul_ps(second, scale) : second;
+}
+
+/* A group's exact sum as a number onto what came before it, and what the base of one side adds. */
+AVX INLINE __m512 add_group(__m512 onto, __m512i sum, __m512 scale, __m512 second, float row_scale, float row_base) {
+    onto = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(row_scale)), onto);
+    return _mm512_fmadd_ps(second, _mm512_set1_ps(row_base), onto);
+}
+
+/* Four products of 16 outputs each onto their sums. VNNI takes the one side as 0 to 255, the other as -128 to 127. */
+AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const int bits) {
+    return bits == 8 ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
+}
+
+/* A part, onto the sums [pairs, rows, 32]. Several pairs side by side are as many streams from memory, and sums enough
+   to be computed while others wait for their last product; they lie `pair` groups apart. */
+AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, struct part p, int64_t pair, float *sums) {
+    const __m512i low = _mm512_set1_epi8(15);
+    const int64_t pair_bytes = pair * (bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK);
+    const int64_t pair_tables = pair * GROUP_TABLES;
+    __m512 total[VECTOR_ROWS][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows * pairs; i++)
+        for (int half = 0; half < 2; half++) total[i][half] = _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
+    for (int64_t group = 0; group < p.num_groups; group++) {
+        const int is_end = pairs > 1 && group + PREFETCH / (2 * HALF_BLOCK) >= p.num_groups;
+        const int64_t next = PREFETCH + (is_end ? (pairs - 1) * pair_bytes : 0);
+#pragma GCC unroll 4
+        for (int i = 0; i < pairs; i++)
+            if (p.is_first_reader) {
+                fetch_lines(p.w + i * pair_bytes + next, 0, bits == 8 ? 16 : 8);
+                if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
+            }
+        __m512i sum[VECTOR_ROWS][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows * pairs; i++) sum[i][0] = sum[i][1] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int line = 0; line < 8; line++) { /* four inputs of 32 outputs */
+#pragma GCC unroll 4
+            for (int i = 0; i < pairs; i++) {
+                const uint8_t *w = p.w + i * pair_bytes + line * 64;
+                __m512i first = _mm512_loadu_si512(w), second;
+                if (bits == 8) {
+                    second = _mm512_loadu_si512(w + HALF_BLOCK);
+                } else {
+                    second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+                    first = _mm512_and_si512(first, low);
+                }
+#pragma GCC unroll 8
+                for (int row = 0; row < rows; row++) {
+                    const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
+                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], first, inputs, bits);
+                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], second, inputs, bits);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < pairs; i++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const uint16_t *tables = p.tables + i * pair_tables + half * 16;
+                const __m512 scale = from_float16(tables), second = second_of(tables, scale, bits);
+#pragma GCC unroll 8
+                for (int row = 0; row < rows; row++) {
+                    const int64_t place = row * p.table_stride + group;
+                    __m512 *onto = &total[i * rows + row][half];
+                    *onto = add_group(*onto, sum[i * rows + row][half], scale, second, p.row_scales[place],
+                                      p.row_bases[place]);
+                }
+            }
+        p.x += GROUP;
+        p.w += bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK;
+        p.tables += GROUP_TABLES;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows * pairs; i++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + i * OUTPUTS + half * 16, total[i][half]);
+}
+
+/* The same, the numbers of rows and bits known to the compiler. */
+AVX static void add_any_rows(int64_t rows, int bits, struct part p, float *sums) {
+#define SUMS(n) case n: if (bits == 8) add_vectors(n, 1, 8, p, 0, sums); else add_vectors(n, 1, 4, p, 0, sums); break;
+    switch (rows) { SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6) }
+#undef SUMS
+}
+
+/* `pairs` pairs of 8 bits, at most `pairs_at_once`. */
+AVX static void add_pairs(int64_t rows, int64_t pairs, struct part p, int64_t pair, float *sums) {
+#define SUMS(r, n) case 10 * r + n: add_vectors(r, n, 8, p, pair, sums); break;
+    switch (10 * rows + pairs) {
+        SUMS(1, 1) SUMS(1, 2) SUMS(1, 3) SUMS(1, 4) SUMS(2, 1) SUMS(2, 2) SUMS(2, 3) SUMS(3, 1) SUMS(3, 2)
+    }
+#undef SUMS
+}
+
+static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_ROWS / rows; }
+
+/* Groups of 4 bits as int8, in `to`, which is aligned. */
+AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int64_t group = 0; group < num_groups; group++, from += HALF_BLOCK, to += 2 * HALF_BLOCK)
+        for (int line = 0; line < HALF_BLOCK; line += 64) {
+            _mm_prefetch((const char *)from + PREFETCH + line, _MM_HINT_T1);
+            const __m512i both = _mm512_loadu_si512(from + line);
+            _mm512_store_si512(to + line, _mm512_and_si512(both, low));
+            _mm512_store_si512(to + HALF_BLOCK + line, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        }
+}
+
+/* `add_vectors` by AMX, for up to 16 rows, as many as tiles are configured for; W is int8. */
+AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *sums) {
+    int32_t numbers[2][16 * 16] __attribute__((aligned(64)));
+    for (int64_t group = 0; group < p.num_groups; group++) {
+        if (p.is_first_reader && bits == 8) fetch_lines(p.w + PREFETCH, 0, 16);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, p.x, p.stride);
+        _tile_loadd(6, p.w, 64);
+        _tile_loadd(7, p.w + HALF_BLOCK, 64);
+        if (bits == 8) {
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+        } else {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        }
+        _tile_stored(0, numbers[0], 64);
+        _tile_stored(1, numbers[1], 64);
+        for (int half = 0; half < 2; half++) {
+            const __m512 scale = from_float16(p.tables + half * 16);
+            const __m512 second = second_of(p.tables + half * 16, scale, bits);
+            for (int64_t row = 0; row < rows; row++) {
+                const int64_t place = row * p.table_stride + group;
+                const __m512i sum = _mm512_load_si512(numbers[half] + row * 16);
+                float *onto = sums + row * OUTPUTS + half * 16;
+                _mm512_storeu_ps(onto, add_group(_mm512_loadu_ps(onto), sum, scale, second, p.row_scales[place],
+                                                 p.row_bases[place]));
+            }
+        }
+        p.x += GROUP;
+        p.w += 2 * HALF_BLOCK;
+        p.tables += GROUP_TABLES;
+    }
+}
+
+/* The sums [rows, 32] of a pair, to `out`. */
+AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
+    if (!p->is_bf16) {
+        finish_narrow(p, row, rows, pair, sums);
+        return;
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        __m512 result[2];
+        for (int half = 0; half < 2; half++) {
+            const __m512 bias =
+                p->bias ? _mm512_loadu_ps(p->bias + pair * OUTPUTS + half * 16) : _mm512_setzero_ps();
+            result[half] = _mm512_add_ps(_mm512_loadu_ps(sums + i * OUTPUTS + half * 16), bias);
+        }
+        if (p->is_gated) {
+            const __m512 gated = _mm512_mul_ps(rough_silu(result[0]), result[1]);
+            _mm256_storeu_si256(out_of(p, row + i, pair), (__m256i)_mm512_cvtneps_pbh(gated));
+        } else {
+            _mm512_storeu_si512(out_of(p, row + i, pair), (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));
+        }
+    }
+}
+
+/* Up to FEW_ROWS rows and the pairs [first, last) of 8 bits, without AMX: some pairs at once, each read whole. (4 bits
+   take so long to unpack that memory does not wait.) */
+AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
+    float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t rows = p->num_rows, groups = p->num_groups;
+    struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
+                        .table_stride = groups, .num_groups = groups, .is_first_reader = 1};
+    for (int64_t pair = first, pairs; pair < last; pair += pairs) {
+        pairs = min(pairs_at_once(rows), last - pair);
+        part.w = p->weight + pair * groups * 2 * HALF_BLOCK;
+        part.tables = p->tables + pair * groups * GROUP_TABLES;
+        __builtin_memset(sums, 0, sizeof sums);
+        add_pairs(rows, pairs, part, groups, sums);
+        for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
+    }
+}
+
+/* Up to BLOCK_ROWS rows and the pairs [first, last): a block of a pair stays in the cache while the rows go by. */
+AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    uint8_t unpacked[BLOCK_GROUPS * 2 * HALF_BLOCK] __attribute__((aligned(64)));
+    float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int has_tiles = outrider_has_tiles;
+    const int64_t max_rows = has_tiles ? 16 : VECTOR_ROWS;
+    const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8;
+    if (has_tiles) configure_tiles_for(min(rows, 16), 0, GROUP);
+    for (int64_t pair = first; pair < last; pair++) {
+        __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
+        for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
+            struct part part = {.stride = p->stride, .table_stride = p->num_groups};
+            part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
+            part.w = p->weight + (pair * p->num_groups + group) * group_bytes;
+            part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;
+            if (has_tiles && p->bits == 4) {
+                unpack(part.w, part.num_groups, unpacked);
+                part.w = unpacked;
+            }
+            for (int64_t i = 0; i < rows; i += max_rows) {
+                const int64_t height = min(max_rows, rows - i);
+                part.x = p->x + (row + i) * part.stride + group * GROUP;
+                part.row_scales = p->row_scales + (row + i) * p->num_groups + group;
+                part.row_bases = p->row_bases + (row + i) * p->num_groups + group;
+                part.is_first_reader = i == 0;
+                float *onto = sums + i * OUTPUTS;
+                if (!has_tiles) {
+                    add_any_rows(height, p->bits, part, onto);
+                    continue;
+                }
+                const int is_rest = rows > 16 && height < 16;
+                if (is_rest) configure_tiles_for(height, 0, GROUP);
+                if (p->bits == 8) add_tiles(height, 8, part, onto);
+                else add_tiles(height, 4, part, onto);
+                if (is_rest) configure_tiles_for(16, 0, GROUP);
+            }
+        }
+        finish(p, row, rows, pair, sums);
+    }
+}
+
+AMX void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+    if (!outrider_has_tiles && p->bits == 8 && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
+    else multiply_many(p, row, rows, first, last);
+    if (outrider_has_tiles) _tile_release();
+}
