@@ -18,6 +18,8 @@ from typing import Any
 import grpc
 import httpx
 
+from protos import outrider_pb2 as pb2
+
 _COMPAT = Path(__file__).parents[2] / "tests/compat/run.sh"
 _TIMEOUT_S = 60.0
 _MIB = 1 << 20
@@ -87,9 +89,9 @@ async def _wrong_messages(face: Face) -> Answers:
     return await _post_all(face, [{"messages": [1] * 100_000}] * 3, "/v1/chat/completions")
 
 
-@_attack("500,000 prompts in a body")
+@_attack("500,000 prompts and a million lists in a body")
 async def _many_prompts(face: Face) -> Answers:
-    return await _post_all(face, [{"prompt": ["a"] * 500_000}] * 3)
+    return await _post_all(face, [{"prompt": ["a"] * 500_000}, {"prompt": [[5]] * 1_000_000}] * 2)
 
 
 @_attack("JSON 100,000 levels deep, 100,000 unknown fields, not JSON, numbers out of range")
@@ -119,7 +121,7 @@ async def _many_biases(face: Face) -> Answers:
     )
 
 
-@_attack("twelve grammars of 980 rules, expressions that explode, deep and circular schemas")
+@_attack("twelve grammars of 980 rules, two that compile for ever, expressions that explode, deep and circular schemas")
 async def _grammars(face: Face) -> Answers:
     rules = "\n".join(f'r{index} ::= "a" r{index + 1} | "b" r{(index * 7) % 980}' for index in range(979))
     grammar = f'root ::= r0\n{rules}\nr979 ::= "c"'
@@ -132,8 +134,12 @@ async def _grammars(face: Face) -> Answers:
         "properties": {f"p{i}": {"type": "string", "pattern": "(a|b){1,400}"} for i in range(300)},
     }
     bodies: list[Any] = [{"prompt": "x", "guided_grammar": grammar}] * 12
-    bodies += [{"prompt": "x", "guided_regex": regex} for regex in ("(a{1000}){1000}", "((a+)+)+b", "(" * 5000, "[^")]
-    bodies += [{"prompt": "x", "guided_json": schema} for schema in (deep, circular, wide, '{"const": "\\ud800"}')]
+    bodies += [{"prompt": "x", "guided_regex": "(a{1000}){1000}", "n": 32}]
+    bodies += [{"prompt": "x", "guided_regex": regex} for regex in ("((a+)+)+b", "(" * 5000, "[^")]
+    endless = [{"allOf": [{"type": "string", "pattern": f".*a.{{{gap}}}b.*"} for gap in range(n)]} for n in (30, 31)]
+    bodies += [
+        {"prompt": "x", "guided_json": schema} for schema in (*endless, deep, circular, wide, '{"const": "\\ud800"}')
+    ]
     return await _post_all(face, bodies)
 
 
@@ -255,11 +261,13 @@ async def _strange_http(face: Face) -> Answers:
     return sum(await asyncio.gather(*(_raw(face, 5, request, hold_s=2.0) for request in requests)), Counter())
 
 
-@_attack("gRPC: 20 MiB messages, garbage, 300 Watch and 300 reflection streams")
+@_attack("gRPC: a message of 20 MiB, 40 of 7 MiB, garbage, 300 Watch and 300 reflection streams")
 async def _grpc(face: Face) -> Answers:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"{face.host}:{face.grpc_port}", options=options) as channel:
         calls = [_call(channel, f"{_SERVICE}/Generate", payload) for payload in (b"\x0a" * (20 * _MIB), _GARBAGE, b"")]
+        prompt = pb2.GenerateRequest(model=face.model, prompt="a" * (7 * _MIB)).SerializeToString()
+        calls += [_call(channel, f"{_SERVICE}/Generate", prompt) for _ in range(40)]
         calls += [_call(channel, "/grpc.health.v1.Health/Watch", b"", timeout_s=4.0) for _ in range(300)]
         calls += [
             _call(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b":\x00")

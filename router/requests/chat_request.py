@@ -12,6 +12,7 @@ from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCount
 from router.requests.tools import Tool, ToolUse, tool_use
 
+MAX_TOOLS = 1024
 _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 
@@ -30,7 +31,7 @@ class ChatCompletionRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
     include_reasoning: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None
 

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from protos.errors import RequestError
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCountOrZero
 
+MAX_PROMPTS = 4096  # that are looked at; the operator's `max_choices` may be less
+
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _SEVERAL_SCHEMA = {"type": "array", "items": {"anyOf": [_TEXT_SCHEMA, _TOKENS_SCHEMA]}, "minItems": 1}
@@ -24,6 +26,8 @@ def _check_prompt(value: object) -> object:
     _refuse_empty(value, "prompt")
     if all(type(item) is int for item in value):
         return value
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(value)} prompts; send at most {MAX_PROMPTS}.", param="prompt")
     for rank, item in enumerate(value):
         _check_one_prompt(item, f"prompt[{rank}]")
     return value

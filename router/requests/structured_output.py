@@ -128,8 +128,10 @@ def schema_source(param: str, schema: object) -> str:
     if isinstance(schema, dict):
         schema = {"x-guidance": _WHITESPACE, **schema}
     source = json.dumps(schema, ensure_ascii=False)
-    if any("\ud800" <= character <= "\udfff" for character in source):
-        raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param)
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param) from None
     return source
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
@@ -61,6 +62,11 @@ def _message(details: ErrorDetails, param: str | None, path: list[str | int], sc
 
 
 def _shown(value: object) -> str:
+    """Return the beginning of a value, of which there may be a million items."""
+    if isinstance(value, (list, str)):
+        value = value[:_MAX_VALUE_CHARACTERS]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), _MAX_VALUE_CHARACTERS))
     text = repr(value)
     return text if len(text) <= _MAX_VALUE_CHARACTERS else text[:_MAX_VALUE_CHARACTERS] + "..."
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from protos.errors import RequestError
 from router.config import IngressLimits
+from router.requests.chat_request import ChatCompletionRequest
+from router.requests.completion_request import CompletionRequest
+from router.requests.validation_errors import as_request_error
 from tests.router.fake_backend import FakeBackend
 
 REQUEST = {"model": "fake", "prompt": "abc", "max_tokens": 4}
@@ -77,3 +85,32 @@ async def test_a_client_that_goes_away_leaves_its_room(http: httpx.AsyncClient) 
     await until_held(http, len(BODY) - 1)
     gone.cancel()
     await until_held(http, 0)
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "words"),
+    [
+        (CompletionRequest, {"prompt": [[5]] * 1_000_000}, "1000000 prompts; send at most 4096"),
+        (ChatCompletionRequest, {"messages": [1] * 1_000_000}, r"\.\.\.; it must be at most 65536 items long"),
+        (ChatCompletionRequest, {"messages": [], "tools": [TOOL] * 100_000}, "messages is"),
+    ],
+)
+def test_a_body_of_a_million_items_is_refused_in_parts_of_a_second(
+    schema: type[CompletionRequest], body: dict[str, object], words: str
+) -> None:
+    """The event loop waits meanwhile; the first of them took it two seconds and more."""
+    raw = json.dumps(body)
+    gc.disable()  # as for a body
+    began_s = time.thread_time()
+    with pytest.raises((RequestError, ValidationError)) as refused:
+        schema.model_validate_json(raw)
+    error = refused.value
+    if isinstance(error, ValidationError):
+        error = as_request_error(error, schema)
+    seconds = time.thread_time() - began_s
+    gc.enable()
+    assert re.search(words, str(error))
+    assert seconds < 1.0
