@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first ten minutes on a card: smoke, tests, look, one table. It runs in the repository's root on a machine that has
 # torch, triton, transformers, safetensors, tokenizers and pytest with xdist, and needs neither Ray, registry nor
-# compiler: `make gpu-kit` has put the two wheels that are missing there into .gpu-kit.
+# compiler: `make gpu-kit` has put the wheels that are missing there into .gpu-kit.
 #
 #   OUT=results bench/gpu/kit.sh              on a GPU, at most 600 s
 #   OUT=results bench/gpu/kit.sh --rehearse   the same steps on a processor, whose tests run in Triton's interpreter:
