@@ -91,13 +91,17 @@ class EngineLoop:
         self._wake = threading.Event()
         self._is_closing = False
         self._stalled_since_s: float | None = None  # None: nothing to do, or something has just come of it
+        self._turned_s: float | None = None  # the begin of the current turn; None while it sleeps, or does not run
         self._num_queued_tokens = 0
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the engine has had work and nothing came of it: no output, and no prompt was read on."""
-        since_s = self._stalled_since_s
-        return 0.0 if since_s is None else self._clock() - since_s
+        """Seconds for which the engine has had work and nothing came of it: no output, and no prompt was read on.
+
+        A thread that is stuck between two steps counts too, in whatever it does there, and has no work to be seen.
+        """
+        begins_s = [each for each in (self._stalled_since_s, self._turned_s) if each is not None]
+        return self._clock() - min(begins_s) if begins_s else 0.0
 
     def submit(self, command: Command) -> None:
         """Hand a command to the loop and return at once; it is carried out before the next step.
@@ -114,6 +118,7 @@ class EngineLoop:
     def run(self) -> None:
         """Compute until `close`. An error of a step passes through, and the engine is of no use after it."""
         while not self._is_closing:
+            self._turned_s = self._clock()
             self._carry_out_commands()
             self._before_step()
             self._report()
@@ -148,6 +153,7 @@ class EngineLoop:
             self._reporter.report(self.stats, is_idle=not self._engine.has_work)
 
     def _sleep(self) -> None:
+        self._turned_s = None
         if not self._commands and not self._is_closing:
             self._wake.wait(_IDLE_TURN_S)
         self._wake.clear()

@@ -25,7 +25,7 @@ from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.ray_metrics import RayMetrics
 from actors.pair.target_client import TargetClient
-from actors.pair.watchdog import Watchdog
+from actors.pair.watchdog import Watchdog, check_running
 from actors.process.process_logging import configure_logging
 from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
@@ -93,6 +93,7 @@ class Pair(PairShell):
     async def check_health(self) -> None:
         """Raise if this replica should be replaced; called by Serve."""
         self._watchdog.check()
+        check_running((self._reporting, self._watching, self._client.task))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the work that waits here; called by Serve where the number of pairs follows it."""

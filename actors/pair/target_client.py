@@ -53,7 +53,8 @@ class TargetListener(Protocol):
 class TargetClient:
     """Connects whenever a target listens at `path`; between two targets every request fails at once.
 
-    `card` is that of the last target that has greeted; `feeds` are those that the streams may be on.
+    `card` is that of the last target that has greeted; `feeds` are those that the streams may be on; `task` runs
+    until `close`.
     """
 
     def __init__(self, path: Path, listener: TargetListener) -> None:
@@ -66,7 +67,7 @@ class TargetClient:
         self._streams: dict[str, TokenStream] = {}
         self._pongs: deque[asyncio.Future[Pong]] = deque()
         self._codec: FrameCodec[TargetToShell] = FrameCodec(TargetToShell)
-        self._task = asyncio.create_task(self._stay_connected(), name="target-client")
+        self.task = asyncio.create_task(self._stay_connected(), name="target-client")
 
     @property
     def is_connected(self) -> bool:
@@ -131,9 +132,9 @@ class TargetClient:
 
     async def close(self) -> None:
         """Disconnect for good; streams that are still open fail."""
-        self._task.cancel()
+        self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+            await self.task
 
     def _send(self, message: ShellToTarget) -> None:
         assert self._writer is not None, "connected"

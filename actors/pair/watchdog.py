@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
@@ -90,3 +90,11 @@ class Watchdog:
         logger.error("the target is restarted: %s", reason)
         self._client.fence()
         self._restart()
+
+
+def check_running(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Raise UnavailableError if a task that is to run for ever has ended: nothing else would notice."""
+    for task in tasks:
+        if task.done():
+            reason = "cancelled" if task.cancelled() else repr(task.exception())
+            raise UnavailableError(f"{task.get_name()} of this pair has ended: {reason}")

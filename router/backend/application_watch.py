@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState  # type: ignore[attr-defined]  # imported there
@@ -28,6 +29,8 @@ class ApplicationWatch:
         self._status: ApplicationStatusOverview | None = None
         self._question: asyncio.Task[None] | None = None
         self._asked_s = 0.0
+        # Of its own: while the controller hangs, questions would take one thread of all after the other.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="application-watch")
 
     async def is_deleted(self) -> bool:
         """True if it is being deleted, as far as the controller has said so."""
@@ -67,6 +70,7 @@ class ApplicationWatch:
         name = serve.get_replica_context().app_name
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                self._status = (await asyncio.to_thread(serve.status)).applications.get(name, self._status)
+                status = await asyncio.get_running_loop().run_in_executor(self._pool, serve.status)
+                self._status = status.applications.get(name, self._status)
         except Exception as error:  # any of Ray's: the controller may be restarting
             logger.warning("Serve's controller does not say what becomes of this application: %r", error)

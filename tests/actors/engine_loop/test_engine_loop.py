@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.engine_loop.engine_loop import EngineLoop
+from actors.shell_messages import Add
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
 from protos.messages import GenerateRequest, TokenChunk
@@ -61,3 +62,24 @@ def test_seconds_without_progress(steps: list[tuple[int, bool]], stalled_s: list
     engine = Script(list(steps))
     engine.loop.run()
     assert engine.stalled_s == stalled_s
+
+
+def test_a_thread_that_is_stuck_between_steps_is_seen() -> None:
+    """It has no work then, and would pass for idle."""
+    now_s, seen_s = 0.0, []
+
+    class Stuck(Script):
+        has_work = False
+
+        def add(self, request: GenerateRequest) -> None:
+            nonlocal now_s
+            seen_s.append(loop.stalled_s)
+            now_s += 300.0
+            seen_s.append(loop.stalled_s)
+            loop.close()
+
+    loop = EngineLoop(Stuck([]), lambda output: None, clock=lambda: now_s)
+    assert loop.stalled_s == 0.0
+    loop.submit(Add(GenerateRequest("a", (1,))))
+    loop.run()
+    assert seen_s == [0.0, 300.0]

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from actors.pair.target_client import TargetClient
-from actors.pair.watchdog import Watchdog
+from actors.pair.watchdog import Watchdog, check_running
 from actors.settings import PairSettings
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.config import EngineConfig, ModelConfig
@@ -121,3 +121,18 @@ async def test_a_target_that_stays_away_makes_the_replica_unhealthy(rig: Rig, mo
     rig.now_s += 301.0
     with pytest.raises(UnavailableError, match="has not been seen for 301 s"):
         rig.watchdog.check()
+
+
+async def test_a_task_that_has_ended_makes_the_replica_unhealthy() -> None:
+    async def fail() -> None:
+        raise IndexError("unexpected")
+
+    tasks = [
+        asyncio.create_task(asyncio.sleep(60), name="watchdog"),
+        asyncio.create_task(fail(), name="index-reporter"),
+    ]
+    check_running(tasks)
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match=r"index-reporter of this pair has ended: IndexError\('unexpected'\)"):
+        check_running(tasks)
+    tasks[0].cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +73,17 @@ async def test_many_who_ask_at_once_cost_one_question(controller: Controller, mo
     watch = ApplicationWatch()
     assert [await watch.is_deleted() for _ in range(5)] == [False] * 5
     assert controller.num_asked == 1
+
+
+async def test_a_controller_that_hangs_takes_one_thread(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the event loop tokenize and render chats: on two cores there are six."""
+    monkeypatch.setattr(application_watch, "_ANSWER_TIMEOUT_S", 0.05)
+    is_over, hanging = threading.Event(), []
+    monkeypatch.setattr(serve, "status", lambda: (hanging.append(1), is_over.wait(20)))
+    watch = ApplicationWatch()
+    for _ in range(4):
+        assert not await watch.is_deleted()
+    assert len(hanging) == 1
+    is_over.set()

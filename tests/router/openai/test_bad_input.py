@@ -84,7 +84,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
         ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias", ["at most 1024"]),
         ({"prompt": ["a"] * 2000}, "n", ["2000 prompts", "one request may have"]),
-        ({"prompt": [[5]] * 4097}, "prompt", ["4097 prompts; send at most 4096"]),
+        ({"prompt": [[]] * 4097}, "prompt", ["4097 prompts; send at most 4096"]),
         ({"logit_bias": {"05": 1}}, "logit_bias", ["'05'"]),
         ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1"]),
         ({"logit_bias": {"999": 1}}, "logit_bias", ["999"]),
