@@ -1,13 +1,21 @@
 """Sockets lie where only their owner may enter, and do not outlive him for long."""
 
-import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from actors.process.socket_folder import private_folder
+
+MAKE = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from actors.process.socket_folder import private_folder
+print(private_folder(), flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +27,16 @@ def test_the_socket_folder_is_open_to_its_owner_only():
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
 
 
-def test_folders_of_killed_processes_are_removed(tmp_path: Path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left, living, other = (
-        tmp_path / f"outrider-{dead.pid}-abc",
-        tmp_path / f"outrider-{os.getppid()}-abc",
-        tmp_path / "outrider-notes-abc",
-    )
-    for folder in (left, living, other):
-        folder.mkdir()
-    private_folder()
-    assert [folder.exists() for folder in (left, living, other)] == [False, True, True]
+def test_folders_of_killed_processes_are_removed_and_of_living_ones_kept(tmp_path: Path):
+    """A living one of another container has an id that means nothing here."""
+    command = [sys.executable, "-c", MAKE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        own, other = private_folder(), tmp_path / "outrider-notes-abc"
+        other.mkdir()
+        assert left.exists(), "its process lives"
+        process.kill()
+        process.wait()
+        private_folder()
+        assert [folder.exists() for folder in (left, own, other)] == [False, True, True]
