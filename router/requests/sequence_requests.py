@@ -14,6 +14,8 @@ from router.requests.sampling_params import sampling_params
 from router.requests.speculation_params import check_approximate, check_prediction, speculation_params
 from router.requests.token_ids import check_token_ids
 
+# Logprobs of one prompt, which leave its pair in one message: 15 bytes each, of 64 MiB for a message.
+MAX_PROMPT_LOGPROBS = 2_000_000
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
@@ -51,11 +53,22 @@ def generate_requests(
     for whole in params.prompts:
         prompt = _truncated(whole, params, card)
         check_token_ids(prompt.token_ids, card, "prompt")
+        _check_prompt_logprobs(len(prompt.token_ids), common.num_prompt_logprobs)
         sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
     current_client.get().take(_cost(requests))
     return requests
+
+
+def _check_prompt_logprobs(num_tokens: int, num_logprobs: int | None) -> None:
+    num_wanted = 0 if num_logprobs is None else num_tokens * (num_logprobs + 1)
+    if num_wanted > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the logprobs of this prompt are {num_wanted}; at most {MAX_PROMPT_LOGPROBS} are answered. Ask for fewer "
+            "of each token, or send a shorter prompt.",
+            param="prompt_logprobs",
+        )
 
 
 def _truncated(prompt: Prompt, params: GenerateParams, card: ModelCard) -> Prompt:

@@ -12,6 +12,7 @@ from protos.errors import UnavailableError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
+from router.requests import sequence_requests
 from router.tokenizer.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend
 from tests.router.key_files import api_keys
@@ -265,3 +266,15 @@ async def test_a_priority_must_be_granted_where_keys_are_set(service: Generation
             response = await http.post("/v1/completions", json={**GOOD, "priority": priority}, headers=headers)
             assert response.status_code == status, response.text
             assert status == 200 or response.json()["error"]["param"] == "priority"
+
+
+async def test_logprobs_of_a_prompt_fit_into_a_message(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer one would end the line between target and shell, and every stream on it, three times over."""
+    monkeypatch.setattr(sequence_requests, "MAX_PROMPT_LOGPROBS", 64)
+    body = {"model": "fake", "prompt": "a" * 32, "max_tokens": 1}
+    for more in ({"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}):
+        error = error_of(await http.post("/v1/completions", json={**body, **more}), 400)
+        assert "96; at most 64" in error["message"]
+    assert (await http.post("/v1/completions", json={**body, "prompt_logprobs": 1})).status_code == 200
