@@ -5,7 +5,7 @@
 #
 #   OUT=results bench/gpu/kit.sh              on a GPU, at most 600 s
 #   OUT=results bench/gpu/kit.sh --rehearse   the same steps on a processor, whose tests run in Triton's interpreter:
-#                                             that of Triton 3.6 fails on numpy 2.5, so a rehearsal takes numpy 2.4 or less
+#                                             that of Triton 3.6 fails on numpy 2.4, so a rehearsal takes numpy 2.3 or less
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-.cache/bench-gpu}
