@@ -7,6 +7,7 @@ larger. An interceptor is asked before that.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +25,9 @@ _MAX_READ = 16  # messages at once, of all clients
 _MAX_READ_OF_TENANT = 8  # the others' places are kept from one whose messages come slowly
 _WAIT_S = 5.0  # for a place
 _READ_S = 15.0  # until the place of a message is another's, even if it is not read and checked by then
+_LARGE_BYTES = 1 << 20  # of a message, whose memory is given back
+_TRIM_S = 0.3  # after a large one, for all that have come by then
+_LAST_TRIM_S = 2.0  # after the last large one, which is checked and gone by then
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -34,6 +38,8 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
     def __init__(self, api_keys: ApiKeys, metrics: IngressMetrics) -> None:
         self._api_keys = api_keys
         self._metrics = metrics
+        self._is_trimming = False
+        self._last_trim: asyncio.TimerHandle | None = None
         self._places = asyncio.Semaphore(_MAX_READ)
         self._places_of_tenant: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(_MAX_READ_OF_TENANT)
@@ -50,12 +56,13 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
             return self._refusal(details.method, error)
         loop = asyncio.get_running_loop()
         leave_place.set(lambda: loop.call_soon_threadsafe(leave))
-        if _is_ours(details):
-            return handler
-        deserialize = handler.request_deserializer
+        deserialize, is_ours = handler.request_deserializer, _is_ours(details)
 
-        def read(message: bytes) -> Any:  # other methods know nothing of places
-            leave()
+        def read(message: bytes) -> Any:
+            if len(message) > _LARGE_BYTES:
+                self._trim_later(loop)
+            if not is_ours:  # its method knows nothing of places
+                leave()
             return message if deserialize is None else deserialize(message)
 
         return handler._replace(request_deserializer=read)
@@ -94,6 +101,21 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
         timer = asyncio.get_running_loop().call_later(_READ_S, leave)
         return leave
+
+    def _trim_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_trimming:
+            self._is_trimming = True
+            loop.call_later(_TRIM_S, loop.run_in_executor, None, self._trim)
+        if self._last_trim is not None:
+            self._last_trim.cancel()
+        self._last_trim = loop.call_later(_LAST_TRIM_S, loop.run_in_executor, None, self._trim)
+
+    def _trim(self) -> None:
+        """Give memory back: messages come in small pieces, of which the C library keeps hundreds of MiB."""
+        self._is_trimming = False
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        if trim is not None:
+            trim(0)
 
     def _refusal(self, method: str, error: ServingError) -> Any:
         """Return a handler that ends the call with the error; a handler of streams reads only what it asks for."""

@@ -77,6 +77,21 @@ async def test_a_stream_takes_no_place_while_it_runs(service: GenerationService,
             stream.cancel()
 
 
+async def test_memory_is_given_back_behind_large_messages(
+    service: GenerationService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(ReadingGate, "_trim", lambda gate: trims.append(1))
+    monkeypatch.setattr(reading_gate, "_LAST_TRIM_S", 0.1)
+    async with grpc_channel(service) as channel:
+        stub = outrider_pb2_grpc.GenerationStub(channel)
+        for num_mib, num_trims in ((0, 0), (7, 2)):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Generate(pb2.GenerateRequest(model="fake", prompt="a" * (200 + (num_mib << 20))))
+            await asyncio.sleep(1.0)
+            assert len(trims) == num_trims
+
+
 async def test_a_place_is_another_s_after_a_while(service: GenerationService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_gate, "_READ_S", 0.5)
     async with grpc_channel(service, api_keys(*KEYS)) as channel:
