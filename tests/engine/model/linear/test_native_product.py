@@ -17,7 +17,7 @@ from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import Instructions, native_instructions, native_library
-from tests.engine.fixtures.native_kernels import needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels
 from tests.engine.fixtures.native_switch import instructions_used
 
 # Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
@@ -58,7 +58,7 @@ def test_a_product_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> N
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.01, atol=1e-5)
 
 
-@needs_kernels
+@needs_float_kernels
 @pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -86,7 +86,7 @@ def test_a_gate_is_the_plain_one(shape: tuple[int, int], has_bias: bool) -> None
         torch.testing.assert_close(multiply(x).double(), expected, rtol=2**-8 * 1.1, atol=1e-4)
 
 
-@needs_kernels
+@needs_float_kernels
 @pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -106,7 +106,7 @@ def test_a_gate_of_any_size_is_finite() -> None:
     torch.testing.assert_close(gated.float(), F.silu(x.float()), rtol=2**-7, atol=1e-35)
 
 
-@needs_kernels
+@needs_float_kernels
 @pytest.mark.usefixtures("any_instructions")
 def test_a_float32_gate_of_any_size_is_right_to_the_last_places() -> None:
     x, gated = _extremes(torch.float32)
@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
         _check_company(multiply, shape[1], torch.bfloat16)
 
 
-@needs_kernels
+@needs_float_kernels
 @pytest.mark.usefixtures("any_instructions")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_float32_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
@@ -145,9 +145,9 @@ def test_a_float32_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) 
         _check_company(multiply, shape[1], torch.float32)
 
 
-@needs_kernels
+@needs_float_kernels
 def test_float32_rows_have_the_same_bits_on_any_instructions() -> None:
-    library, best = native_library(), native_instructions()
+    library, best = native_library(Instructions.AVX2), native_instructions()
     assert library is not None
     weight, rows = _weight(320, 544).float(), torch.randn(14, 544)
     for multiply in (NativeProduct(weight, None), NativeGate(weight, weight.flip(0), None, None)):
@@ -233,7 +233,7 @@ def test_weights_that_the_kernels_do_not_take_are_left_to_torch(weight: torch.Te
     [
         ("0", "None"),
         pytest.param("avx512", "AVX512", marks=needs_kernels),
-        pytest.param("avx2", "AVX2", marks=needs_kernels),
+        pytest.param("avx2", "AVX2", marks=needs_float_kernels),
         ("amx", "OUTRIDER_NATIVE is 'amx'; set it"),
     ],
 )
