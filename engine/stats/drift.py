@@ -3,8 +3,9 @@
 The first position is the same whatever K is. Two rates of passes that count less with every step, one of the last
 seventy steps for large falls and one of the last thousand for small ones, are held against a reference that learns
 slowly: the alarm rings when either is more than `THRESHOLD` standard errors below. Where few passes run at once the
-slower ones last longer, for evidence is passes. The error is that of a binomial times an overdispersion that is
-measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated run
+slower ones last longer, for evidence is passes. The reference is as many passes behind as the slower rate has, so that
+a fall is held against what came before it. The error is that of both rates, of a binomial times an overdispersion that
+is measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated run
 lengths (`bench.speculation.drift`, docs/watch.md).
 """
 
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,8 @@ _CLEAR = 2.0  # standard errors below the reference at which an alarm ends
 # Steps that count, and the passes that these have at least.
 _RECENT_LENGTHS = ((67.0, 0.0), (1000.0, 5000.0))
 _REFERENCE_LENGTH = (5000.0, 40_000.0)  # without those of an alarm
+# The reference learns of steps only when so many are behind them: a fall must not become what it is held against.
+_LAG_STEPS, _LAG_PASSES = 1000, 5000
 _WINDOW_STEPS = 100  # whose spread against each other measures the overdispersion
 _PRIOR_SPREAD = 6.0  # times the binomial variance, until windows say otherwise
 _NUM_PRIOR_WINDOWS = 5  # that the prior is worth
@@ -51,8 +57,8 @@ class _Rate:
         self._num_steps, self._num_passes = num_steps, num_passes
         self._hits = self.weight = self._squares = 0.0
 
-    def observe(self, num_passes: int, num_accepted: int) -> None:
-        decay = math.exp(-1 / max(self._num_steps, self._num_passes / max(num_passes, 1)))
+    def observe(self, num_passes: int, num_accepted: int, num_steps: int = 1) -> None:
+        decay = math.exp(-num_steps / max(self._num_steps, self._num_passes * num_steps / max(num_passes, 1)))
         self._hits = decay * self._hits + num_accepted
         self.weight = decay * self.weight + num_passes
         self._squares = decay**2 * self._squares + num_passes
@@ -64,6 +70,25 @@ class _Rate:
     @property
     def effective(self) -> float:
         return self.weight**2 / self._squares if self._squares else 0.0
+
+
+class _Window(NamedTuple):
+    """The passes of some steps."""
+
+    num_steps: int
+    num_passes: int
+    num_accepted: int
+
+    def and_step(self, num_passes: int, num_accepted: int) -> _Window:
+        return _Window(self.num_steps + 1, self.num_passes + num_passes, self.num_accepted + num_accepted)
+
+
+def _is_lag(windows: Sequence[_Window]) -> bool:
+    """Return True if these are as many steps as the reference is behind."""
+    return (
+        sum(each.num_steps for each in windows) >= _LAG_STEPS
+        and sum(each.num_passes for each in windows) >= _LAG_PASSES
+    )
 
 
 class DriftDetector:
@@ -93,7 +118,6 @@ class DriftDetector:
         for rate in self._recent:
             rate.observe(num_passes, num_accepted)
         if not self.is_alarming:
-            self._reference.observe(num_passes, num_accepted)
             self._observe_window(num_passes, num_accepted)
         if self.is_alarming:
             self._num_alarm_steps += 1
@@ -111,31 +135,39 @@ class DriftDetector:
     def _start_over(self) -> None:
         self._end_alarm()
         self._reference = _Rate(*_REFERENCE_LENGTH)
-        self._window = [0, 0, 0]  # steps, passes, accepted
         self._spread = _PRIOR_SPREAD
         self._num_windows = 0
 
     def _end_alarm(self) -> None:
-        """Forget the steps of an alarm; the reference has seen none of them."""
+        """Forget the steps of an alarm and those right before it; the reference has seen none of them."""
         self.is_alarming = False
         self._num_alarm_steps = 0
         self._rang = 0  # the index of the rate that rings
         self._recent = [_Rate(*length) for length in _RECENT_LENGTHS]
+        self._window = _Window(0, 0, 0)
+        self._pending: deque[_Window] = deque()
 
     def _observe_window(self, num_passes: int, num_accepted: int) -> None:
-        self._window = [self._window[0] + 1, self._window[1] + num_passes, self._window[2] + num_accepted]
-        num_steps, passes, accepted = self._window
-        if num_steps < _WINDOW_STEPS:
+        self._window = self._window.and_step(num_passes, num_accepted)
+        if self._window.num_steps < _WINDOW_STEPS:
             return
+        self._pending.append(self._window)
+        self._window = _Window(0, 0, 0)
+        while _is_lag([*self._pending][1:]):
+            oldest = self._pending.popleft()
+            if self._reference.weight >= _MIN_PASSES:
+                self._observe_spread(oldest)
+            self._reference.observe(oldest.num_passes, oldest.num_accepted, oldest.num_steps)
+
+    def _observe_spread(self, window: _Window) -> None:
         expected = self.reference
-        variance = max(expected * (1 - expected), _LEAST_RATE) / passes
+        variance = max(expected * (1 - expected), _LEAST_RATE) / window.num_passes
         self._num_windows += 1
         share = max(1 / (self._num_windows + _NUM_PRIOR_WINDOWS), 0.01)
-        surprise = (accepted / passes - expected) ** 2 / variance
+        surprise = (window.num_accepted / window.num_passes - expected) ** 2 / variance
         if self._num_windows > _MIN_WINDOWS:  # a fall on its way must not pass for spread
             surprise = min(surprise, _MAX_SURPRISE * max(self._spread, 1.0))
         self._spread += share * (surprise - self._spread)
-        self._window = [0, 0, 0]
 
     def _errors_below(self, recent: _Rate) -> float:
         """Return how many standard errors a recent rate is below the reference; 0 while either is not known."""
@@ -144,7 +176,8 @@ class DriftDetector:
         if recent.effective < _MIN_RECENT:
             return 0.0
         expected = self.reference
-        variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) / recent.effective
+        share = 1 / recent.effective + 1 / self._reference.effective
+        variance = max(expected * (1 - expected), _LEAST_RATE) * max(self._spread, 1.0) * share
         return (expected - recent.value) / math.sqrt(variance)
 
 
