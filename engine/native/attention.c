@@ -1,4 +1,4 @@
-/* Paged attention on AVX-512, and on AMX for keys and values in bfloat16: the pool is read in place.
+/* Paged attention on AVX2 and AVX-512, and on AMX for keys and values in bfloat16: the pool is read in place.
 
    A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
    Everything is computed with lanes side by side in registers: no sum crosses a register. (Where a job has few lanes,
@@ -13,8 +13,9 @@
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
-   attention_types.h has the call, attention_unit.c a unit of keys and values, attention_state.h the softmax of some
-   lanes, attention_tiles.c lanes over a unit, attention_job.c a job; here are the jobs of a pass. */
+   attention_types.h has the call, attention_keep.c what is written first, attention_unit.c a unit of keys and values,
+   attention_state.h the softmax of some lanes, attention_tiles.c lanes over a unit, attention_products_*.h its products
+   on each width of registers, attention_job.c a job; here are the jobs of a pass. */
 
 #include "attention.h"
 #include "attention_job.h"
