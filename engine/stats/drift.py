@@ -5,8 +5,8 @@ seventy steps for large falls and one of the last thousand for small ones, are h
 slowly: the alarm rings when either is more than `THRESHOLD` standard errors below. Where few passes run at once the
 slower ones last longer, for evidence is passes. The reference is as many passes behind as the slower rate has, so that
 a fall is held against what came before it. The error is that of both rates, of a binomial times an overdispersion that
-is measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated run
-lengths (`bench.speculation.drift`, docs/watch.md).
+is measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated
+run lengths (`bench.speculation.drift`, docs/watch.md).
 """
 
 from __future__ import annotations
