@@ -17,11 +17,12 @@ from actors.pair.pair import Pair
 from actors.prefill.prefill import Prefill
 from actors.process.process_logging import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
+from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints.model_files import check_models
 from cluster.config import DeployConfig, parse_config
-from cluster.devices import pin_devices
-from cluster.gguf_models import convert_gguf_models
-from cluster.model_files import check_models
-from cluster.placement import (
+from cluster.local.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
+from cluster.placement.devices import pin_devices
+from cluster.placement.placement import (
     INGRESS_CPUS,
     SHELL_CPUS,
     NodeResources,
@@ -29,12 +30,11 @@ from cluster.placement import (
     log_missing_nodes,
     plan_pair,
 )
+from cluster.placement.topology import read_topology
 from cluster.preflight import check_driver
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
-from cluster.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
-from cluster.topology import read_topology
 from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.ingress import Ingress

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 
 from cluster.cache_budget import draft_cache_config, prefill_cache_config
+from cluster.checkpoints.model_files import weight_bytes
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
-from cluster.model_files import weight_bytes
-from cluster.ports import is_free
+from cluster.local.ports import is_free
+from cluster.placement.topology import NodeTopology, read_topology
 from cluster.schema.models import DraftProcess
-from cluster.topology import NodeTopology, read_topology
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from actors.settings import AutoTuneSettings, DraftSettings, KVEventSettings, PairSettings, PrefillSettings
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
+from cluster.checkpoints.model_files import weight_bytes
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
-from cluster.model_files import weight_bytes
-from cluster.model_path import resolve_model_path
-from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 from protos.errors import ConfigError

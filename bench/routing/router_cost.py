@@ -38,8 +38,8 @@ from bench.routing.fake_pairs import (
     prompt,
     start_fleet,
 )
-from cluster.local_cluster import LocalCluster
-from cluster.ports import free_port
+from cluster.local.local_cluster import LocalCluster
+from cluster.local.ports import free_port
 from protos.messages import GenerateRequest
 from router.config import IngressConfig
 from router.ingress import Ingress

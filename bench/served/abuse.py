@@ -24,7 +24,7 @@ import yaml
 from bench.served.application import ServedApplication
 from bench.served.attacks import ATTACKS, Answers, Face
 from bench.served.bystanders import Bystanders, Stay
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_BYTES = 300 << 20

@@ -23,7 +23,7 @@ import yaml
 
 from bench.served.application import ServedApplication
 from bench.served.memory import name_of
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 
 _FOLDER = Path(".cache/bench/chunk-cost")
 _WARM_S = 8.0

@@ -18,7 +18,7 @@ import yaml
 from openai import OpenAI
 
 from bench.served.application import ServedApplication
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 
 _FOLDER = Path(".cache/bench/memory")
 _PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)

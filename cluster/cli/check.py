@@ -8,12 +8,12 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints.model_files import check_models
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
-from cluster.gguf_models import convert_gguf_models
-from cluster.model_files import check_models
-from cluster.model_path import resolve_model_path
 from cluster.preflight import check_log, check_memory
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.deploy_file import LOOPBACK, VLLM_SERVICER_FUNCTION
-from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 

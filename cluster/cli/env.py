@@ -7,8 +7,8 @@ from typing import Annotated
 
 from typer import Option
 
-from cluster.devices import order_devices
-from cluster.serve_environment import cluster_variables
+from cluster.local.serve_environment import cluster_variables
+from cluster.placement.devices import order_devices
 
 
 def env(

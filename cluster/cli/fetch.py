@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cluster.checkpoints.model_files import hub_models
 from cluster.cli.console import report
 from cluster.config import DeployConfig
-from cluster.model_files import hub_models
 from cluster.preflight import check_memory
 from engine.model.checkpoint.hub import fetch_model
 from protos.errors import ConfigError

@@ -14,8 +14,8 @@ from cluster.cli.console import report
 from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.loading_view import LoadingView
 from cluster.deploy_file import DeployFile
-from cluster.local_cluster import AppStatus, LocalCluster
-from cluster.placement import most_gpus
+from cluster.local.local_cluster import AppStatus, LocalCluster
+from cluster.placement.placement import most_gpus
 from cluster.replica_settings import placement_request
 
 _LOGS = "/tmp/ray/session_latest/logs"

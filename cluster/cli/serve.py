@@ -115,7 +115,7 @@ def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, Loading
 
 def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
     # Not at the top: uvicorn and the frontends' servers are for this way alone.
-    from cluster.one_process import serve_in_process
+    from cluster.local.one_process import serve_in_process
 
     def on_ready() -> None:
         view.stop()

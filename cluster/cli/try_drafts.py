@@ -16,11 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.trial.replay_traffic import Measured, Trial, run_trial
 from cluster.cli.trial.traffic import LoggedRequest, read_traffic
-from cluster.model_path import resolve_model_path
 from cluster.planning.hardware import Device
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.speed_up import Deployment, fixed_speed_up

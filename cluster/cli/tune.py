@@ -12,11 +12,11 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
 from cluster.cli.trial.log_traffic import log_traffic
 from cluster.cli.trial.traffic import read_traffic
-from cluster.model_path import resolve_model_path
 from protos.errors import ConfigError
 
 NO_GAIN = 3  # the exit status where no training has made a better draft

@@ -44,7 +44,7 @@ class ProxySettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ProxySettings:
-        """Read the variables that `cluster.serve_environment` sets."""
+        """Read the variables that `cluster.local.serve_environment` sets."""
         limit = environment.get("OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS", str(MAX_CONNECTIONS_PER_ADDRESS))
         return cls(
             environment.get("OUTRIDER_TLS_CERTIFICATE", ""),

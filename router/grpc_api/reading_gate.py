@@ -20,7 +20,7 @@ from router.grpc_api.api import SERVICE_NAME
 from router.grpc_api.callers import leave_place
 from router.metrics.ingress_metrics import IngressMetrics
 
-MAX_MESSAGE_BYTES = 8 << 20  # as of a body over HTTP; Serve's proxy has it by `cluster.serve_environment`
+MAX_MESSAGE_BYTES = 8 << 20  # as of a body over HTTP; Serve's proxy has it by `cluster.local.serve_environment`
 _MAX_READ = 16  # messages at once, of all clients
 _MAX_READ_OF_TENANT = 8  # the others' places are kept from one whose messages come slowly
 _WAIT_S = 5.0  # for a place

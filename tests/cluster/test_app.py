@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from actors.settings import PairSettings, PrefillSettings
 from cluster.app import build
-from cluster.serve_environment import set_variables
+from cluster.local.serve_environment import set_variables
 from engine.config import HeadConfig, HeadKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

@@ -10,7 +10,7 @@ import outrider
 from cluster.app import build
 from cluster.cli.__main__ import main
 from cluster.deploy_file import read_deploy_file, with_absolute_paths
-from cluster.serve_environment import FAST_PATH, warn_of_missing_variables
+from cluster.local.serve_environment import FAST_PATH, warn_of_missing_variables
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 

@@ -12,9 +12,9 @@ import pytest
 
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
-from cluster.ports import free_port
+from cluster.local.ports import free_port
+from cluster.placement.topology import Device, NodeTopology, read_topology
 from cluster.preflight import check_driver, check_log, check_memory, check_ports
-from cluster.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 

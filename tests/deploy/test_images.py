@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serve_environment import FAST_PATH
+from cluster.local.serve_environment import FAST_PATH
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "deploy" / "images"

@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2
 
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
-from cluster.placement import NodeResources, plan_pair
+from cluster.local.serve_environment import CONNECTION_DRAIN_S
+from cluster.placement.placement import NodeResources, plan_pair
+from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import placement_request
 from cluster.schema.frontends import LimitsSection
-from cluster.serve_environment import CONNECTION_DRAIN_S
-from cluster.topology import NodeTopology
 from protos import outrider_pb2
 
 ROOT = Path(__file__).parents[2]

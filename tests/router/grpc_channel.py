@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi

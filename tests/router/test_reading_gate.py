@@ -11,7 +11,7 @@ import pytest
 from grpc.aio._server import Server
 from ray.serve._private.grpc_util import gRPCGenericServer
 
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.generation.generation_service import GenerationService

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_cluster import LocalCluster
+from cluster.local.local_cluster import LocalCluster
 from tests.serve.served_pair import ServedPair, SharedCluster
 from tests.serve.tiny_models import write_pair
 

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, read_deploy_file
-from cluster.local_cluster import LocalCluster
-from cluster.ports import free_port as free_port  # for the tests beside this
+from cluster.local.local_cluster import LocalCluster
+from cluster.local.ports import free_port as free_port  # for the tests beside this
 
 MODEL = "tiny"
 BUNDLED = Path(__file__).parents[2] / "deploy.yaml"

@@ -14,8 +14,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.local_cluster import LocalCluster
-from cluster.serve_environment import set_variables
+from cluster.local.local_cluster import LocalCluster
+from cluster.local.serve_environment import set_variables
 from tests.serve.served_pair import (
     ServedPair,
     SharedCluster,

@@ -12,12 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.console import report
 from cluster.cli.trial.replay_traffic import Replay
 from cluster.cli.trial.traffic import LoggedRequest
 from cluster.deploy_file import checked_deployment
-from cluster.gguf_models import convert_gguf_models
-from cluster.one_process import in_one_process, local_settings, running_service
+from cluster.local.one_process import in_one_process, local_settings, running_service
 from protos.errors import ConfigError
 
 _NUM_STREAMS = 8

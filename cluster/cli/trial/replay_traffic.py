@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 
 from actors.settings import PairSettings
+from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.figures import ClassFigures, Reading, figures_between, read_metrics, survival_between
 from cluster.cli.trial.traffic import LoggedRequest
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
-from cluster.gguf_models import convert_gguf_models
-from cluster.one_process import in_one_process, local_settings, running_service
+from cluster.local.one_process import in_one_process, local_settings, running_service
 from protos.errors import RequestError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService

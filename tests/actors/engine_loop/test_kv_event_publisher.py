@@ -11,7 +11,7 @@ import zmq
 
 from actors.settings import KVEventFormat, KVEventSettings
 from actors.target.target_process import publish_kv_events
-from cluster.ports import free_ports
+from cluster.local.ports import free_ports
 from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.token_blocks import TokenBlocks
 

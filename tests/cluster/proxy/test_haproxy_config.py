@@ -17,7 +17,7 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings, harden
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ports import free_port
+from cluster.local.ports import free_port
 from cluster.proxy import standby
 
 if sys.platform != "linux":

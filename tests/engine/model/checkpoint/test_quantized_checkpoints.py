@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cluster.checkpoints.model_files import check_models
 from cluster.config import parse_config
-from cluster.model_files import check_models
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.loader import load_model

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.__main__ import main
 from cluster.config import parse_config
-from cluster.gguf_models import convert_gguf_models
 from protos.errors import ConfigError
 from tests.engine.model.checkpoint.gguf_files import GgufFile
 

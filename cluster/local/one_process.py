@@ -15,14 +15,14 @@ import uvicorn
 from actors.pair.local_pair import LocalPair
 from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
+from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
-from cluster.gguf_models import convert_gguf_models
-from cluster.placement import NodeResources, plan_pair
+from cluster.placement.placement import NodeResources, plan_pair
+from cluster.placement.topology import read_topology
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
 from cluster.schema.models import DraftProcess
 from cluster.schema.speculation import DraftMode
-from cluster.topology import read_topology
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.api_keys import ApiKeys

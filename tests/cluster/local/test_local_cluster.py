@@ -1,6 +1,6 @@
 """The error of a failed deployment."""
 
-from cluster.local_cluster import _reason
+from cluster.local.local_cluster import _reason
 
 
 def test_our_own_error_is_taken_out_of_serves_stack():

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import ports
-from cluster.serve_environment import set_variables
+from cluster.local import ports
+from cluster.local.serve_environment import set_variables
 
 FIRST, LAST = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from protos.errors import ConfigError
 
-_PROJECT = Path(__file__).resolve().parent.parent
+_PROJECT = Path(__file__).resolve().parents[2]
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 

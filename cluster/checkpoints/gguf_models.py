@@ -11,8 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cluster.checkpoints.model_path import GGUF, resolve_model_path
 from cluster.config import DeployConfig
-from cluster.model_path import GGUF, resolve_model_path
 from engine.config import ModelDtype
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.weight_files import file_sample

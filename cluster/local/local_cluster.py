@@ -22,12 +22,12 @@ from ray.serve._private.api import serve_start
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
-from cluster.devices import order_devices
+from cluster.local.serve_environment import haproxy_files, set_variables, tls_variables
+from cluster.placement.devices import order_devices
 from cluster.schema.frontends import IngressSection
-from cluster.serve_environment import haproxy_files, set_variables, tls_variables
 from protos.errors import ConfigError
 
-_PROJECT = Path(__file__).resolve().parent.parent
+_PROJECT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.5
 _OWNER = "owner"
 _FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # so short, and not below TMPDIR: HAProxy takes 97 bytes of a socket's path

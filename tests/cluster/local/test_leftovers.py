@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cluster.local_cluster import end_leftovers, own
+from cluster.local.local_cluster import end_leftovers, own
 
 SLEEP = "import time; time.sleep(60)"
 

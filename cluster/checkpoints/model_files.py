@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
-from cluster.model_path import resolve_model_path
 from engine.model.checkpoint.hub import cached_folder, find_model
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights

@@ -11,11 +11,18 @@ from safetensors.numpy import save_file
 
 from cluster.app import build
 from cluster.config import parse_config
-from cluster.devices import linked_order, order_devices, pin_devices
-from cluster.placement import GpuDemand, NodeResources, PairPlacement, PlacementRequest, log_missing_nodes, plan_pair
+from cluster.placement.devices import linked_order, order_devices, pin_devices
+from cluster.placement.placement import (
+    GpuDemand,
+    NodeResources,
+    PairPlacement,
+    PlacementRequest,
+    log_missing_nodes,
+    plan_pair,
+)
+from cluster.placement.topology import NodeTopology, read_topology
 from cluster.preflight import check_gpus, check_memory
 from cluster.replica_settings import placement_request
-from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 

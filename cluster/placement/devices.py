@@ -6,7 +6,7 @@ import logging
 import os
 
 from actors.settings import PairDevices
-from cluster.topology import Device, NodeTopology, read_topology
+from cluster.placement.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

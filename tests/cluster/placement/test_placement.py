@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from actors.settings import PairDevices
-from cluster.devices import choose_devices
-from cluster.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
+from cluster.placement.devices import choose_devices
+from cluster.placement.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
+from cluster.placement.topology import NodeTopology, read_topology
 from cluster.schema.models import DraftProcess
-from cluster.topology import NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
 from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
-from cluster.ports import free_port, free_ports
+from cluster.local.ports import free_port, free_ports
 from cluster.schema.frontends import IngressSection
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
@@ -47,8 +47,8 @@ _EVERY_CLUSTER = (
     "RAY_AUTH_MODE",
 )
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-_PROJECT = Path(__file__).resolve().parent.parent
-_HAPROXY = Path(__file__).parent / "proxy" / "haproxy.sh"
+_PROJECT = Path(__file__).resolve().parents[2]
+_HAPROXY = _PROJECT / "cluster" / "proxy" / "haproxy.sh"
 _PROXY_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_HAPROXY_STATS_PORT",

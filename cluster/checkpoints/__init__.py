@@ -1,0 +1,1 @@
+"""Model files: names, formats, and what a node lacks of them."""

@@ -1,0 +1,1 @@
+"""A cluster, or one process, on this machine."""

@@ -1,0 +1,1 @@
+"""Devices, and the place of each process on them."""
