@@ -22,7 +22,7 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     F32 = "f32"
-    INT8 = "int8"  # the weights; all else in bf16, or as the system rounds it beside such weights
+    INT8 = "int8"  # the weights; all else as the system rounds it beside such weights on this processor
     INT4 = "int4"
 
     @property
@@ -31,7 +31,8 @@ class Precision(StrEnum):
 
     @property
     def dtype(self) -> str:
-        return "float32" if self is Precision.F32 else "bfloat16"
+        """Ours: of integers float32 on processors that compute no bfloat16."""
+        return {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(self, "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from grpc.aio._server import Server
@@ -14,10 +15,13 @@ from router.grpc_api.reading_gate import ReadingGate
 def gate_serve(gate: ReadingGate) -> None:
     """Have the server for clients that Serve starts in this process, after its replica is made, read through `gate`."""
     make = Server.__init__
+    parameters = signature(make)
 
     @wraps(make)
-    def make_gated(server: Any, *args: Any, interceptors: Any = (), **kwargs: Any) -> None:
-        added = (gate,) if isinstance(server, gRPCGenericServer) else ()
-        make(server, *args, interceptors=(*(interceptors or ()), *added), **kwargs)
+    def make_gated(server: Any, *args: Any, **kwargs: Any) -> None:
+        call = parameters.bind(server, *args, **kwargs)
+        if isinstance(server, gRPCGenericServer):
+            call.arguments["interceptors"] = (*(call.arguments.get("interceptors") or ()), gate)
+        make(*call.args, **call.kwargs)
 
     Server.__init__ = make_gated

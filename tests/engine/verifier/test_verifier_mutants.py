@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -273,20 +274,32 @@ def draft_knows_the_noise_that_verifies_it(patch: pytest.MonkeyPatch) -> None:
 # ---- coupled ------------------------------------------------------------------------------------------------------
 
 
+def _match_each(patch: pytest.MonkeyPatch, match_one: Callable[[Seq[int], Seq[int]], VerifyResult]) -> None:
+    """Have `match_one` judge each chain of a pass by the tokens that were sampled at its rows."""
+
+    def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
+        ends = list(accumulate(len(chain) + 1 for chain in chains))
+        return [
+            match_one(sampled_ids[end - len(chain) - 1 : end], chain) for chain, end in zip(chains, ends, strict=True)
+        ]
+
+    patch.setattr(coupled, "match", match)
+
+
 @mutant("equality")
 def coupled_emits_the_last_row(patch: pytest.MonkeyPatch) -> None:
     real = coupled.match
 
     def last_row(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
-        result = real(sampled_ids, draft_ids)
+        (result,) = real(sampled_ids, [draft_ids])
         return VerifyResult((*result.token_ids[:-1], sampled_ids[-1]), result.num_accepted)
 
-    patch.setattr(coupled, "match", last_row)
+    _match_each(patch, last_row)
 
 
 @mutant("equality")
 def coupled_goes_on_after_a_difference(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coupled, "match", lambda sampled_ids, draft_ids: VerifyResult(tuple(sampled_ids), len(draft_ids)))
+    _match_each(patch, lambda sampled_ids, draft_ids: VerifyResult(tuple(sampled_ids), len(draft_ids)))
 
 
 @mutant("equality")
@@ -294,9 +307,9 @@ def coupled_trusts_the_first_draft(patch: pytest.MonkeyPatch) -> None:
     real = coupled.match
 
     def trusting(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
-        return real([*draft_ids[:1], *sampled_ids[len(draft_ids[:1]) :]], draft_ids)
+        return real([*draft_ids[:1], *sampled_ids[len(draft_ids[:1]) :]], [draft_ids])[0]
 
-    patch.setattr(coupled, "match", trusting)
+    _match_each(patch, trusting)
 
 
 # ---- the tests ----------------------------------------------------------------------------------------------------

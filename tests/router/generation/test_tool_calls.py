@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
 from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.grammar_trial import new_tokenizer
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
@@ -193,18 +196,32 @@ def test_the_format_is_told_from_the_template(template: str, wanted: str, name: 
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
-    return GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    return folder / "tokenizer.json"
 
 
-def is_allowed(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+@pytest.fixture(scope="module")
+def checker(tokenizer_file: Path) -> Checker:
+    return Checker(
+        GrammarCompiler(tokenizer_file, BYTE_VOCAB_SIZE, (END_ID,)),
+        new_tokenizer(tokenizer_file, BYTE_VOCAB_SIZE, (END_ID,)),
+    )
+
+
+class Checker(NamedTuple):
+    """A compiler of grammars, and the tokenizer that it reads."""
+
+    compiler: GrammarCompiler
+    tokenizer: LLTokenizer
+
+
+def is_allowed(checker: Checker, grammar: Grammar, text: str) -> bool:
     """True if the whole text, and its end, are in the grammar."""
-    tokenizer = compiler._load_tokenizer()
-    whole_ids = (*tokenizer.tokenize_str(text), END_ID)
+    whole_ids = (*checker.tokenizer.tokenize_str(text), END_ID)
     request = GenerateRequest("x", (1,), SamplingParams(grammar=grammar, stop_token_ids=(END_ID,)))
-    matcher = compiler.matcher(request)
+    matcher = checker.compiler.matcher(request)
     assert matcher is not None
     return matcher.num_allowed(whole_ids) == len(whole_ids)
 
@@ -271,14 +288,14 @@ def test_the_grammar_allows_what_the_choice_does(
     is_strict: bool,
     allowed: list[str],
     forbidden: list[str],
-    compiler: GrammarCompiler,
+    checker: Checker,
 ) -> None:
     use = tool_use(offered(strict=is_strict), choice, is_parallel)
     assert use is not None
     grammar = format_.grammar(use, None)
     assert grammar is not None
-    assert [text for text in allowed if not is_allowed(compiler, grammar, text)] == []
-    assert [text for text in forbidden if is_allowed(compiler, grammar, text)] == []
+    assert [text for text in allowed if not is_allowed(checker, grammar, text)] == []
+    assert [text for text in forbidden if is_allowed(checker, grammar, text)] == []
 
 
 def test_a_free_choice_is_not_constrained() -> None:
@@ -287,14 +304,14 @@ def test_a_free_choice_is_not_constrained() -> None:
     assert HERMES.grammar(use, None) is None
 
 
-def test_an_answer_may_stand_beside_calls(compiler: GrammarCompiler) -> None:
+def test_an_answer_may_stand_beside_calls(checker: Checker) -> None:
     use = tool_use(offered(), "auto", None)
     assert use is not None
     grammar = HERMES.grammar(use, Grammar(GrammarKind.JSON_SCHEMA, '{"const": 5}', "response_format"))
     assert grammar is not None
-    assert is_allowed(compiler, grammar, "5")
-    assert is_allowed(compiler, grammar, GOOD)
-    assert not is_allowed(compiler, grammar, "6")
+    assert is_allowed(checker, grammar, "5")
+    assert is_allowed(checker, grammar, GOOD)
+    assert not is_allowed(checker, grammar, "6")
 
 
 def test_marks_that_are_added_tokens_are_allowed_as_tokens(tmp_path: Path) -> None:
