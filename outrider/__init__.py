@@ -1,4 +1,4 @@
-"""What others import: `outrider:build`, the application in deploy.yaml, and `outrider.v1`, the gRPC stubs.
+"""The names that others import: `outrider:build`, the application in deploy.yaml, and `outrider.v1`, the gRPC stubs.
 
 `build` is that of `cluster.app`, read when it is asked for: a client that wants the stubs needs no Ray for them.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import struct
 from typing import Any, Generic, TypeVar
 
@@ -57,9 +55,3 @@ class FrameCodec(Generic[Incoming]):
             return self._decoder.decode(body)
         except msgspec.DecodeError as error:
             raise ConnectionLostError(f"a frame does not follow the protocol: {error}") from error
-
-
-def is_own(peer: socket.socket) -> bool:
-    """True if the process at the other end of a connected Unix socket belongs to our user."""
-    _, user_id, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(user_id == os.getuid())

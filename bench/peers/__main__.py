@@ -30,7 +30,7 @@ from models.published import smollm2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What all systems serve, and where the figures go."""
+    """The model that all systems serve, and the place of its figures."""
 
     target: Callable[[], Path]
     draft: Path | None

@@ -39,7 +39,7 @@ _TIMEOUT_S = 240.0  # of each way, up and down
 
 @dataclass(slots=True)
 class Texts:
-    """What was asked, and the answers that were not as the first."""
+    """Prompts that were asked, and the answers that were not as the first."""
 
     expected: list[list[int]]
     num_answers: int = 0

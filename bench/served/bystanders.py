@@ -19,7 +19,7 @@ _PAUSE_S = 0.2  # after a refusal or a failure
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What bystanders ask for. Each of `num_seeds` has a prompt of so many lines; cold ones find nothing cached."""
+    """The requests of bystanders. Each of `num_seeds` has a prompt of so many lines; cold ones find nothing cached."""
 
     num_seeds: int = 3
     num_tokens: int = 96
@@ -29,7 +29,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """What the bystanders met since the last report; refused is 503 with Retry-After.
+    """The streams of the bystanders since the last report; refused is 503 with Retry-After.
 
     Their longest waits are those for a stream's first event, and between its events.
 
@@ -95,7 +95,7 @@ class Bystanders:
 
 
 class _Came:
-    """What came of one stream so far."""
+    """The outcome of one stream so far."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -1,4 +1,4 @@
-"""What a chunk of a stream costs outside the engine: processor time by process, per chunk that clients get.
+"""The cost of a chunk of a stream outside the engine: processor time by process, per chunk that clients get.
 
     python -m bench.served.chunk_cost deploy.yaml --streams 16 --seconds 20
 

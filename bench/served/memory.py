@@ -1,4 +1,4 @@
-"""What a served application takes: proportional memory by process after a first answer, and processor time when idle.
+"""The cost of a served application: proportional memory by process after a first answer, and processor time when idle.
 
     python -m bench.served.memory deploy.yaml models/published/smollm2.deploy.yaml
 

@@ -70,7 +70,7 @@ class Contender:
 
 @dataclass(slots=True)
 class Tally:
-    """What a contender did over all rounds."""
+    """The sums of a contender over all rounds."""
 
     num_right: int = 0
     num_problems: int = 0

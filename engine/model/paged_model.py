@@ -47,7 +47,7 @@ _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read
 
 @dataclass(frozen=True, slots=True)
 class _Stock:
-    """What running the stock model shows of it."""
+    """The facts of the stock model that a run of it shows."""
 
     vocab_size: int
     records: list[LayerRecord]

@@ -47,7 +47,7 @@ class Reader:
 
 
 class _Heads(Student):
-    """What both kinds share: where in the states of a batch the round of a row and of a draft began."""
+    """The base of both kinds: the place in the states of a batch where the round of a row and of a draft began."""
 
     def __init__(self, model: nn.Module, reader: Reader, **limits: int) -> None:
         super().__init__(model, are_drafts_alike=False, **limits)

@@ -42,7 +42,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
-    """What to tune, on what, and how: `rank` None trains all weights; K = `num_tokens` is that of the score.
+    """The settings of a tuning: `rank` None trains all weights; K = `num_tokens` is that of the score.
 
     `num_steps` may end trainings before the minutes do. `rollouts` is the part of the minutes in which the target
     writes more text to train on; None: what its size suggests. With `num_fresh` positions that the log has already do

@@ -11,8 +11,9 @@ import logging
 import secrets
 import socket
 
-from protos.frames import ConnectionLostError, FrameCodec, is_own
+from protos.frames import ConnectionLostError, FrameCodec
 from protos.messages import TokenChunk
+from protos.peer_credentials import is_own
 
 logger = logging.getLogger(__name__)
 

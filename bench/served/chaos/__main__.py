@@ -38,7 +38,7 @@ _GROWTH = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the streams met during a fault, and the seconds until everything was back."""
+    """The streams during a fault, and the seconds until everything was back."""
 
     fault: Fault
     stay: Stay

@@ -29,7 +29,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What all processes of an application use together; actors are the processes that Ray has titled."""
+    """The use of all processes of an application together; actors are the processes that Ray has titled."""
 
     num_bytes: int
     num_processes: int

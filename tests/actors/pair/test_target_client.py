@@ -24,6 +24,7 @@ from engine.stats.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
 from router.backend.migration import MigratingBackend
+from router.backend.token_feed import TokenFeed as IngressFeed
 from router.config import IngressLimits
 from tests.actors.target_events import TargetEvents
 
@@ -177,6 +178,21 @@ async def until(is_so: Callable[[], bool]) -> None:
         return is_so()
 
     await eventually(look)
+
+
+async def test_tokens_of_a_step_leave_by_the_feed_and_the_stream_ends(target: Target, client: TargetClient) -> None:
+    await client.wait_connected(TIMEOUT_S)
+    expected = await collect(client, request("plain"))
+    ingress = IngressFeed()
+    inbox = ingress.open("fed")
+    stream = client.add(request("fed"), await client.feeds.open(await ingress.address()))
+    chunks: list[TokenChunk] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while not chunks or chunks[-1].finish_reason is None:
+            chunks += await inbox.next()
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
+    assert await stream.next(TIMEOUT_S) == []
+    assert stream.is_finished
 
 
 async def test_the_target_greets_with_its_card(target, client):
