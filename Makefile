@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 DOCS_INSTALLED := .venv/.docs-installed
-PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch])
+PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch] engine/native/*/*.[ch])
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 # On all cores, where pip would on one, and without what few import; some packages carry files that are not for this Python.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|transformers/models|rllib|pip|mypy)/' .venv/lib > /dev/null || true

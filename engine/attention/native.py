@@ -1,4 +1,4 @@
-"""Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention.c` reads the pool in place, in one call per layer.
+"""Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention` reads the pool in place, in one call per layer.
 
 It stands where `engine.attention.torch_attention.PagedAttentionPass` stands elsewhere, which gathers blocks into padded
 batches for torch's kernel, and is held to it by the tests and, at every start, by the agreement check of

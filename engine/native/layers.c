@@ -1,8 +1,8 @@
 /* Layers of a Llama-shaped decoder, one after the other, in one call: the kernels of the other files, with nothing in
    between. A step of a small model is many short kernels, and a call from Python costs as much as some of them. */
 
-#include "attention.h"
-#include "products.h"
+#include "attention/attention.h"
+#include "products/products.h"
 #include "rows.h"
 
 #include <stdlib.h>

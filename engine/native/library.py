@@ -89,7 +89,7 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
         raise _UnavailableError(
             "they were not compiled when the package was installed, which takes gcc 11 or later on x86"
         )
-    if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.glob("*.[ch]")):
+    if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.rglob("*.[ch]")):
         raise _UnavailableError("their sources have changed since they were compiled; install the package again")
     try:
         library = ctypes.CDLL(found.origin)  # one pool of threads with torch's

@@ -1,6 +1,6 @@
 /* Logits behind the last product: bfloat16 to float32, and the token with the highest score. */
 
-#include "lanes.h"
+#include "lanes/lanes.h"
 #include "team.h"
 
 enum { WIDENED = 1 << 15 /* numbers in one part of the work */ };

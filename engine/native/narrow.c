@@ -2,9 +2,9 @@
 
 #define NARROW
 
-#include "attention_job.c"
-#include "attention_keep.c"
-#include "attention_tiles.c"
-#include "attention_unit.c"
+#include "attention/job.c"
+#include "attention/keep.c"
+#include "attention/tiles.c"
+#include "attention/unit.c"
 #include "logits.c"
 #include "rows.c"

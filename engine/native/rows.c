@@ -3,7 +3,7 @@
    depend on the rows beside it. */
 
 #include "rows.h"
-#include "lanes.h"
+#include "lanes/lanes.h"
 #include "team.h"
 
 enum { PART_ROWS = 32 /* fewer are not worth another thread */ };

@@ -1,4 +1,4 @@
-"""Products by int8 and int4 weights at the speed of memory: `engine/native/quantized*.c`."""
+"""Products by int8 and int4 weights at the speed of memory: `engine/native/products/quantized*.c`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 /* A job, from its queries to its rows of the result. */
 
-#include "attention_job.h"
+#include "attention/job.h"
 
-#include "attention_state.h"
-#include "attention_tiles.h"
+#include "attention/state.h"
+#include "attention/tiles.h"
 
 /* The state of a job; lanes are those of the job, in tiles. */
 struct work {

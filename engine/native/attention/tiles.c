@@ -1,11 +1,11 @@
-#include "attention_tiles.h"
+#include "attention/tiles.h"
 
-#include "attention_state.h"
+#include "attention/state.h"
 
 #ifdef NARROW
-#include "attention_products_narrow.h"
+#include "attention/products_narrow.h"
 #else
-#include "attention_products_wide.h"
+#include "attention/products_wide.h"
 #endif
 
 VECTOR_CODE INLINE mask seen(const struct visibility *visibility, int64_t key) {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention_unit.h"
+#include "attention/unit.h"
 
 /* The keys that the lanes of a tile see. */
 struct visibility {

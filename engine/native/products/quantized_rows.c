@@ -1,15 +1,10 @@
 /* Rows of bfloat16 or float32 to numbers of 8 bits, with a scale for each group: the same ones by AVX-512 and AVX2. */
 
-#include "quantized.h"
+#include "lanes/lanes.h"
+#include "products/quantized.h"
 
 /* A group's scale: what is `range` in x is `levels` afterwards. */
 INLINE float scale_of(float range, float levels) { return range < 1e-30f * levels ? 1e-30f : range / levels; }
-
-AVX INLINE __m512 load_wide(const void *from, int64_t index, const int is_bf16) {
-    if (!is_bf16) return _mm512_loadu_ps((const float *)from + index);
-    const __m256i numbers = _mm256_loadu_si256((const __m256i *)((const bf16 *)from + index));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
 
 /* A group of x for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
 AVX INLINE void quantize_based(__m512 low, __m512 high, int8_t *to, float *scale, float *base) {
@@ -37,7 +32,8 @@ AVX INLINE void quantize_row_wide(const struct quantized *p, const void *from, i
     int8_t *to = p->x + row * p->stride;
     float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
     for (int64_t group = 0; group < p->num_groups; group++, to += GROUP) {
-        const __m512 low = load_wide(from, group * GROUP, is_bf16), high = load_wide(from, group * GROUP + 16, is_bf16);
+        const __m512 low = load_numbers(from, group * GROUP, is_bf16);
+        const __m512 high = load_numbers(from, group * GROUP + 16, is_bf16);
         if (p->bits == 8) quantize_based(low, high, to, scales + group, bases + group);
         else quantize_summed(low, high, to, scales + group, bases + group);
     }

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "attention_types.h"
-#include "lanes.h"
+#include "attention/types.h"
+#include "lanes/lanes.h"
 
 struct unit {
     int64_t begin, count; /* keys [begin, begin + count) */

@@ -5,8 +5,8 @@
    bound, and the group's sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI,
    exactly. */
 
-#include "epilogue.h"
-#include "quantized.h"
+#include "products/epilogue.h"
+#include "products/quantized.h"
 
 #include <string.h>
 
@@ -15,21 +15,6 @@ enum {
     BYTE_ROWS = 2,     /* that have their sums in registers, of 16 outputs: by 8 bits, */
     NIBBLE_ROWS = 4,   /* and by 4 */
     LINES = 16,        /* of the cache, of a group of 8 bits */
-};
-
-/* What a few rows read of one pair: `num_groups` groups. Per group the lines [from, to) of W are fetched for later,
-   `ahead` bytes further on. */
-struct part {
-    const int8_t *x; /* rows `stride` bytes apart */
-    int64_t stride;
-    const float *row_scales; /* and row_bases: rows `table_stride` apart */
-    const float *row_bases;
-    int64_t table_stride;
-    const uint8_t *w;
-    const uint16_t *tables;
-    int64_t num_groups;
-    int64_t ahead;
-    int from, to;
 };
 
 AVX2 INLINE __m256 from_float16(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
@@ -193,9 +178,7 @@ void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64
             part.ahead = rows <= at_once ? PREFETCH : part.num_groups * lines * 64;
             for (int64_t i = 0; i < rows; i += at_once) {
                 const int64_t height = min(at_once, rows - i);
-                part.x = p->x + (row + i) * p->stride + group * x_bytes;
-                part.row_scales = p->row_scales + (row + i) * p->num_groups + group;
-                part.row_bases = p->row_bases + (row + i) * p->num_groups + group;
+                set_rows(&part, p, row + i, group, x_bytes);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 add_few(height, p->bits, part, sums + i * OUTPUTS);
             }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention_types.h"
+#include "attention/types.h"
 
 /* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
 int outrider_attend(const struct attention *attention);

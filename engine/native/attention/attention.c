@@ -13,13 +13,13 @@
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
-   attention_types.h has the call, attention_keep.c what is written first, attention_unit.c a unit of keys and values,
-   attention_state.h the softmax of some lanes, attention_tiles.c lanes over a unit, attention_products_*.h its products
-   on each width of registers, attention_job.c a job; here are the jobs of a pass. */
+   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h the softmax of some lanes,
+   tiles.c lanes over a unit, products_*.h its products on each width of registers, job.c a job; here are the jobs of a
+   pass. */
 
-#include "attention.h"
-#include "attention_job.h"
-#include "attention_state.h"
+#include "attention/attention.h"
+#include "attention/job.h"
+#include "attention/state.h"
 #include "team.h"
 
 #include <stdlib.h>

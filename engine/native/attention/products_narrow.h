@@ -1,8 +1,8 @@
-/* The two products of attention_tiles.c on AVX2, of float32: eight lanes to a register. */
+/* The two products of tiles.c on AVX2, of float32: eight lanes to a register. */
 
 #pragma once
 
-#include "attention_unit.h"
+#include "attention/unit.h"
 
 /* A row of numbers for the lanes of half a tile (1 register), of one (2) or of two (4), whose second lies `other`
    numbers behind the first. */

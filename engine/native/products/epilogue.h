@@ -3,7 +3,7 @@
 #pragma once
 
 #include "processor.h"
-#include "silu.h"
+#include "products/silu.h"
 
 /* One row's sums of one pair of 16 + 16 outputs: out [32] = sums (+ bias [32]), or [16] = silu(gate) * up. */
 AVX2 INLINE void finish_row(const float *bias, int is_gated, const float *sums, float *out) {

@@ -1,6 +1,6 @@
 /* Where a pass writes its new keys and values. */
 
-#include "attention_job.h"
+#include "attention/job.h"
 
 #include <float.h>
 

@@ -1,8 +1,8 @@
-/* The two products of attention_tiles.c on AVX-512: of bfloat16, which AMX has too, and of float32. */
+/* The two products of tiles.c on AVX-512: of bfloat16, which AMX has too, and of float32. */
 
 #pragma once
 
-#include "attention_unit.h"
+#include "attention/unit.h"
 
 /* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
 AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,

@@ -28,6 +28,21 @@ struct quantized {
     int is_gated, is_bf16; /* rows and results are bfloat16, or else float32 */
 };
 
+/* What a few rows read of one pair: `num_groups` groups. On AVX2 the lines [from, to) of each group of W are fetched for
+   later, `ahead` bytes further on; on AVX-512 the first reader fetches whole groups. */
+struct part {
+    const int8_t *x; /* rows `stride` bytes apart */
+    int64_t stride;
+    const float *row_scales; /* and row_bases: rows `table_stride` apart */
+    const float *row_bases;
+    int64_t table_stride;
+    const uint8_t *w;
+    const uint16_t *tables;
+    int64_t num_groups;
+    int64_t ahead;
+    int from, to, is_first_reader;
+};
+
 /* One row of `from` to numbers of 8 bits, by AVX-512 or AVX2. The latter's products by 8 bits take the low halves of a
    group's bytes and, behind them, the high ones. */
 INTERNAL void quantize_wide(const struct quantized *p, const void *from, int64_t row);
@@ -39,6 +54,13 @@ INTERNAL void multiply_narrow(const struct quantized *p, int64_t row, int64_t ro
 
 /* The sums [rows, 32] of a pair, to `out`, without AVX-512. */
 INTERNAL void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums);
+
+/* Let a part read the rows from `row` on and the groups from `group` on, of which each takes `x_bytes`. */
+static inline void set_rows(struct part *part, const struct quantized *p, int64_t row, int64_t group, int64_t x_bytes) {
+    part->x = p->x + row * part->stride + group * x_bytes;
+    part->row_scales = p->row_scales + row * p->num_groups + group;
+    part->row_bases = p->row_bases + row * p->num_groups + group;
+}
 
 /* The place of one row's results of one pair. */
 static inline void *out_of(const struct quantized *p, int64_t row, int64_t pair) {

@@ -1,11 +1,11 @@
 /* Products of float32 rows by a matrix of bfloat16 (a float32 model whose checkpoint was bfloat16), out = x W^T or
    silu(gate) * up: half the bytes of float32 weights, and products and sums in float32. On AVX-512 or AVX2.
 
-   W is packed as in products.c, and each output is one sum over the inputs in their order here too: a row's result
-   depends neither on the rows beside it nor on the registers' width. */
+   W is packed as in bfloat16_products.c, and each output is one sum over the inputs in their order here too: a row's
+   result depends neither on the rows beside it nor on the registers' width. */
 
-#include "epilogue.h"
-#include "products.h"
+#include "products/epilogue.h"
+#include "products/products.h"
 #include "team.h"
 
 enum {

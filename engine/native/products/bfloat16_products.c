@@ -10,8 +10,8 @@
    K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
 
 #include "processor.h"
-#include "products.h"
-#include "silu.h"
+#include "products/products.h"
+#include "products/silu.h"
 #include "team.h"
 
 enum {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention_types.h"
+#include "attention/types.h"
 
 /* 2^x to 2e-9 of itself, and to 9e-5 where `is_rough`, as weights in bfloat16 may be; exactly 1 at 0. */
 VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {

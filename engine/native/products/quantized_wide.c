@@ -1,25 +1,12 @@
 /* Products by int8 and int4 weights on AMX or AVX-512's VNNI. */
 
-#include "quantized.h"
-#include "silu.h"
+#include "products/quantized.h"
+#include "products/silu.h"
 
 enum {
     BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
     VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
     FEW_ROWS = 3,       /* that have those of several */
-};
-
-/* What a few rows read of one pair: `num_groups` groups. */
-struct part {
-    const int8_t *x; /* rows `stride` bytes apart */
-    int64_t stride;
-    const float *row_scales; /* and row_bases: rows `table_stride` apart */
-    const float *row_bases;
-    int64_t table_stride;
-    const uint8_t *w;
-    const uint16_t *tables;
-    int64_t num_groups;
-    int is_first_reader; /* has what follows fetched for later */
 };
 
 AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
@@ -232,9 +219,7 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
             }
             for (int64_t i = 0; i < rows; i += max_rows) {
                 const int64_t height = min(max_rows, rows - i);
-                part.x = p->x + (row + i) * part.stride + group * GROUP;
-                part.row_scales = p->row_scales + (row + i) * p->num_groups + group;
-                part.row_bases = p->row_bases + (row + i) * p->num_groups + group;
+                set_rows(&part, p, row + i, group, GROUP);
                 part.is_first_reader = i == 0;
                 float *onto = sums + i * OUTPUTS;
                 if (!has_tiles) {

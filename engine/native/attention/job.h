@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention_types.h"
+#include "attention/types.h"
 #include "team.h"
 
 /* The work of a pass: first its rows are kept, then its jobs are run. */

@@ -11,8 +11,8 @@
    bytes for the first outputs and eight for the others, a line being four inputs of 16 outputs. 4 bits: eight lines,
    the first outputs in the low halves of bytes, the others in the high ones. */
 
-#include "products.h"
-#include "quantized.h"
+#include "products/products.h"
+#include "products/quantized.h"
 #include "team.h"
 
 enum { QUANTIZED_ROWS = 8 /* in one part of the work */ };

@@ -17,7 +17,7 @@
 enum { LANES = 16 };
 
 #ifdef NARROW
-#include "lanes_narrow.h"
+#include "lanes/narrow.h"
 #else
-#include "lanes_wide.h"
+#include "lanes/wide.h"
 #endif

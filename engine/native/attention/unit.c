@@ -1,4 +1,4 @@
-#include "attention_unit.h"
+#include "attention/unit.h"
 
 static const char zeros[MAX_DIM * 4] __attribute__((aligned(64)));
 

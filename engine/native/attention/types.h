@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "lanes.h"
+#include "lanes/lanes.h"
 
 #include <string.h>
 
