@@ -80,12 +80,12 @@ class TryDraft:
 
     path: str
     wait_s: float = 120.0
-    block_s: float = 20.0
+    block_s: float = 5.0
     deadline_s: float = 7200.0
     min_gain: float = 0.05
     false_keep: float = 0.05
     false_rollback: float = 0.05
-    max_pairs: int = 30
+    max_pairs: int = 60
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--min-gain", type=float, default=0.05)
     parser.add_argument("--false-keep", type=float, default=0.05)
     parser.add_argument("--false-rollback", type=float, default=0.05)
-    parser.add_argument("--max-pairs", type=int, default=30)
+    parser.add_argument("--max-pairs", type=int, default=60)
     args = parser.parse_args()
     trial = GoodputTrial(args.min_gain, args.false_keep, args.false_rollback, args.max_pairs)
     print(f"{trial}, {args.runs} runs each")

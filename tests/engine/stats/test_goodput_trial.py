@@ -8,7 +8,7 @@ import random
 import pytest
 
 from bench.speculation.canary import NOISES, rates
-from engine.stats.goodput_trial import GoodputTrial, Verdict, confidence_sequence
+from engine.stats.goodput_trial import GoodputTrial, Verdict, confidence_sequence, sign_evidence, t_evidence
 
 NUM_RUNS = 400
 SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate of 5%
@@ -44,6 +44,21 @@ def test_the_interval_is_that_of_its_martingale() -> None:
         share = (math.sqrt(number) * (interval.mean - bound) / spread) ** 2 / (number - 1)
         martingale = growth**-0.5 * ((1 + share) / (1 + share / growth)) ** (number / 2)
         assert martingale == pytest.approx(10.0)
+        assert t_evidence(values, bound) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("num_above", "num_below"), [(1, 0), (8, 0), (7, 3), (10, 9)])
+def test_bets_on_signs_have_the_value_of_their_integral(num_above: int, num_below: int) -> None:
+    values = [1.0] * num_above + [-0.01] * num_below
+    steps = [0.5 + (step + 0.5) / 20_000 for step in range(10_000)]
+    integral = sum(2 * p**num_above * (1 - p) ** num_below for p in steps) / 20_000
+    assert sign_evidence(values, 0.0) == pytest.approx(integral * 2 ** len(values), rel=1e-4)
+
+
+def test_one_block_in_which_the_machine_did_something_else_does_not_hold_a_trial_up() -> None:
+    ratios = [-2.0] + [0.2 + 0.01 * (index % 3) for index in range(12)]
+    assert confidence_sequence(ratios, 0.05).low < 0
+    assert GoodputTrial().verdict(ratios) is Verdict.KEEP
 
 
 def test_a_verdict_has_its_reason_and_the_budget_ends_the_trial() -> None:
