@@ -28,6 +28,14 @@ AVX2 INLINE __m256i four_inputs(const int8_t *x) {
     return _mm256_set1_epi32(bits);
 }
 
+/* sum += levels * x, in pairs. One step, for else the compiler makes a loop's products before their sums, and has no
+   registers for all of them. */
+AVX2 INLINE __m256i add_products(__m256i sum, __m256i levels, __m256i x) {
+    __m256i products;
+    __asm__("vpmaddubsw %3, %2, %0\n\tvpaddw %0, %1, %1" : "=&x"(products), "+x"(sum) : "x"(levels), "x"(x));
+    return sum;
+}
+
 /* A group's exact sums of 8 outputs onto what came before them in `sums`, and what the base of one side adds. */
 AVX2 INLINE void add_group(float *sums, __m256i sum, __m256 scale, __m256 second, __m256 row_scale, __m256 row_base) {
     __m256 onto = _mm256_loadu_ps(sums);
@@ -60,8 +68,8 @@ AVX2 INLINE void add_bytes(const int rows, struct part p, float *sums) {
                     const __m256i low_x = four_inputs(x), high_x = four_inputs(x + GROUP);
 #pragma GCC unroll 2
                     for (int i = 0; i < 2; i++) {
-                        low[row][i] = _mm256_add_epi16(low[row][i], _mm256_maddubs_epi16(low_x, weights[i]));
-                        high[row][i] = _mm256_add_epi16(high[row][i], _mm256_maddubs_epi16(high_x, weights[i]));
+                        low[row][i] = add_products(low[row][i], low_x, weights[i]);
+                        high[row][i] = add_products(high[row][i], high_x, weights[i]);
                     }
                 }
             }
@@ -107,8 +115,8 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
 #pragma GCC unroll 4
                 for (int row = 0; row < rows; row++) {
                     const __m256i x = four_inputs(p.x + row * p.stride + line * 4);
-                    sum[row][0] = _mm256_add_epi16(sum[row][0], _mm256_maddubs_epi16(first, x));
-                    sum[row][1] = _mm256_add_epi16(sum[row][1], _mm256_maddubs_epi16(second, x));
+                    sum[row][0] = add_products(sum[row][0], first, x);
+                    sum[row][1] = add_products(sum[row][1], second, x);
                 }
             }
 #pragma GCC unroll 2
