@@ -1,1 +1,1 @@
-"""The command line: one file for each command of `outrider`, all of them joined in `__main__.py`."""
+"""The command line: the commands of `outrider`, joined in `__main__.py`, and the parts that several of them use."""

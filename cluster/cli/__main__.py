@@ -1,6 +1,6 @@
 """`outrider`, or `python -m cluster.cli`: one home for every command.
 
-A command is a function in a file of its own whose parameters are typer's; it is added by one line here.
+A command is a function in a file of `commands/`; it is added by one line here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import sys
 
 import typer
 
-from cluster.cli.bench import bench
-from cluster.cli.chat import chat
-from cluster.cli.check import check
+from cluster.cli.commands.bench import bench
+from cluster.cli.commands.chat import chat
+from cluster.cli.commands.check import check
+from cluster.cli.commands.draft import draft
+from cluster.cli.commands.env import env
+from cluster.cli.commands.plan import plan
+from cluster.cli.commands.replay import replay
+from cluster.cli.commands.serve import serve
+from cluster.cli.commands.top import top
+from cluster.cli.commands.try_drafts import try_drafts
+from cluster.cli.commands.tune import tune
 from cluster.cli.console import report_error
-from cluster.cli.draft import draft
-from cluster.cli.env import env
-from cluster.cli.plan import plan
-from cluster.cli.replay import replay
-from cluster.cli.serve import serve
-from cluster.cli.top import top
-from cluster.cli.try_drafts import try_drafts
-from cluster.cli.tune import tune
 from protos.errors import ServingError
 
 app = typer.Typer(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
+from cluster.cli.commands.tune import NO_GAIN
 from cluster.cli.trial import log_traffic as traffic_module
-from cluster.cli.tune import NO_GAIN
 from models.tuning import tuning
 from tests.serve.tiny_models import write_pair
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from cluster.cli.check import check_deployment
+from cluster.cli.commands.check import check_deployment
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.fetch import fetch_models

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli import try_drafts as try_module
 from cluster.cli.__main__ import main
+from cluster.cli.commands import try_drafts as try_module
+from cluster.cli.commands.try_drafts import best_choice
 from cluster.cli.trial.replay_traffic import Measured
 from cluster.cli.trial.traffic import read_traffic
-from cluster.cli.try_drafts import best_choice
 from protos.errors import ConfigError
 from tests.serve.tiny_models import write_pair
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.cli.replay import changed_choices, changed_digests, read_records
+from cluster.cli.commands.replay import changed_choices, changed_digests, read_records
 from protos.fingerprint import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
 
 REQUEST = {"prompt": "a", "seed": 3}

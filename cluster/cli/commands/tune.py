@@ -28,7 +28,7 @@ _NICENESS = 19
 _LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
 
 
-def tune(
+def tune(  # long as a table is: an option and its help in each entry
     target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
     draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to begin with: a folder, or demo")],
     output: Annotated[Path, Option(help="the folder of the new draft; it must not exist")],
