@@ -407,7 +407,7 @@ class ScriptedBudget:
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:
     core = make_core(True, num_drafts=1, proposer=ScriptedProposer(lambda sequence, max_tokens: [7]))
-    core._budget = budget = ScriptedBudget()  # type: ignore[assignment]
+    core._planning.budget = budget = ScriptedBudget()  # type: ignore[assignment]
     core.add(request("a", max_tokens=60))
     while core.has_work:
         core.step()

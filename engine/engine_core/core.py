@@ -1,57 +1,33 @@
-"""The engine: requests in, committed tokens out, one `step` at a time.
-
-It needs no Ray and no server:
-
-    from engine.config import EngineConfig, ModelConfig
-    from engine.engine_core import EngineCore
-    from protos.messages import GenerateRequest, SamplingParams
-
-    core = EngineCore.from_config(EngineConfig(ModelConfig("models/demo/target")))
-    prompt_token_ids = (1, 2, 3)  # what the model's tokenizer makes of a text
-    core.add(GenerateRequest("first", prompt_token_ids, SamplingParams(temperature=0.0, max_tokens=8)))
-    while core.has_work:
-        for chunk in core.step():
-            print(chunk.request_id, chunk.token_ids, chunk.finish_reason)
-"""
+"""The engine's step, and the queue in front of it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.approximate.steps import StepSpeculation, step_speculation
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import EngineConfig
+from engine.engine_core.assembly import load_parts
+from engine.engine_core.draft_counting import DraftCounting
+from engine.engine_core.draft_planning import DraftPlanning
+from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
-from engine.model.cuda_graphs.buckets import sized
-from engine.model.loader import model_version, tokenizer_file
-from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.tensor_parallel_runner import load_runner
-from engine.proposer import HeadProposer, Proposer
-from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.proposer.adaptive.method_chooser import MethodChooser
-from engine.proposer.adaptive.request_limits import check_steps, draft_rule, is_adaptive
+from engine.proposer import Proposer
+from engine.proposer.adaptive.request_limits import check_steps
 from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.proposer.constrained_draft import constrain
-from engine.proposer.dispatch.methods import proposer_of
-from engine.proposer.dispatch.no_proposer import NoProposer
-from engine.proposer.hidden_state.factory import head_proposer, self_proposer
 from engine.proposer.passed_rows import passed_rows
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillSource
-from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.sampler import Sampler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import AsyncScheduling, Overlap, SyncScheduling
+from engine.scheduler.async_scheduling import Overlap, SyncScheduling
 from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.pass_sources import plain_reason, token_sources
 from engine.scheduler.prompt_logprobs import score_prompts
@@ -59,19 +35,14 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.span import Span
-from engine.stats.class_acceptance import ClassCounters, ClassKey, class_name
-from engine.stats.drift import DriftMonitor
-from engine.stats.engine_stats import DraftCounters, EngineStats, PositionLogStats, ReasoningStats
+from engine.stats.engine_stats import EngineStats, PositionLogStats, ReasoningStats
 from engine.stats.goodput import GoodputMeter
 from engine.stats.position_log.position_log import PositionLog
-from engine.stats.position_log.shard import LoggedModel
 from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
-from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
 from protos.errors import EngineError
-from protos.messages import GenerateRequest, SpeculationMethod, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -86,23 +57,6 @@ class Runner(Protocol):
 
     def move(self, moves: Seq[KVMove]) -> None:
         """Bring KV to other places before the next `forward`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """The source of an engine's drafts and their judge.
-
-    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` are both `proposer` and
-    `verifier` where reasoning steps are speculated on; None: every request is exact. `overlap` None: no pass begins
-    before the one before is committed; one that does knows neither heads nor steps.
-    """
-
-    proposer: Proposer | StepSpeculation
-    verifier: Verifier | StepSpeculation
-    config: SpeculationConfig
-    head: HeadProposer | None = None
-    steps: StepSpeculation | None = None
-    overlap: Overlap | None = None
 
 
 class EngineCore:
@@ -150,22 +104,18 @@ class EngineCore:
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self.position_log: PositionLog | None = None
-        self._own_method = next((str(each) for each in speculation.config.methods if each.can_branch), "model")
         self._source = source or NoPrefillSource()
         self._steps = speculation.steps
         self._proposer = speculation.proposer
         self._verifier = speculation.verifier
         self._head = speculation.head
         self._overlap: Overlap = speculation.overlap or SyncScheduling()
-        self._speculation = config = speculation.config
+        self._speculation = speculation.config
+        self._counting = DraftCounting(speculation.config)
+        self._planning = DraftPlanning(speculation.config)
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
-        self._budget = _draft_budget(config) if is_adaptive(config) else None
-        self._chooser = MethodChooser(config.choices, self._goodput_of)
-        self._drafts = DraftCounters()
-        self._classes = ClassCounters()
-        self._drift = DriftMonitor()
         self._total_times = StepTimes()
         self._timer = StepTimer()
         self._is_broken = False
@@ -189,22 +139,17 @@ class EngineCore:
         Raises:
             ConfigError: the model, its head, the pool or the limits cannot be had.
         """
-        model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
-        runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
-        blocks = BlockManager(
-            runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
+        parts = load_parts(config, proposer, event_sink, transport, step_writer)
+        core = cls(
+            parts.runner,
+            parts.scheduler,
+            parts.blocks,
+            parts.speculation,
+            source=parts.source,
+            rates=parts.rates,
+            grammars=parts.grammars,
         )
-        rates = RateMeter()
-        source = None
-        if transport is not None:
-            source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
-        scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
-        speculation = _speculation(config, runner, scheduler, proposer, step_writer)
-        grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
-        core = cls(runner, scheduler, blocks, speculation, source=source, rates=rates, grammars=grammars)
-        if config.log is not None:
-            logged = LoggedModel(model_version(config.model.path), runner.vocab_size)
-            core.position_log = PositionLog(config.log, logged)
+        core.position_log = parts.position_log
         return core
 
     @property
@@ -240,16 +185,13 @@ class EngineCore:
         check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
-            draft_rule(request, self._speculation, self._chooser),
+            self._planning.rule(request),
             self._clock() if arrival_s is None else arrival_s,
             self._grammars.matcher(request),
         )
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
             self._proposer.open(sequence)
-
-    def _goodput_of(self, method: SpeculationMethod, kind: str) -> float | None:
-        return None if self._budget is None else self._budget.goodput(method, kind)
 
     def abort(self, request_id: str) -> TokenChunk | None:
         """End a request now; its blocks are free when this returns.
@@ -276,8 +218,7 @@ class EngineCore:
 
     def forget_draft(self) -> None:
         """Begin anew to learn what drafts are worth: from now on another model makes them. For the engine's thread."""
-        if self._budget is not None:
-            self._budget.forget_draft()
+        self._planning.forget_draft()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
@@ -292,16 +233,16 @@ class EngineCore:
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             num_overlapped_passes=self._overlap.num_passes,
-            drafts=self._drafts.snapshot(),
+            drafts=self._counting.drafts,
             times=self._total_times,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_slowdown=self.rates.decode_slowdown,
             decode_tokens_per_s=self.rates.decode_tokens_per_s,
             goodput=self._goodput.snapshot(),
-            speedups={} if self._budget is None else self._budget.speedups,
+            speedups=self._planning.speedups,
             remote=self._source.stats,
-            classes=self._classes.snapshot(),
-            drift=self._drift.snapshot(),
+            classes=self._counting.classes,
+            drift=self._counting.drift,
             queue_times=self.scheduler.queue_times.snapshot(),
             prefill_times=self.scheduler.prefill_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
@@ -320,9 +261,8 @@ class EngineCore:
         issued = self._overlap.take() or self._issue()
         verified = self._verify(issued)
         self._keep_accepted(issued, verified)
-        sampled = issued.batch.sampled  # read before the commit, after which none is
-        chunks = self._commit(issued, sampled, verified)
-        self._tell_proposer(sampled, chunks)
+        chunks = self._commit(issued, verified)
+        self._tell_proposer(issued.batch.sampled, chunks)
         self._record(issued.batch)
         return chunks
 
@@ -360,7 +300,7 @@ class EngineCore:
                 checked.append(NOTHING)
                 continue
             draft = check_draft(next(drafts), scheduled, self._vocabulary)
-            self._drafts.num_invalid_tokens += draft.is_cut
+            self._counting.check(draft)
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
@@ -396,38 +336,8 @@ class EngineCore:
         verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
         if log is not None and copied is not None:
             log.record(copied, tasks, verified)
-        self._count(tasks, issued.drafts, verified)
+        self._counting.count(tasks, issued.drafts, verified)
         return verified
-
-    def _count(self, tasks: Seq[VerifyTask], drafts: Seq[CheckedDraft], verified: Seq[VerifyResult]) -> None:
-        """Count the passes with drafts, equal ones at once: hundreds of one step have few values between them."""
-        passes = Counter(
-            [
-                (
-                    draft.draft.source,
-                    task.sequence.is_greedy,
-                    task.sequence.matcher is not None,
-                    draft.num_valid,
-                    draft.depth,
-                    draft.num_forced,
-                    outcome.num_accepted,
-                )
-                for task, draft, outcome in zip(tasks, drafts, verified, strict=True)
-                if outcome.is_exact and draft.num_valid > 0
-            ]
-        )
-        for (source, is_greedy, has_grammar, num_valid, depth, num_forced, num_accepted), count in passes.items():
-            self._drafts.record(num_valid, num_accepted, depth, count)
-            # What the grammar forced says nothing of the method that drafted before it.
-            if (num_own := depth - num_forced) > 0:
-                method = str(source or self._own_method)
-                key = ClassKey(method, class_name(is_greedy=is_greedy, is_structured=has_grammar))
-                self._classes.record(key, num_own, min(num_accepted, num_own), count)
-                self._drift.record(f"{key.method}-{key.name}", num_accepted > 0, count)
-        self._drift.end_step()
-
-    def _method_of(self, draft: CheckedDraft) -> str:
-        return str(draft.draft.source or self._own_method)
 
     @timed("forward_s")
     def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
@@ -437,49 +347,20 @@ class EngineCore:
             self._head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
 
     @timed("commit_s")
-    def _commit(
-        self, issued: InFlightBatch, sampled: Seq[ScheduledSequence], verified: Seq[VerifyResult]
-    ) -> list[TokenChunk]:
+    def _commit(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> list[TokenChunk]:
         self.on_computed(issued.batch)
-        self._report_sources(issued, sampled, verified)
+        self._report_sources(issued, verified)
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
-        if self._budget is not None:
-            self._plan_drafts(self._budget, issued, sampled, verified)
+        self._planning.plan_next(issued, verified, self._timer, is_underway=self._overlap.has_pass)
         return chunks
 
-    def _report_sources(
-        self, issued: InFlightBatch, sampled: Seq[ScheduledSequence], verified: Seq[VerifyResult]
-    ) -> None:
+    def _report_sources(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
         """Note where the tokens of those that ask come from, before they are committed."""
-        for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True):
+        for each, draft, outcome in zip(issued.batch.sampled, issued.drafts, verified, strict=True):
             if (report := each.sequence.report) is not None:
-                is_open = self._budget is None or self._budget.is_open(each.sequence)
-                method = self._method_of(draft)
-                reason = plain_reason(each, draft, is_class_open=is_open)
+                method = self._counting.method_of(draft)
+                reason = plain_reason(each, draft, is_class_open=self._planning.is_open(each.sequence))
                 report.record(token_sources(draft, outcome, method), method, reason)
-
-    def _plan_drafts(
-        self,
-        budget: DraftBudget,
-        issued: InFlightBatch,
-        sampled: Seq[ScheduledSequence],
-        verified: Seq[VerifyResult],
-    ) -> None:
-        """Let the budget learn from the pass and set the next one's lengths, before anything is drafted for it."""
-        passes = [
-            DraftedPass(each.sequence, each.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
-            for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True)
-            if outcome.is_exact
-        ]
-        times = self._timer.times()
-        is_comparable = len(passes) == len(sampled)
-        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
-        num_prompt_rows = sum(scheduled.num_tokens for scheduled in issued.batch.scheduled) - len(sampled)
-        budget.observe(passes, time, num_prompt_rows)
-        # A plan made while this pass was on its way is unused, unless another pass follows it.
-        if not issued.is_ahead or self._overlap.has_pass:
-            sequences = [scheduled.sequence for scheduled in sampled]
-            budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
 
     @timed("draft_s")
     def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
@@ -508,35 +389,6 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self._is_broken:
             raise EngineError("the engine failed in an earlier step and computes nothing more; build a new one")
-
-
-def _speculation(
-    config: EngineConfig,
-    runner: ModelRunner,
-    scheduler: Scheduler,
-    proposer: Proposer | None,
-    step_writer: Proposer | None,
-) -> Speculation:
-    """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
-    speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
-    head = head_proposer(runner, speculation.tree)
-    own = head or self_proposer(runner, speculation.tree)
-    if own is not None and config.head is not None:
-        assert proposer is None, "one of the two drafts"
-        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind))
-    elif proposer is not None and speculation.steps is not None and speculation.can_draft:
-        tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
-        steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
-    can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
-    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
-    if proposer is None:
-        return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
-    return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
-
-
-def _draft_budget(config: SpeculationConfig) -> DraftBudget:
-    max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
-    return DraftBudget(config.num_tokens, config.max_num_tokens, max_pass_s)
 
 
 def _ignore(news: object) -> None:

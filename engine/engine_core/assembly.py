@@ -1,0 +1,63 @@
+"""The parts of an engine, loaded as its configuration wants them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.config import EngineConfig
+from engine.engine_core.speculation import Speculation, load_speculation
+from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
+from engine.model.cuda_graphs.buckets import sized
+from engine.model.loader import model_version, tokenizer_file
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import load_runner
+from engine.proposer import Proposer
+from engine.remote_prefill.kv_transfer import KVTransport
+from engine.remote_prefill.prefill_source import PrefillSource
+from engine.remote_prefill.remote_prefill import RemotePrefill
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.scheduler.scheduler import Scheduler
+from engine.stats.position_log.position_log import PositionLog
+from engine.stats.position_log.shard import LoggedModel
+from engine.stats.rates import RateMeter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parameters of `EngineCore`, whose constructor describes each, and its log of positions."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    blocks: BlockManager
+    speculation: Speculation
+    source: PrefillSource | None
+    rates: RateMeter
+    grammars: GrammarCompiler
+    position_log: PositionLog | None
+
+
+def load_parts(
+    config: EngineConfig,
+    proposer: Proposer | None,
+    event_sink: CacheDeltaSink | None,
+    transport: KVTransport | None,
+    step_writer: Proposer | None,
+) -> EngineParts:
+    """Load the model and make the other parts fit it; the parameters are those of `EngineCore.from_config`."""
+    model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
+    runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
+    blocks = BlockManager(
+        runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
+    )
+    rates = RateMeter()
+    source = None
+    if transport is not None:
+        source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
+    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
+    speculation = load_speculation(config, runner, scheduler, proposer, step_writer)
+    grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
+    position_log = None
+    if config.log is not None:
+        logged = LoggedModel(model_version(config.model.path), runner.vocab_size)
+        position_log = PositionLog(config.log, logged)
+    return EngineParts(runner, scheduler, blocks, speculation, source, rates, grammars, position_log)

@@ -1,0 +1,60 @@
+"""The source of an engine's drafts and their judge, as a configuration wants them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.approximate.steps import StepSpeculation, step_speculation
+from engine.config import EngineConfig, SpeculationConfig
+from engine.model.loader import tokenizer_file
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer import HeadProposer, Proposer
+from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.hidden_state.factory import head_proposer, self_proposer
+from engine.sampling.sampler import Sampler
+from engine.scheduler.async_scheduling import AsyncScheduling, Overlap
+from engine.scheduler.scheduler import Scheduler
+from engine.verifier.verifier import Verifier
+from protos.messages import SpeculationMethod
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The source of an engine's drafts and their judge.
+
+    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` are both `proposer` and
+    `verifier` where reasoning steps are speculated on; None: every request is exact. `overlap` None: no pass begins
+    before the one before is committed; one that does knows neither heads nor steps.
+    """
+
+    proposer: Proposer | StepSpeculation
+    verifier: Verifier | StepSpeculation
+    config: SpeculationConfig
+    head: HeadProposer | None = None
+    steps: StepSpeculation | None = None
+    overlap: Overlap | None = None
+
+
+def load_speculation(
+    config: EngineConfig,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    proposer: Proposer | None,
+    step_writer: Proposer | None,
+) -> Speculation:
+    """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
+    speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
+    head = head_proposer(runner, speculation.tree)
+    own = head or self_proposer(runner, speculation.tree)
+    if own is not None and config.head is not None:
+        assert proposer is None, "one of the two drafts"
+        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind))
+    elif proposer is not None and speculation.steps is not None and speculation.can_draft:
+        tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
+        steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
+    can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
+    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else None
+    if proposer is None:
+        return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
+    return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
