@@ -43,7 +43,9 @@ HOMES = {
 PACKAGES = [*sorted(OURS), "bench", "models"]
 FILES = sorted(file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 PATHS = {file.as_posix() for file in FILES}
-MAX_ENTRIES = {"engine": 18, "router": 12, "actors": 12, "bench": 12, "cluster": 18}
+SOURCES = {*FILES, *(file.relative_to(ROOT) for file in (ROOT / "engine" / "native").rglob("*.[ch]"))}
+FOLDERS = sorted({folder for file in SOURCES for folder in file.parents if folder.name})
+MOST_ENTRIES = {"router": 12, "actors": 12, "bench": 12, "router/requests": 19}  # of other folders 18
 
 
 def orders() -> dict[str, list[list[str]]]:
@@ -125,7 +127,7 @@ def test_every_folder_with_folders_has_its_order_documented() -> None:
     assert nested - {"cluster"} <= set(orders())
 
 
-@pytest.mark.parametrize(("folder", "most"), MAX_ENTRIES.items())
-def test_a_folder_is_a_table_of_contents(folder: str, most: int) -> None:
-    names = {file.relative_to(folder).parts[0] for file in FILES if file.is_relative_to(folder)}
-    assert len(names) <= most
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_a_folder_is_a_table_of_contents(folder: Path) -> None:
+    names = {file.relative_to(folder).parts[0] for file in SOURCES if file.is_relative_to(folder)} - {"__init__.py"}
+    assert len(names) <= MOST_ENTRIES.get(folder.as_posix(), 18)

@@ -13,5 +13,5 @@ for module in ("actors.pair.pair", "cluster.app"):
 
 
 def test_shell_and_builder_do_not_load_torch():
-    """It would cost each of them seconds to start and 300 MB to keep."""
+    """Loading torch would cost each of the two processes seconds to start and 300 MB to keep."""
     assert subprocess.run([sys.executable, "-c", CHECK], check=False).returncode == 0

@@ -32,7 +32,7 @@ def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
 
 
 def test_the_images_differ_in_their_torch_and_in_the_compiler_that_triton_needs():
-    """So the lines that `build_offline.sh` has run for the one are run for the other."""
+    """The other lines are the same: those that `build_offline.sh` has run for one image hold for both."""
     cpu, cuda = (
         [line for line in (IMAGES / f"{name}.Dockerfile").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
         for name in ("cpu", "cuda")

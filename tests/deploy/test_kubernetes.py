@@ -82,7 +82,7 @@ def test_kuberay_knows_every_field_above_the_pods():
 
 
 def resources(group: str) -> dict[str, float]:
-    """What Ray sees of a pod of the group, as KubeRay starts it."""
+    """Resources of a pod of the group that Ray sees, as KubeRay starts it."""
     container = GROUPS[group]["template"]["spec"]["containers"][0]["resources"]
     custom = json.loads(json.loads(GROUPS[group]["rayStartParams"]["resources"]))
     return {"CPU": float(container["requests"]["cpu"]), "GPU": num_gpus(group), **custom}

@@ -1,4 +1,4 @@
-"""What several tests of the engine share."""
+"""Fixtures that several tests of the engine share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.native.library import Instructions, native_instructions, native_libr
 
 @pytest.fixture(params=[Instructions.AVX512, Instructions.AMX], ids=lambda each: each.name)
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What our kernels in C compute with, in turn; for tests that `needs_kernels`."""
+    """Instructions that our kernels in C compute with, in turn; for tests that `needs_kernels`."""
     with _held_to(request.param):
         yield
 

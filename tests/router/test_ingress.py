@@ -17,7 +17,7 @@ from router.config import IngressConfig
 from router.ingress import GRPC_SERVICER_FUNCTIONS, Ingress
 from tests.router.conftest import byte_tokenizer_core
 from tests.router.fake_backend import CARD, FakeBackend
-from tests.router.test_grpc_api import ServeContext
+from tests.router.grpc_api.test_grpc_api import ServeContext
 
 
 @serve.deployment(name="Pair")

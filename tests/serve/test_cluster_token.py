@@ -42,7 +42,7 @@ def call_without(address: str, **changes: str) -> str:
 
 
 def test_nobody_joins_the_cluster_without_its_token(cluster: SharedCluster) -> None:
-    """Both callers try at once, as long as Ray lets them."""
+    """Two callers try at once, as long as Ray lets them."""
     callers = ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64})
     address = ray.get_runtime_context().gcs_address
     with ThreadPoolExecutor(len(callers)) as pool:

@@ -111,7 +111,7 @@ async def test_every_parameter_under_every_verification_has_the_targets_distribu
 
 
 async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_drafts(served: ServedPair) -> None:
-    """So the distribution of the class without drafts, which is tested above, is its own."""
+    """Its distribution is that of the class without drafts, which is tested above."""
     num_accepted = served.metric("outrider_spec_decode_num_accepted_tokens")
     async with httpx.AsyncClient(base_url=served.url, timeout=120.0) as client:
         for seed in range(NUM_COUPLED_REQUESTS):

@@ -113,7 +113,7 @@ def test_grpc_streams_the_same_tokens_as_http(served: ServedPair):
 
 
 def test_the_messages_of_vllms_engine_bring_the_same_tokens(served: ServedPair):
-    """Both services have a call Generate: one with a single answer, one with a stream."""
+    """Two services have a call Generate: one with a single answer, one with a stream."""
     vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
     stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
     common = pytest.importorskip("smg_grpc_proto.generated.common_pb2")
@@ -186,7 +186,7 @@ def test_health_and_metrics_answer(served: ServedPair):
 
 
 def test_another_network_gets_numbers_of_processes_and_nothing_else(served: ServedPair):
-    """What docs/security.md lists is refused there, but for the exporters of metrics."""
+    """Requests that docs/security.md lists are refused there, but for the exporters of metrics."""
     ports, clients = listening_ports(), {served.file.http_port, served.file.grpc_port}
     try:
         with other_network():

@@ -66,7 +66,7 @@ def channel(folder: Path, draft: ScriptedDraft) -> Iterator[ChannelProposer]:
 
 @pytest.fixture
 def waits(channel: ChannelProposer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the channel was ready to wait for the draft, every time it was."""
+    """Seconds that the channel was ready to wait for the draft, one entry per wait."""
     receive = channel._link.receive
     waited: list[float] = []
 

@@ -65,7 +65,7 @@ def test_seconds_without_progress(steps: list[tuple[int, bool]], stalled_s: list
 
 
 def test_a_thread_that_is_stuck_between_steps_is_seen() -> None:
-    """It has no work then, and would pass for idle."""
+    """A loop that is stuck there has no work, and would pass for idle."""
     now_s, seen_s = 0.0, []
 
     class Stuck(Script):

@@ -30,7 +30,7 @@ def settings(path: Path, num_ranks: int) -> EngineConfig:
 
 
 def serve(engine: EngineConfig, folder: Path) -> None:
-    """As in a `TargetActor`, whose process ends when the engine fails."""
+    """Run an engine as a `TargetActor` does, whose process ends when the engine fails."""
     serve_target(PairSettings(engine), folder, None, lambda: None)
 
 

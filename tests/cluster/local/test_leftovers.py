@@ -1,4 +1,4 @@
-"""What a cluster leaves behind whose own process is killed is ended by the next one that starts."""
+"""Processes of a cluster whose own process was killed are ended by the next cluster that starts."""
 
 from __future__ import annotations
 

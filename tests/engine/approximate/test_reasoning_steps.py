@@ -136,7 +136,7 @@ def test_where_every_step_is_good_enough_the_text_is_the_drafts(pair: Folders):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_rejected_step_is_written_by_the_target(pair: Folders, temperature: float):
-    """Only what the target itself finds likeliest scores 9: at temperature 0 those are its own words."""
+    """A score of 9 needs the likeliest words of the target: at temperature 0 those are its own."""
     asked = requests(approximate=(True, True), temperature=temperature, seed=9)
     expected = texts(run(new_engine(pair.target, None), asked_exactly(asked)))
     engine = new_engine(pair.target, new_drafter(pair.draft), BEST_ONLY)

@@ -81,7 +81,7 @@ def test_trees_chains_and_prefills_share_a_pass(family: str, runners: dict[str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_may_be_computed_level_by_level(family: str, runners: dict[str, ModelRunner]) -> None:
-    """As a draft model grows it: each level is a pass, and sees what the levels before it have left in the pool."""
+    """A draft model grows it so: each level is a pass, and sees the keys of the levels before it in the pool."""
     runner, text, table = runners[family], prompt(9), table_of(0)
     by_level = sorted(range(len(PARENTS)), key=lambda node: depths(PARENTS)[node])
     places = {node: place for place, node in enumerate(by_level)}

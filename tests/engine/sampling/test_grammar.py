@@ -207,7 +207,7 @@ def test_an_aborted_sequence_leaves_the_others_alone(folder: Path) -> None:
 
 
 def test_forced_text_costs_no_pass_of_its_own(folder: Path) -> None:
-    """Nothing proposes, yet a text that the grammar knows in advance takes a pass per K + 1 tokens."""
+    """Without any proposer, a text that the grammar knows in advance takes a pass per K + 1 tokens."""
     fixed = Grammar(GrammarKind.REGEX, "one text and no other one, forty letters!", "guided_regex")
     engine = build(folder, NoProposer(), num_drafts=7)
     engine.add(request("fixed", fixed))

@@ -82,7 +82,7 @@ def matcher_reads_the_drafts_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def forbidden_draws_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    """As if nothing had been drafted there: then the token is drawn from p, where the residual is due."""
+    """Treat a forbidden draw as no draft: the token is drawn from p then, where the residual is due."""
     real = engine_core.constrain
 
     def leave_out(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:

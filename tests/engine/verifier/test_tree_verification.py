@@ -171,7 +171,7 @@ def test_a_grammar_keeps_a_drawn_tree_exact(name: str) -> None:
 
 
 def test_a_mask_of_another_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the grammar stood where it stands at the root, whatever the path to the node."""
+    """A mutant masks every node as the root, whatever the path to the node."""
     monkeypatch.setattr(GrammarMatcher, "mask_after", lambda self, token_ids: self.masks(())[0])
     with pytest.raises(AssertionError):
         check_grammar("a branch below")

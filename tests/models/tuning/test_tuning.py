@@ -41,7 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def write_log(folder: Path, target: Path) -> None:
-    """What the target writes itself, half of it greedy, and what it finds likely there."""
+    """Write a log of texts of the target itself, half of them greedy, with the tokens it finds likely there."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     prompts = torch.randint(0, VOCAB_SIZE, (40, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     requests = []
@@ -129,7 +129,7 @@ def test_the_target_writes_more_text_to_train_on(pair: Folders, tmp_path: Path) 
 def test_a_tuning_may_wait_for_new_traffic_and_take_nothing_else(
     pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in the log at the start is of half the requests; a tuning that was killed then has the same begin."""
+    """Half of the requests are in the log at the start; a tuning that was killed begins at the same place."""
     model = LoggedModel(model_version(str(pair.target)), VOCAB_SIZE)
     requests = [each for file in log_files(pair.target.parent / "log") for each in read_shard(file)]
     file = LogFolder(tmp_path / "log", 1 << 30).new_file()

@@ -78,7 +78,7 @@ async def test_many_who_ask_at_once_cost_one_question(controller: Controller, mo
 async def test_a_controller_that_hangs_takes_one_thread(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the event loop tokenize and render chats: on two cores there are six."""
+    """The event loop's threads tokenize and render chats: on two cores there are six."""
     monkeypatch.setattr(application_watch, "_ANSWER_TIMEOUT_S", 0.05)
     is_over, hanging = threading.Event(), []
     monkeypatch.setattr(serve, "status", lambda: (hanging.append(1), is_over.wait(20)))

@@ -37,7 +37,7 @@ from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.router.engine_backend import CARD, EngineBackend
 from tests.router.fake_backend import CARD as FAKE_CARD
 from tests.router.fake_backend import FakeBackend
-from tests.router.test_grpc_api import channel, stub  # noqa: F401  (fixtures)
+from tests.router.grpc_api.test_grpc_api import channel, stub  # noqa: F401  (fixtures)
 
 ALLOWED = replace(FAKE_CARD, has_approximate_steps=True)
 WISH = {"mode": "approximate"}

@@ -54,7 +54,7 @@ def quantize_folder(
 
 
 def gptq(weight: Tensor, zero_offset: int = 1, num_bits: int = 4, *, is_ordered: bool = False) -> Written:
-    """As AutoGPTQ writes it: words along the inputs; a zero point is stored less `zero_offset`."""
+    """A matrix as AutoGPTQ writes it: words along the inputs; a zero point is stored less `zero_offset`."""
     num_outputs, num_inputs = weight.shape
     order = torch.randperm(num_inputs) if is_ordered else torch.arange(num_inputs)
     group_of = order // GROUP
@@ -73,7 +73,7 @@ def gptq(weight: Tensor, zero_offset: int = 1, num_bits: int = 4, *, is_ordered:
 
 
 def awq(weight: Tensor) -> Written:
-    """As AutoAWQ's gemm writes it: words along the outputs, whose numbers are of the outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    """A matrix as AutoAWQ's gemm writes it: words along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     num_outputs, num_inputs = weight.shape
     levels, scales, zeros = _random_levels(num_inputs, num_outputs, 4)
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])

@@ -69,7 +69,7 @@ def test_without_a_head_of_its_own_the_embeddings_are_the_head(tmp_path: Path) -
 
 
 def llama_3_divisors(factor: float) -> np.ndarray:
-    """As convert_hf_to_gguf.py computes them from Llama 3's `rope_scaling`."""
+    """Divisors as convert_hf_to_gguf.py computes them from Llama 3's `rope_scaling`."""
     divisors = []
     for frequency in 10_000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM):
         length = 2 * np.pi / frequency

@@ -18,7 +18,7 @@ from engine.model.checkpoint.hub import cached_folder, fetch_model, find_model
 from engine.model.checkpoint.node_memory import available_bytes, check_memory
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, read_progress
 from protos.errors import ConfigError
-from tests.hub_server import Hub, running_hub
+from tests.engine.model.checkpoint.hub_server import Hub, running_hub
 
 _SIZE = 100_000
 

@@ -238,7 +238,7 @@ def test_a_replay_that_differs_in_its_last_row_alone_is_not_trusted(caplog: pyte
 def test_too_little_memory_for_a_recording_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    """As the device says it: in the first computation of a bucket, and in its recording."""
+    """The device runs out in the first computation of a bucket, or in its recording."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 80 << 30))
 
     def fail(*args: object) -> Compute:
@@ -327,7 +327,7 @@ def test_a_budget_in_bytes_pays_for_the_block_of_the_padding_too(folders: Folder
 
 
 def test_padding_changes_no_logit_of_a_family_that_is_not_recorded(tmp_path: Path) -> None:
-    """Nothing is recorded on a processor, whatever the family; `eager` pads for every one of them."""
+    """A processor records no family; `eager` pads for every one of them."""
     write_family(tmp_path, SERVED["gpt2"]())
     span = Span([5], 0, [1], 1)
     plain, padded = runner(tmp_path, GraphConfig()), runner(tmp_path, GRAPHS)

@@ -60,7 +60,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> Any:
-    """As much of a loaded target as heads are made from."""
+    """The parts of a loaded target that heads are made from."""
     lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False).requires_grad_(False)
     lm_head.weight.copy_(lm_head_of(target_folder))
     device, dtype = torch.device("cpu"), torch.float32

@@ -18,7 +18,7 @@ from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import Instructions, native_instructions, native_library
 from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels
-from tests.engine.fixtures.native_switch import instructions_used
+from tests.engine.native.native_switch import instructions_used
 
 # Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
 # and of float32 (512); more pairs of outputs than a block's, by one, and inputs that end within their third block.

@@ -82,7 +82,7 @@ class FixedMatcher(PredictionMatcher):
 
 
 def chosen(match: TextMatch, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
-    """Whether the match was the draft, pass by pass, where `true_ids` follow and the model says 9."""
+    """Return, pass by pass, True where the match was the draft; `true_ids` follow, and the model says 9."""
     proposer, sequence = HybridProposer(FixedMatcher(match), model()), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 0)

@@ -1,4 +1,4 @@
-"""Who is asked for which sequence, and who stands in."""
+"""The proposer that is asked for each sequence, and the one that stands in."""
 
 from __future__ import annotations
 

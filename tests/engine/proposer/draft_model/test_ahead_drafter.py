@@ -1,4 +1,4 @@
-"""What is drafted ahead of a verdict is the very draft that would be made after it."""
+"""A draft made ahead of a verdict is the very draft that would be made after it."""
 
 from __future__ import annotations
 

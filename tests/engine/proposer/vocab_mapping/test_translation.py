@@ -35,7 +35,7 @@ def byte_vocabulary(folder: Path) -> ByteVocabulary:
 
 
 def metaspace_vocabulary() -> ByteVocabulary:
-    """As SentencePiece has it: a space before every text, and a token for each byte that has no character."""
+    """A vocabulary of SentencePiece: a space before every text, and a token for each byte that has no character."""
     control = ["<unk>", "<s>", "</s>"]
     core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -81,7 +81,7 @@ def test_a_token_across_the_border_is_no_continuation(tmp_path: Path) -> None:
 
 
 def read_in_steps(reader: TextReader, target_ids: list[int], dice: random.Random) -> list[list[int]]:
-    """What the draft reads after each commit; what `read` says of it is checked on the way."""
+    """Return the tokens that the draft reads after each commit, and check the counts of `read` on the way."""
     states, num_told, before = [], 0, []
     while num_told < len(target_ids):
         num_told += dice.randint(1, 5)

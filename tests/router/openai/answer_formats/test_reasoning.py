@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart in every API and in any pieces."""
+"""Thoughts of a model before its answer, told apart in every API and in any pieces."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
 from tests.router.fake_backend import CARD, FakeBackend, say
 
-TEMPLATE = (Path(__file__).parents[1] / "generation" / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8")
+TEMPLATE = (Path(__file__).parents[2] / "generation" / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8")
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
