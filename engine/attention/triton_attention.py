@@ -98,7 +98,7 @@ def paged_attention(
 
     query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
     same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
-    values. Nothing waits for the device.
+    values. Nothing waits for the device. The length is that of the two launches, whose arguments are named here alone.
     """
     assert query.stride(-1) == 1, "a head's numbers lie side by side"
     assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018

@@ -64,7 +64,10 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per tile, split and kv head; heads come first, so that neighbours read the same pages of memory."""
+    """One program per tile, split and kv head; heads come first, so that neighbours read the same pages of memory.
+
+    It is one long function: Triton has no structures, and a part of the loop would take all of its state as arguments.
+    """
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = tiles + (tl.program_id(0) // NUM_KV_HEADS) * TILE_FIELDS
     table = block_tables + tl.load(tile)
