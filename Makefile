@@ -7,9 +7,7 @@ DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 DOCS_INSTALLED := .venv/.docs-installed
 PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch] engine/native/*/*.[ch])
-INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
-# On all cores, where pip would on one, and without what few import; some packages carry files that are not for this Python.
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|transformers/models|rllib|pip|mypy)/' .venv/lib > /dev/null || true
+INSTALL := deploy/install.sh
 JOBS ?= 4
 # The lanes that start no cluster fill what test-served, the longest, leaves of the cores.
 FILLING := nice
@@ -31,25 +29,22 @@ help:  ## list the targets
 
 install: $(DEV_INSTALLED)  ## create .venv with everything Outrider and its tests need
 
-$(BIN)/pip:
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or later; set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'  # resolves in half the time
 
-$(INSTALLED): $(PACKAGE) | $(BIN)/pip
-	@echo "installing into .venv (a few minutes the first time)"
-	@$(INSTALL) .
-	@$(COMPILE)
+$(INSTALLED): $(PACKAGE) | $(BIN)/python
+	@echo "installing into .venv (a minute or two the first time)"
+	@$(INSTALL)
 	@touch $@
 
-$(DEV_INSTALLED): $(PACKAGE) | $(BIN)/pip
-	@echo "installing into .venv (a few minutes the first time)"
-	@$(INSTALL) '.[dev]'
-	@$(COMPILE)
+$(DEV_INSTALLED): $(PACKAGE) | $(BIN)/python
+	@echo "installing into .venv (a minute or two the first time)"
+	@$(INSTALL) dev
 	@touch $(INSTALLED) $@
 
-$(DOCS_INSTALLED): $(PACKAGE) | $(BIN)/pip
-	@$(INSTALL) '.[docs]'
+$(DOCS_INSTALLED): $(PACKAGE) | $(BIN)/python
+	@$(INSTALL) docs
 	@touch $@
 
 serve: $(INSTALLED) $(SERVED_$(MODEL))  ## serve the demo pair: HTTP on 127.0.0.1:8000, gRPC on 9000; MODEL=smollm2: a chat model
@@ -94,7 +89,7 @@ demo-pair: $(INSTALLED)  ## train the bundled demo pair again
 	@$(BIN)/python -m models.demo_pair.train_demo_pair
 
 $(BENCH_INSTALLED): $(INSTALLED)
-	@$(INSTALL) '.[bench]'
+	@$(INSTALL) bench
 	@touch $@
 
 bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft

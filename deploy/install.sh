@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Installs this checkout, editable, into .venv, with extras where they are named: `deploy/install.sh dev`.
+#
+# By uv, which unpacks on all cores and is told of the indexes that pip is configured with; by pip where that fails.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extras=${1:-}
+python=.venv/bin/python
+pip=("$python" -m pip --quiet --disable-pip-version-check)
+
+by_uv() {
+    "${pip[@]}" install --constraint constraints.txt uv || return
+    while IFS='=' read -r key value; do
+        value=${value:1:-1} value=${value//\\n/ }
+        case ${key##*.} in
+            index-url) export UV_DEFAULT_INDEX=$value ;;
+            extra-index-url) export UV_INDEX=$value ;;
+            find-links) export UV_FIND_LINKS=${value// /,} ;;
+            cert) export SSL_CERT_FILE=$value ;;
+            no-index) return 1 ;;
+        esac
+    done < <("$python" -m pip config list)
+    local install=(.venv/bin/uv pip install --quiet --python "$python" --index-strategy unsafe-best-match)
+    "${install[@]}" --constraint constraints.txt ${extras:+--extra "$extras"} --requirements pyproject.toml || return
+    "${install[@]}" --no-deps --editable . &  # the kernels in C, on one core
+    compile
+    wait $!
+}
+
+by_pip() {
+    "${pip[@]}" install --upgrade 'pip>=25'  # resolves in half the time
+    "${pip[@]}" install --no-compile --constraint constraints.txt --editable ".${extras:+[$extras]}"
+    compile
+}
+
+# On all cores, where pip would on one, and without what few import; some packages carry files that are not for this Python.
+compile() {
+    "$python" -m compileall -q -j 0 -x '/(tests?|transformers/models|rllib|pip|mypy)/' .venv/lib > /dev/null || true
+}
+
+by_uv || by_pip
