@@ -11,6 +11,12 @@ import pytest
 import torch
 
 from engine.native.library import Instructions, native_instructions, native_library
+from tests.engine.fixtures.patched_language import patch_once_per_launch
+
+
+def pytest_collection_finish() -> None:
+    """Speed up the interpreter of the kernels that the collected tests have imported."""
+    patch_once_per_launch()
 
 
 @pytest.fixture(params=[Instructions.AVX512, Instructions.AMX], ids=lambda each: each.name)
