@@ -18,9 +18,13 @@ Index = slice | Tensor
 
 
 @cache
-def has_triton() -> bool:
-    """True if the package is there; processes without a GPU need none."""
+def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """True if kernels of Triton compute on a tensor's device; processes without a GPU need no such package."""
+    return tensor.is_cuda and _has_triton()
 
 
 def index_of(values: Seq[int], device: torch.device) -> Index:

@@ -134,6 +134,11 @@ class RowBatch(Seq[LogitsRow]):
         """Drafts before each row, [R]."""
         return self.per_row(lambda first: len(first.draft_ids), np.int64) + self._places
 
+    @property
+    def drafts_of_run(self) -> list[Seq[int]]:
+        """The most drafts before a row of each run; a row has the first `num_drafts` of them."""
+        return [run.draft_ids if isinstance(run, ChainRows) else run[0].draft_ids for run in self._runs]
+
     def per_row(self, value: Callable[[LogitsRow], Any], dtype: type[Number]) -> NDArray[Number]:
         """Return a number of each row, [R], which must be the same in all rows of a run."""
         return np.array([value(first) for first in self.firsts], dtype)[self.run_of_row]

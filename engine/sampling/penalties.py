@@ -6,8 +6,9 @@ wrong: the second draft would be judged by another distribution than plain decod
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,67 +17,116 @@ from engine.indexing import index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 
+IN_PROMPT = 1 << 30  # of a count: the prompt has the token; what is below is how often it was generated
+
 
 def has_penalties(sampling: SamplingParams) -> bool:
     """True if any of the three penalties is not neutral."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
-def penalize(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+@dataclass(slots=True)
+class _Counted:
+    """A sequence's line of the table; its list of tokens is kept so that no other gets its id."""
+
+    token_ids: Seq[int]
+    line: int
+    num_tokens: int  # that are counted
+
+
+class TokenCounts:
+    """How often each token occurs in the committed prefixes of sequences, kept on the device from step to step.
+
+    A long text is sent once, and what is committed behind it when it comes. A sequence is known by its list of tokens,
+    which only grows; the line of one that is not asked for is given to others where there is no free one.
+    """
+
+    def __init__(self) -> None:
+        self._table = torch.empty(0, 0, dtype=torch.int32)
+        self._counted: dict[int, _Counted] = {}
+        self._free_lines: list[int] = []
+
+    def count(self, rows: Seq[LogitsRow], like: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the counts of committed tokens, valid until the next call, and each row's line of them.
+
+        They are `[lines, V + 1] int32`, with `IN_PROMPT`, for scores `[R, V]` like these; the last column is for ids
+        beyond V, for a draft may know fewer.
+        """
+        sequences = {id(row.token_ids): row for row in rows}
+        self._make_room(sequences.keys(), like)
+        places: list[int] = []
+        for key, row in sequences.items():
+            counted = self._counted.get(key)
+            if counted is None or counted.num_tokens > len(row.token_ids):
+                counted = self._begin(row, self._free_lines.pop() if counted is None else counted.line)
+            places += _places(counted.line, row.token_ids[counted.num_tokens :], self._table)
+            counted.num_tokens = len(row.token_ids)
+        _add_at(self._table, places)
+        return self._table, [self._counted[id(row.token_ids)].line for row in rows]
+
+    def _make_room(self, keys: Collection[int], like: Tensor) -> None:
+        """Have a free line for each sequence of `keys` that has none."""
+        num_columns = like.shape[1] + 1
+        if (self._table.shape[1], self._table.device) != (num_columns, like.device):
+            self._table = _zeros(0, num_columns, like.device)
+            self._counted, self._free_lines = {}, []
+        if len(keys) - len(keys & self._counted.keys()) <= len(self._free_lines):
+            return
+        self._counted = {key: counted for key, counted in self._counted.items() if key in keys}
+        if (num_new := len(keys) - len(self._table)) > 0:
+            with torch.inference_mode(False):
+                self._table = torch.cat((self._table, _zeros(num_new, num_columns, like.device)))
+        used = {counted.line for counted in self._counted.values()}
+        self._free_lines = [line for line in range(len(self._table)) if line not in used]
+
+    def _begin(self, row: LogitsRow, line: int) -> _Counted:
+        """Make `line` the row's, its prompt counted."""
+        num_columns = self._table.shape[1]
+        prompt_ids = index_tensor(row.token_ids[: row.num_prompt_tokens], self._table.device)
+        self._table[line].zero_().index_fill_(0, prompt_ids.clamp_(max=num_columns - 1), IN_PROMPT)
+        counted = self._counted[id(row.token_ids)] = _Counted(row.token_ids, line, row.num_prompt_tokens)
+        return counted
+
+
+def penalize(scores: Tensor, rows: Seq[LogitsRow], counts: TokenCounts) -> Tensor:
     """Penalise repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI; `[R, V]` -> `[R, V]`."""
     samplings = [row.sampling for row in rows]
+    table, lines = counts.count(rows, scores)
+    found = table.index_select(0, index_tensor(lines, scores.device))
+    _add_drafts(found, rows)
+    found = found[:, :-1]  # [R, V]
     if any(sampling.repetition_penalty != 1.0 for sampling in samplings):
         repetition = _column([sampling.repetition_penalty for sampling in samplings], scores)
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-        scores = torch.where(_is_seen(rows, scores), repeated, scores)
+        scores = torch.where(found > 0, repeated, scores)
     if any(sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 for sampling in samplings):
-        generated = _count_generated(rows, scores)  # [R, V]
+        generated = (found & (IN_PROMPT - 1)).to(scores.dtype)
         frequency = _column([sampling.frequency_penalty for sampling in samplings], scores)
         presence = _column([sampling.presence_penalty for sampling in samplings], scores)
         scores = scores - frequency * generated - presence * (generated > 0)
     return scores
 
 
-def _is_seen(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
-    """Return which tokens each row's prefix has, prompt and drafts included: `[R, V] bool`."""
-    first_rows, indices = _sequences_of(rows)
-    num_tokens = like.shape[1]
-    seen = torch.zeros(len(first_rows), num_tokens + 1, dtype=torch.bool, device=like.device)
-    for index, row in enumerate(first_rows):  # the last column is for ids beyond V
-        seen[index].index_fill_(0, index_tensor(row.token_ids, like.device).clamp_(max=num_tokens), True)
-    seen = seen[indices]  # [R, V + 1]
-    for index, row in enumerate(rows):
-        if row.draft_ids:
-            seen[index].index_fill_(0, index_tensor(row.draft_ids, like.device).clamp_(max=num_tokens), True)
-    return seen[:, :num_tokens]
+def _add_drafts(counts: Tensor, rows: Seq[LogitsRow]) -> None:
+    """Count the drafts before each row in its line of `counts`, `[R, V + 1]`."""
+    _add_at(counts, [place for line, row in enumerate(rows) for place in _places(line, row.draft_ids, counts)])
 
 
-def _count_generated(rows: Seq[LogitsRow], like: Tensor) -> Tensor:
-    """Count how often each token occurs in each row's prefix after the prompt, drafts included: `[R, V]`."""
-    first_rows, indices = _sequences_of(rows)
-    counts = _histograms([row.token_ids[row.num_prompt_tokens :] for row in first_rows], like)[indices]
-    if any(row.draft_ids for row in rows):
-        counts += _histograms([row.draft_ids for row in rows], like)
-    return counts
+def _places(line: int, token_ids: Seq[int], counts: Tensor) -> list[int]:
+    """Return the place of each token in a line of the flat `counts`."""
+    num_columns = counts.shape[1]
+    return [line * num_columns + min(token_id, num_columns - 1) for token_id in token_ids]
 
 
-def _sequences_of(rows: Seq[LogitsRow]) -> tuple[list[LogitsRow], list[int]]:
-    """Return a row of each sequence, so that its committed tokens are read once, and each row's index among these."""
-    first_rows: dict[int, LogitsRow] = {}  # rows of one sequence share their list of committed tokens
-    for row in rows:
-        first_rows.setdefault(id(row.token_ids), row)
-    indices = {key: index for index, key in enumerate(first_rows)}
-    return list(first_rows.values()), [indices[id(row.token_ids)] for row in rows]
+def _add_at(counts: Tensor, places: list[int]) -> None:
+    if places:
+        index = index_tensor(places, counts.device)
+        counts.view(-1).index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
 
 
-def _histograms(parts: Seq[Seq[int]], like: Tensor) -> Tensor:
-    """Count each token in each part, `[parts, V]`; ids beyond V are left out, for a draft may know fewer."""
-    num_columns = like.shape[1] + 1  # the last one is for ids beyond V
-    token_ids = index_tensor(chain.from_iterable(parts), like.device).clamp_(max=num_columns - 1)
-    first_places = (index * num_columns for index, part in enumerate(parts) for _ in part)
-    places = index_tensor(first_places, like.device) + token_ids
-    counts = like.new_zeros(len(parts) * num_columns)
-    return counts.index_add_(0, places, like.new_ones(len(places))).view(len(parts), -1)[:, :-1]
+def _zeros(num_lines: int, num_columns: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # written to outside of it, too
+        return torch.zeros(num_lines, num_columns, dtype=torch.int32, device=device)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

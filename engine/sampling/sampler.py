@@ -1,7 +1,8 @@
 """From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
 
-The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p. The
-sampler keeps no state: what it needs of a sequence is in the row, and the noise is a function of seed and position.
+The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p, and the noise is a
+function of seed and position. All that the sampler needs of a sequence is in the row; what it keeps from step to step,
+the counts of tokens for penalties, follows from that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.draft import SparseDistribution
-from engine.indexing import has_triton, index_tensor, send
+from engine.indexing import index_tensor, runs_triton, send
 from engine.native.logits import highest
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.masks import (
@@ -30,7 +33,7 @@ from engine.sampling.masks import (
     may_have_mask,
 )
 from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
-from engine.sampling.penalties import has_penalties, penalize
+from engine.sampling.penalties import TokenCounts, has_penalties, penalize
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 from engine.sampling.truncation import (
     divide_by_temperature,
@@ -44,19 +47,24 @@ from engine.sampling.truncation import (
 )
 from protos.messages import GREEDY_BELOW, SamplingParams
 
+if TYPE_CHECKING:
+    from engine.sampling.triton_draw import RowEdits
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
     """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`.
 
     A row needs it where its parameters ask for it and, if there is more to know, `is_needed` says so of the row: of the
-    first of a run for all of it, if `is_uniform`.
+    first of a run for all of it, if `is_uniform`. A GPU computes what `is_fused` with the draw or, where something is
+    left to do behind it, before all else: to forbid a token commutes with it.
     """
 
     is_asked: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
     is_needed: Callable[[LogitsRow], bool] | None = None
     is_uniform: bool = True
+    is_fused: bool = False
 
     def choose(self, rows: RowBatch, samplings: Mapping[int, SamplingParams]) -> tuple[Seq[int], Seq[LogitsRow]]:
         """Return the rows that need it, their indices first; `samplings` are their parameters, each once, by its id."""
@@ -78,16 +86,17 @@ class Transform:
         return [index for index, _ in needing], [row for _, row in needing]
 
 
-TRANSFORMS = (
-    Transform(has_penalties, penalize),
-    Transform(has_bias, add_bias),
-    Transform(may_have_mask, mask_forbidden_tokens, has_mask),
-    Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens, is_uniform=False),
-    Transform(has_temperature, divide_by_temperature),
-    Transform(has_top_k, keep_top_k),
-    Transform(has_top_p, keep_top_p),
-    Transform(has_min_p, keep_min_p),
-)
+def _transforms(counts: TokenCounts) -> tuple[Transform, ...]:
+    return (
+        Transform(has_penalties, partial(penalize, counts=counts), is_fused=True),
+        Transform(has_bias, add_bias, is_fused=True),
+        Transform(may_have_mask, mask_forbidden_tokens, has_mask),
+        Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens, is_uniform=False),
+        Transform(has_temperature, divide_by_temperature, is_fused=True),
+        Transform(has_top_k, keep_top_k),
+        Transform(has_top_p, keep_top_p),
+        Transform(has_min_p, keep_min_p),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,12 @@ class SparseSample:
 
 
 class Sampler:
-    """The one way from logits to tokens."""
+    """The one way from logits to tokens; state of one thread."""
+
+    def __init__(self) -> None:
+        self._counts = TokenCounts()
+        self._transforms = _transforms(self._counts)
+        self._not_fused = tuple(transform for transform in self._transforms if not transform.is_fused)
 
     def apply_processors(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
@@ -107,20 +121,23 @@ class Sampler:
         A row's distribution is the softmax of its scores, or their argmax where the row is greedy. The logits are left
         as they are; when no row needs anything the result is the logits themselves, so do not write to it.
         """
-        scores, batch = logits, RowBatch.of(rows)
-        samplings = {id(first.sampling): first.sampling for first in batch.firsts}
-        for transform in TRANSFORMS:
-            chosen, members = transform.choose(batch, samplings)
-            if not chosen:
-                continue
-            if len(chosen) == len(rows):
-                scores = transform.apply(scores, members)
-                continue
-            if scores is logits:
-                scores = logits.clone()
-            index = index_tensor(chosen, logits.device)
-            scores[index] = transform.apply(scores[index], members)
-        return scores
+        batch = RowBatch.of(rows)
+        if not runs_triton(logits):
+            return _apply(self._transforms, logits, batch)
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.sampling.triton_draw import edit, edits_of
+
+        edits = edits_of(batch, logits, self._counts)
+        return _apply(self._not_fused, logits if edits is None else edit(logits, edits), batch)
+
+    def draw(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+        """Draw the token of each row of logits, `[R] int64`: `sample` of what `apply_processors` makes of them."""
+        batch = RowBatch.of(rows)
+        if not runs_triton(logits) or _is_needed(self._not_fused, batch):
+            return self.sample(self.apply_processors(logits, batch), batch)
+        from engine.sampling.triton_draw import edits_of
+
+        return _draw(logits, batch, edits_of(batch, logits, self._counts))
 
     def sample(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
@@ -128,13 +145,9 @@ class Sampler:
         Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
         they agree as often as their distributions are alike (arXiv:2408.07978).
         """
-        if not (scores.is_cuda and has_triton()):
-            return highest(self.perturb(scores, rows, Purpose.TARGET_GUMBEL))
-        # Not at the top: processes without a GPU may have no Triton, and need none.
-        from engine.sampling.triton_draw import draw
-
-        has_noise = send(torch.from_numpy(_has_noise(rows).astype(np.int8)), scores.device)
-        return draw(scores, row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), has_noise)
+        if runs_triton(scores):
+            return _draw(scores, RowBatch.of(rows))
+        return highest(self.perturb(scores, rows, Purpose.TARGET_GUMBEL))
 
     def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
         """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.
@@ -182,6 +195,39 @@ class Sampler:
         bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
+
+
+def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor:
+    """Return the scores; the logits are left as they are."""
+    scores, samplings = logits, _samplings_of(rows)
+    for transform in transforms:
+        chosen, members = transform.choose(rows, samplings)
+        if not chosen:
+            continue
+        if len(chosen) == len(rows):
+            scores = transform.apply(scores, members)
+            continue
+        if scores is logits:
+            scores = logits.clone()
+        index = index_tensor(chosen, logits.device)
+        scores[index] = transform.apply(scores[index], members)
+    return scores
+
+
+def _is_needed(transforms: Seq[Transform], rows: RowBatch) -> bool:
+    samplings = _samplings_of(rows)
+    return any(transform.choose(rows, samplings)[0] for transform in transforms)
+
+
+def _samplings_of(rows: RowBatch) -> dict[int, SamplingParams]:
+    return {id(first.sampling): first.sampling for first in rows.firsts}
+
+
+def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None) -> Tensor:
+    from engine.sampling.triton_draw import draw
+
+    has_noise = send(torch.from_numpy(_has_noise(rows).astype(np.int8)), scores.device)
+    return draw(scores, row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), has_noise, edits)
 
 
 def _has_noise(rows: Seq[LogitsRow]) -> NDArray[np.bool_]:

@@ -1,7 +1,9 @@
-"""The draw of a token per row in one Triton launch: noise, its sum with the scores, and the largest, block by block.
+"""Scores and tokens of rows in one Triton launch: penalties, bias, temperature, noise, and the largest by block.
 
-It computes `engine.sampling.noise.gumbel` where it is used, so that no [R, V] noise is ever in memory; the integers are
-those of the contract, bit for bit. Import it only where Triton is installed. TRITON_INTERPRET=1, set before the first
+`draw` computes all of these where they are used, so that neither scores nor noise are ever in memory; `edit` stops at
+the scores, for those that a grammar or a cut changes behind that. The integers of the noise are those of
+`engine.sampling.noise`, bit for bit, and so are scores those of the processor: divisions are rounded as IEEE has it,
+and products are not fused with sums. Import it only where Triton is installed. TRITON_INTERPRET=1, set before the first
 import, runs it on the processor.
 """
 
@@ -9,6 +11,10 @@ import, runs it on the processor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,13 +22,64 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra import libdevice
 
+from engine.indexing import send
+from engine.sampling.logits_row import RowBatch
+from engine.sampling.masks import has_bias
+from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties
+from engine.sampling.truncation import has_temperature
+from protos.messages import SamplingParams
+
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-63)
 _MIN_UNIFORM = tl.constexpr(2.0**-64)
 _MAX_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
 _BLOCK = 1024
+_NO_EDITS = (None,) * 5
+
+
+class RowEdits(NamedTuple):
+    """The changes of each row's scores that depend on no other score, on the device of the logits.
+
+    `ids` has the drafts of runs under penalties and the tokens of biases, a list of each behind the other.
+    """
+
+    factors: Tensor  # [4 R] float32: temperatures; repetition, frequency and presence penalties
+    spans: Tensor  # [5 R] int32: line of `counts`, or -1 without penalties; drafts, then biases: [first, end) of `ids`
+    ids: Tensor  # [N] int32
+    biases: Tensor  # [N] float32; 0 for drafts
+    counts: Tensor  # [lines, V + 1] int32, of `TokenCounts`
+
+
+def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | None:
+    """Return what the requests of the rows of `logits` [R, V] ask for; None where it is nothing."""
+    runs = [(first, first.sampling, has_penalties(first.sampling)) for first in rows.firsts]
+    if not any(is_penalized or _has_factors(sampling) for _, sampling, is_penalized in runs):
+        return None
+    table, lines = counts.count([first for first, _, is_penalized in runs if is_penalized], logits)
+    free_lines = iter(lines)
+    ids: list[int] = []
+    biases: list[float] = []
+    columns = []
+    for (_, sampling, is_penalized), draft_ids in zip(runs, rows.drafts_of_run, strict=True):
+        first_draft = len(ids)
+        ids += draft_ids if is_penalized else ()
+        first_bias = len(ids)
+        biases += [0.0] * (first_bias - first_draft)
+        ids += [token_id for token_id, _ in sampling.logit_bias]
+        biases += [bias for _, bias in sampling.logit_bias]
+        columns.append((next(free_lines) if is_penalized else -1, first_draft, first_draft, first_bias, len(ids)))
+    spans = np.array(columns, np.int32).T[:, rows.run_of_row]
+    spans[2] += rows.num_drafts.astype(np.int32)
+    factors = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
+    num_rows = len(rows)
+    integers = send(torch.from_numpy(np.concatenate((spans.ravel(), np.array(ids, np.int32)))), logits.device)
+    numbers = send(torch.from_numpy(np.concatenate((factors.ravel(), np.array(biases, np.float32)))), logits.device)
+    return RowEdits(
+        numbers[: 4 * num_rows], integers[: 5 * num_rows], integers[5 * num_rows :], numbers[4 * num_rows :], table
+    )
 
 
 @triton.jit
@@ -47,14 +104,62 @@ def gumbel_of(bits, HAS_LIBDEVICE: tl.constexpr):
 
 
 @triton.jit
+def edited(score, tokens, is_token, row, num_rows, factors, spans, ids, biases, counts, count_stride):
+    """Scores of a row behind its penalties, its bias and its temperature, in this order."""
+    line = tl.load(spans + row)
+    if line >= 0:
+        count = tl.load(counts + line.to(tl.int64) * count_stride + tokens, mask=is_token, other=0)
+        for at in range(tl.load(spans + num_rows + row), tl.load(spans + 2 * num_rows + row)):
+            count += (tokens == tl.load(ids + at)).to(tl.int32)
+        repetition = tl.load(factors + num_rows + row)
+        repeated = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
+        score = tl.where(count > 0, repeated, score)
+        generated = (count & (_IN_PROMPT - 1)).to(tl.float32)
+        score = score - tl.load(factors + 2 * num_rows + row) * generated
+        score = score - tl.load(factors + 3 * num_rows + row) * (generated > 0).to(tl.float32)
+    for at in range(tl.load(spans + 3 * num_rows + row), tl.load(spans + 4 * num_rows + row)):
+        score = tl.where(tokens == tl.load(ids + at), score + tl.load(biases + at), score)
+    return tl.div_rn(score, tl.load(factors + row))
+
+
+@triton.jit
+def edit_blocks(
+    out,  # [R, V] float32
+    scores,  # [R, V] float32
+    factors,  # the fields of `RowEdits`
+    spans,
+    ids,
+    biases,
+    counts,
+    num_tokens,
+    score_stride,
+    count_stride,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and block of tokens."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    score = tl.load(scores + row.to(tl.int64) * score_stride + tokens, mask=is_token, other=float("-inf"))
+    score = edited(score, tokens, is_token, row, tl.num_programs(0), factors, spans, ids, biases, counts, count_stride)
+    tl.store(out + row.to(tl.int64) * num_tokens + tokens, score, mask=is_token)
+
+
+@triton.jit
 def draw_blocks(
     peaks,  # [R, blocks] float32: the largest of each block
     places,  # [R, blocks] int32: its token, the lowest where several are as large
     scores,  # [R, V] float32
     keys,  # [R] int64
     has_noise,  # [R] int8: 0 of greedy rows
+    factors,  # the fields of `RowEdits`, None where the scores need nothing more
+    spans,
+    ids,
+    biases,
+    counts,
     num_tokens,
     score_stride,
+    count_stride,
     BLOCK: tl.constexpr,
     HAS_LIBDEVICE: tl.constexpr,
 ):
@@ -63,6 +168,10 @@ def draw_blocks(
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     is_token = tokens < num_tokens
     score = tl.load(scores + row.to(tl.int64) * score_stride + tokens, mask=is_token, other=float("-inf"))
+    if factors is not None:
+        score = edited(
+            score, tokens, is_token, row, tl.num_programs(0), factors, spans, ids, biases, counts, count_stride
+        )
     if tl.load(has_noise + row) != 0:
         score += gumbel_of(lane_bits(tl.load(keys + row), tokens), HAS_LIBDEVICE)
     peak = tl.max(score, 0)
@@ -72,10 +181,30 @@ def draw_blocks(
     tl.store(places + at, place)
 
 
-def draw(scores: Tensor, keys: Tensor, has_noise: Tensor) -> Tensor:
+def edit(logits: Tensor, edits: RowEdits) -> Tensor:
+    """Return the scores of `logits` [R, V] float32, contiguous in V, behind their edits; waits for nothing."""
+    assert logits.stride(1) == 1, "a row's numbers lie side by side"
+    scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    num_rows, num_tokens = logits.shape
+    with torch.cuda.device_of(logits):
+        edit_blocks[(num_rows, triton.cdiv(num_tokens, _BLOCK))](
+            scores,
+            logits,
+            *edits,
+            num_tokens,
+            logits.stride(0),
+            edits.counts.shape[1],
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+    return scores
+
+
+def draw(scores: Tensor, keys: Tensor, has_noise: Tensor, edits: RowEdits | None = None) -> Tensor:
     """Return the token of each row with the highest score plus noise, `[R] int64`; the lowest id among equals.
 
-    scores [R, V] float32, contiguous in V; keys [R] int64; has_noise [R] int8. Nothing waits for the device.
+    scores [R, V] float32, contiguous in V; keys [R] int64; has_noise [R] int8. With `edits` the scores are logits that
+    have none of them. Nothing waits for the device.
     """
     assert scores.stride(1) == 1, "a row's numbers lie side by side"
     num_rows, num_tokens = scores.shape
@@ -89,10 +218,22 @@ def draw(scores: Tensor, keys: Tensor, has_noise: Tensor) -> Tensor:
             scores,
             keys,
             has_noise,
+            *(edits or _NO_EDITS),
             num_tokens,
             scores.stride(0),
+            0 if edits is None else edits.counts.shape[1],
             BLOCK=_BLOCK,
             HAS_LIBDEVICE=not knobs.runtime.interpret,
+            enable_fp_fusion=False,
         )
     # Not argmax: among equals a GPU's may return any.
     return places.masked_fill_(peaks < peaks.amax(dim=1, keepdim=True), num_tokens).amin(dim=1).long()
+
+
+def _has_factors(sampling: SamplingParams) -> bool:
+    return has_bias(sampling) or has_temperature(sampling)
+
+
+def _factors(sampling: SamplingParams) -> Seq[float]:
+    temperature = sampling.temperature if has_temperature(sampling) else 1.0
+    return temperature, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.indexing import has_triton, index_tensor, send
+from engine.indexing import index_tensor, runs_triton, send
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from protos.messages import SamplingParams
 
@@ -56,7 +56,7 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     The probabilities are those of the scores given, so a cut before this one counts.
     """
     top_p = _column(rows, lambda first: first.sampling.top_p, scores)
-    if scores.is_cuda and has_triton():
+    if runs_triton(scores):
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.sampling.triton_nucleus import nucleus_thresholds
 

@@ -26,9 +26,9 @@ from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 
 
-def verify_by_block(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    chains = ChainBatch(sampler.probs(scores, rows), tasks)
+def verify_by_block(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
+    """Verify chains; `logits [R, V]` lie in the order of the tasks' rows."""
+    chains = ChainBatch(sampler.probs(sampler.apply_processors(logits, rows), rows), tasks)
     ratios = chain_ratios(chains)
     counts = [count_accepted(successes) for successes in _judge_chains(chains, ratios)]
     return chains.results(counts, [rho[count] for rho, count in zip(ratios, counts, strict=True)])

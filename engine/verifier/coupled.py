@@ -19,9 +19,9 @@ from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 
 
-def verify_coupled(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains, or trees; `scores [R, V]` are processed and lie in the order of `rows`, those of the tasks."""
-    sampled_ids = sampler.sample(scores, rows).tolist()
+def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
+    """Verify chains, or trees; `logits [R, V]` lie in the order of `rows`, those of the tasks."""
+    sampled_ids = sampler.draw(logits, rows).tolist()
     if not tasks[0].is_tree:
         return match(sampled_ids, [task.draft_ids[: len(task.rows) - 1] for task in tasks])
     ends = list(accumulate(len(task.rows) for task in tasks))

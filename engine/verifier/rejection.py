@@ -31,9 +31,9 @@ from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 
 
-def verify_by_rejection(sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    chains = ChainBatch(sampler.probs(scores, rows), tasks)
+def verify_by_rejection(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
+    """Verify chains; `logits [R, V]` lie in the order of the tasks' rows."""
+    chains = ChainBatch(sampler.probs(sampler.apply_processors(logits, rows), rows), tasks)
     return chains.results([rejection_rule.count_accepted(stands) for stands in _judge_chains(chains)])
 
 
@@ -81,10 +81,10 @@ class _Verdict:
 
 
 def verify_tree_by_rejection(
-    sampler: Sampler, scores: Tensor, tasks: Seq[VerifyTask], rows: RowBatch
+    sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch
 ) -> list[VerifyResult]:
-    """Verify trees; `scores [R, V]` are processed and lie in the order of the tasks' rows."""
-    target_probs = sampler.probs(scores, rows)  # [R, V]
+    """Verify trees; `logits [R, V]` lie in the order of the tasks' rows."""
+    target_probs = sampler.probs(sampler.apply_processors(logits, rows), rows)  # [R, V]
     by_task = torch.split(target_probs, [len(task.rows) for task in tasks])
     walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
     last_rows = [task.rows[_row_after(walk.path)] for walk, task in zip(walks, tasks, strict=True)]

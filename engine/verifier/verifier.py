@@ -68,21 +68,20 @@ class Verifier:
         vocabulary = Vocabulary(logits.shape[1])
         prepared = [prepare(task, vocabulary) for task in tasks]
         rows = [task.rows[0] for task in prepared]
-        return self._sampler.sample(self._sampler.apply_processors(_select(logits, prepared), rows), rows)
+        return self._sampler.draw(_select(logits, prepared), rows)
 
     def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
         """Verify prepared tasks, those of one rule after another: `counts` of each."""
-        rows = RowBatch([task.rows for task in tasks])
-        scores = self._sampler.apply_processors(_select(logits, tasks), rows)
+        logits = _select(logits, tasks)
         results: list[VerifyResult] = []
         first_row = 0
         for (is_tree, mode), count in counts.items():
             members = tasks[len(results) : len(results) + count]
             assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
-            members_rows = rows if count == len(tasks) else RowBatch([task.rows for task in members])
-            end_row = first_row + len(members_rows)
-            results += verify(self._sampler, scores[first_row:end_row], members, members_rows)
+            rows = RowBatch([task.rows for task in members])
+            end_row = first_row + len(rows)
+            results += verify(self._sampler, logits[first_row:end_row], members, rows)
             first_row = end_row
         return results
 

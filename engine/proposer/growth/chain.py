@@ -113,11 +113,10 @@ class ChainSampler:
         """
         rows = [chain.next_row() for chain in chains]
         with limited_threads(logits):
-            scores = self._sampler.apply_processors(logits, rows)
             if all(chain.is_coupled for chain in chains):
-                token_ids = self._sampler.sample(scores, rows)
+                token_ids = self._sampler.draw(logits, rows)
             else:
-                token_ids = self._choose_mixed(chains, scores, rows)
+                token_ids = self._choose_mixed(chains, self._sampler.apply_processors(logits, rows), rows)
         for chain, token_id in zip(chains, token_ids.tolist(), strict=True):
             chain.token_ids.append(token_id)
         return token_ids

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.draft import WEIGHT_SUM
+from engine.sampling import penalties
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.noise import Purpose, gumbel
@@ -174,6 +175,33 @@ def test_rows_of_several_sequences_count_their_own_tokens() -> None:
         [0, 0, -1, 0, -1],
         [0, 0, 0, -3, 0],
     ]
+
+
+def test_counts_kept_from_step_to_step_are_those_of_the_texts_as_they_are_now() -> None:
+    sampling = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25)
+    dice, sampler = random.Random(4), Sampler()
+    texts = [dice.choices(range(NUM_TOKENS + 1), k=3 + index) for index in range(5)]
+    for _ in range(40):
+        chosen = dice.sample(texts, dice.randint(1, 5))
+        rows = [LogitsRow(sampling, text, 2, 0, (1,) * count) for text in chosen for count in range(dice.randint(1, 3))]
+        logits = torch.randn(len(rows), NUM_TOKENS)
+        assert torch.equal(sampler.apply_processors(logits, rows), process(logits, *rows))
+        for text in chosen:
+            text += dice.choices(range(NUM_TOKENS + 1), k=dice.randint(0, 3))
+        texts[dice.randrange(5)] = dice.choices(range(NUM_TOKENS + 1), k=4)  # one ends, another begins
+
+
+def test_a_long_text_under_penalties_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    real = penalties.index_tensor
+    monkeypatch.setattr(
+        penalties, "index_tensor", lambda values, device: sent.append(len(values)) or real(values, device)
+    )
+    sampler, text = Sampler(), [1] * 1000
+    for _ in range(3):
+        sampler.apply_processors(torch.zeros(1, 4), [LogitsRow(SamplingParams(presence_penalty=1.0), text, 900)])
+        text.append(2)
+    assert sum(sent) < 1000 + 10
 
 
 def test_many_biases_and_bad_words_forbid_and_favour_what_each_alone_does() -> None:

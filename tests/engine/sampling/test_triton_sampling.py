@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,15 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from engine.sampling import sampler as sampler_module
+from engine.sampling import truncation
+from engine.sampling.logits_row import ChainRows, LogitsRow, RowBatch
 from engine.sampling.noise import Purpose, _gumbel_of, _lane_bits, gumbel, noise_keys
-from engine.sampling.triton_draw import draw, gumbel_of, lane_bits
+from engine.sampling.penalties import TokenCounts
+from engine.sampling.sampler import Sampler
+from engine.sampling.triton_draw import draw, edit, edits_of, gumbel_of, lane_bits
 from engine.sampling.triton_nucleus import nucleus_thresholds
+from protos.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 2500  # neither a multiple of a block nor less than two
@@ -74,6 +82,66 @@ def test_rows_may_lie_apart_in_memory() -> None:
     assert torch.equal(draw(part, keys_of(4), noisy), draw(part.contiguous(), keys_of(4), noisy))
 
 
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.7, seed=2)
+BIASED = SamplingParams(temperature=1.3, seed=3, logit_bias=((3, 1.5), (3, -0.25), (2499, 9.0), (NUM_TOKENS, 90.0)))
+PENALIZED = replace(
+    WARM, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.7, logit_bias=((5, 6.0), (9, 1.0))
+)
+REPEATING = SamplingParams(temperature=0.0, repetition_penalty=0.8)
+TEXT = [5, 9, 9, 5, 2400, 2400, 2400, 7, NUM_TOKENS + 3]
+
+
+def mixed_rows(text: list[int], *more: LogitsRow) -> RowBatch:
+    """Rows of chains, of a tree's path and alone, some of which ask for nothing; some are behind `text`."""
+    chains = [
+        ChainRows(LogitsRow(PENALIZED, text, 3), (7, 7, 2600)),
+        ChainRows(LogitsRow(GREEDY, [1, 2], 1), (4,)),
+        ChainRows(LogitsRow(REPEATING, [*TEXT, 11], 9), (11, 12)),
+    ]
+    alone = [LogitsRow(WARM, TEXT, 3), LogitsRow(BIASED, TEXT, 3), LogitsRow(PENALIZED, text, 3, 1, (8, 8))]
+    return RowBatch([*chains, [*alone, *more]])
+
+
+def logits_of(rows: RowBatch) -> torch.Tensor:
+    logits = 3 * torch.randn(len(rows), NUM_TOKENS, generator=torch.Generator().manual_seed(8))
+    logits[:, 20:1500:3] = float("-inf")
+    return logits.to(DEVICE)
+
+
+def test_scores_behind_penalties_bias_and_temperature_have_the_processors_bits() -> None:
+    text = list(TEXT)
+    rows, counts = mixed_rows(text), TokenCounts()
+    logits = logits_of(rows)
+    for _ in range(2):
+        edits = edits_of(rows, logits, counts)
+        assert edits is not None
+        expected = Sampler().apply_processors(logits.cpu(), rows)
+        assert torch.equal(edit(logits, edits).cpu(), expected)
+        assert not torch.equal(logits.cpu(), expected)
+        text.extend([9, 12])  # committed after the first step
+
+
+def test_rows_that_ask_for_nothing_have_no_edits() -> None:
+    rows = RowBatch([[LogitsRow(GREEDY, [1, 2], 1), LogitsRow(SamplingParams(seed=1), [1, 2], 1)]])
+    assert edits_of(rows, logits_of(rows), TokenCounts()) is None
+
+
+CUTS = ({}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8}, {"min_tokens": 20, "stop_token_ids": (5,)})
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_draw_is_the_processors_whatever_is_cut_behind_the_edits(
+    monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
+) -> None:
+    rows = mixed_rows(TEXT, *(LogitsRow(replace(PENALIZED, **cut), TEXT, 3, index) for index in range(3)))
+    logits = logits_of(rows)
+    expected = Sampler().draw(logits.cpu(), rows)
+    for module in (sampler_module, truncation):
+        monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
+    assert torch.equal(Sampler().draw(logits, rows).cpu(), expected)
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
 def test_the_nucleus_is_the_smallest_that_reaches_top_p(top_p: float) -> None:
     generator = torch.Generator().manual_seed(11)
@@ -97,16 +165,27 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.sampling.triton_draw import draw_blocks
+from engine.sampling.triton_draw import draw_blocks, edit_blocks
 from engine.sampling.triton_nucleus import find_thresholds
 numbers = {"num_tokens": "i32", "score_stride": "i32"}
-draw = {"peaks": "*fp32", "places": "*i32", "scores": "*fp32", "keys": "*i64", "has_noise": "*i8", **numbers}
+edits = {"factors": "*fp32", "spans": "*i32", "ids": "*i32", "biases": "*fp32", "counts": "*i32"}
+counted = {**edits, **numbers, "count_stride": "i32"}
+draw = {"peaks": "*fp32", "places": "*i32", "scores": "*fp32", "keys": "*i64", "has_noise": "*i8", **counted}
+edit = {"out": "*fp32", "scores": "*fp32", **counted}
+no_edits = dict.fromkeys(edits)
 nucleus = {"thresholds": "*fp32", "scores": "*fp32", "top_p": "*fp32", **numbers}
 for kernel, types, constants in (
-    (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}), (find_thresholds, nucleus, {"BLOCK": 4096})
+    (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}),
+    (draw_blocks, {**draw, **dict.fromkeys(edits, "constexpr")}, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_edits}),
+    (edit_blocks, edit, {"BLOCK": 1024}),
+    (find_thresholds, nucleus, {"BLOCK": 4096}),
 ):
     source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert compiled.asm["cubin"]
+    if kernel is edit_blocks:
+        assert "fma" not in compiled.asm["ptx"], "a product and a sum are rounded apart"
+        assert "div.rn" in compiled.asm["ptx"]
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, check=True, timeout=150)

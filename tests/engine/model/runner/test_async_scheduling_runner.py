@@ -22,12 +22,13 @@ from tests.engine.fixtures.checkpoints import write_checkpoint
 
 
 def test_tokens_are_drawn_without_reading_anything_back() -> None:
-    """Tensors without memory cannot be read. A cut by top-p and penalties are: they look at the device on the way."""
+    """Tensors without memory cannot be read. On a processor a cut by top-p looks at its scores; a GPU's does not."""
     samplings = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, seed=3),
         SamplingParams(top_k=3, min_p=0.1, logit_bias=((1, 1.0),)),
         SamplingParams(min_tokens=9, stop_token_ids=(2,)),
+        SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5),
     ]
     tasks = []
     for row, sampling in enumerate(samplings):
