@@ -126,7 +126,7 @@ gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with 
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest .gpu-kit --constraint constraints.txt \
 		--python-version 3.12 --implementation cp --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		msgspec llguidance httpx2 httpcore2 truststore psutil hypothesis sortedcontainers
+		msgspec llguidance psutil hypothesis sortedcontainers
 	@du -sh .gpu-kit
 
 docs: $(DOCS_INSTALLED)  ## the documentation as a site in .cache/site; a warning is an error

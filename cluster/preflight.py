@@ -184,7 +184,7 @@ def _check_gpu(whose: str, memory: int, parts: dict[str, int], config: DeployCon
 def _host_bytes(config: DeployConfig) -> tuple[int, int]:
     """Return the main memory of a pair and of a prefill replica whose weights and caches are on GPUs."""
     num_ranks = config.target.tensor_parallel_size
-    target = num_ranks * (weight_bytes(config.target.path) + _GPU_PROCESS_BYTES)  # each rank reads a checkpoint
+    target = weight_bytes(config.target.path) + num_ranks * _GPU_PROCESS_BYTES  # ranks map the same files
     draft = weight_bytes(config.draft.path) + _GPU_PROCESS_BYTES if config.draft.path is not None else 0
     return target + draft + _PROCESS_BYTES, target
 

@@ -16,9 +16,8 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError  # type: ignore[attr-defined]  # of its library
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
@@ -230,7 +229,7 @@ def _reported_errors(model_id: str) -> Iterator[None]:
         yield
     except LocalEntryNotFoundError as error:
         raise ConfigError(_refusal(model_id, error.__cause__ or error)) from None
-    except (OSError, ValueError, httpx2.HTTPError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise ConfigError(_refusal(model_id, error)) from None
 
 
