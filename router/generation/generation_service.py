@@ -16,6 +16,7 @@ from protos.messages import Grammar, ModelCard
 from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.backend.migration import MigratingBackend
+from router.backend.shared_answer import SharedAnswer
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation
@@ -79,6 +80,7 @@ class GenerationService:
         self._response_template = self._read_response_template()
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
+        self.fresh_card = SharedAnswer(self._read_card).get
 
     def _traced(self, backend: Backend) -> Backend:
         return backend if self.tracer is None else TracedBackend(backend, self.tracer, self.config.model_id)
@@ -128,7 +130,7 @@ class GenerationService:
         logger.warning("an admin killed %d drafts", num_killed)
         return num_killed
 
-    async def fresh_card(self) -> ModelCard:
+    async def _read_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
         try:
             async with asyncio.timeout(_CARD_TIMEOUT_S):

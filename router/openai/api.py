@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from protos.errors import OverloadedError, RequestError, ServingError
 from protos.served_draft import TryDraft
 from router.api_keys import ApiKeys
+from router.backend.shared_answer import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
@@ -60,6 +61,7 @@ class OpenAIApi:
         self._tokenizer = service.files.tokenizer
         self._is_strict = service.config.strict_fields
         self._bodies = BodyReader(service.config.limits, service.metrics, is_strict=self._is_strict)
+        self._metrics_text = SharedAnswer(self._read_metrics)
 
     async def authenticate(self, request: Request) -> None:
         """Refuse a call without a known key, if keys are configured."""
@@ -208,14 +210,16 @@ class OpenAIApi:
 
     async def metrics(self) -> Response:
         """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""
+        return PlainTextResponse(await self._metrics_text.get(), media_type=CONTENT_TYPE)
+
+    async def _read_metrics(self) -> str:
         try:
             replica_texts = await self._service.replica_metrics()
         except ServingError as error:
             logger.warning("the pairs' metrics are missing: %s", error)
             replica_texts = []
         frontend_texts = await self._service.frontend_metrics()
-        text = merge_metrics(frontend_texts, replica_texts, self._service.config.model_id)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+        return await asyncio.to_thread(merge_metrics, frontend_texts, replica_texts, self._service.config.model_id)
 
 
 def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:

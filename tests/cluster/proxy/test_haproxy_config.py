@@ -50,6 +50,7 @@ class Proxy:
             server_state_file=str(self.folder / "server-state"),
             stats_port=self.stats,
             metrics_port=self.metrics,
+            metrics_socket_path=str(self.folder / "lines"),
         )
         (self.folder / "server-state").touch()
         server = ServerConfig("absent", "127.0.0.1", self.server)

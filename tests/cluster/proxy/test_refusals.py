@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +90,18 @@ def test_a_client_s_next_requests_are_refused_without_the_ingress(proxy: Proxy) 
     assert json.loads(body)["error"]["code"] == "overloaded"
     assert json.loads(ask(proxy, path="/v1/messages", Authorization="Bearer a")[2])["type"] == "error"
     assert FullServer.num_asked == 1
+
+
+def test_its_own_refusals_make_no_work_for_serve_s_manager(proxy: Proxy) -> None:
+    """The manager reads each line of the log: in Python, for as long as HAProxy's own part of a refusal takes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(proxy.folder / "lines"))
+        manager.settimeout(20)
+        for _ in range(4):
+            ask(proxy, Authorization="Bearer a")
+        ask(proxy, "GET", "/v1/models")
+        methods = [re.findall(rb'method="(\w+)"', manager.recv(8192)) for _ in range(2)]
+    assert methods == [[b"POST"], [b"GET"]]
 
 
 def test_other_clients_and_other_paths_are_not_refused(proxy: Proxy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -115,6 +116,24 @@ async def test_metrics_do_not_need_the_pairs(http: httpx.AsyncClient, backend: F
 
     backend.metrics_texts = metrics_texts
     assert "outrider_time_to_first_token_seconds" in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize(("path", "method"), [("/health", "describe"), ("/metrics", "metrics_texts")])
+async def test_a_flood_of_probes_asks_the_pairs_once(
+    http: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, path: str, method: str
+) -> None:
+    """Whoever reaches the port may ask, without a key."""
+    answer, num_asked = getattr(backend, method), 0
+
+    async def counted() -> object:
+        nonlocal num_asked
+        num_asked += 1
+        return await answer()
+
+    monkeypatch.setattr(backend, method, counted)
+    answers = await asyncio.gather(*(http.get(path) for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert num_asked <= 5
 
 
 async def test_a_long_prompt_is_read_beside_the_event_loop(
