@@ -136,7 +136,7 @@ def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, b
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_row_has_the_same_bits_in_any_company(group_size: int, window: int | None, dtype: torch.dtype) -> None:
     extents = [Extent(900, 300), Extent(1100, 1), Extent(3, 40), TREES[0]]
