@@ -216,7 +216,7 @@ def texts(core: EngineCore) -> dict[str, list[int]]:
     prefix = tuple(range(300, 340))
     for index in range(6):
         prompt = (*prefix, *range(100 * index + 1, 100 * index + 20 + index))
-        sampling = SamplingParams(seed=index, temperature=(0.0, 0.7, 1.0)[index % 3], max_tokens=20)
+        sampling = SamplingParams(seed=index, temperature=(0.0, 0.7, 1.0)[index % 3], max_tokens=12)
         core.add(GenerateRequest(str(index), prompt, sampling))
     text: dict[str, list[int]] = {str(index): [] for index in range(6)}
     while core.has_work:

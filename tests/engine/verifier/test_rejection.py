@@ -85,18 +85,22 @@ def test_a_distribution_with_mass_outside_the_vocabulary_is_exact() -> None:
         Experiment(pair_library(4)[ZEROS], num_drafts=3, num_tokens=3, num_sequences=10_000),
         Experiment(pair_library(5)[FLAT], num_drafts=1, num_tokens=3, num_sequences=10_000),
         Experiment(pair_library(4)[EQUAL], num_drafts=2, num_tokens=3, num_sequences=5_000),
-        Experiment(pair_library(4)[PEAKED], 2, 3, 10_000, replace(SAMPLINGS["everything"], temperature=1.5)),
+        Experiment(pair_library(4)[PEAKED], 2, 3, 4_000, replace(SAMPLINGS["everything"], temperature=1.5)),
         Experiment(pair_library(4)[PEAKED], 4, 3, 10_000, SamplingParams(presence_penalty=2.0)),
     ],
 )
 def test_samples_of_the_real_verifier_follow_the_target(experiment: Experiment) -> None:
-    """Worst case detected with power 0.999 at alpha 1e-6: total variation .042 at 20,000 sequences, .060 at 10,000."""
+    """Worst case detected with power 0.999 at alpha 1e-6: total variation .042 at 20,000 sequences, .060 at 10,000.
+
+    All sampling parameters at once cost eight times as much per sequence, and are enumerated above: .094 at 4,000.
+    """
     check_samples(experiment)
 
 
 def test_the_stated_power_of_the_samples() -> None:
     assert detectable_variation(20_000, 64) == pytest.approx(0.042, abs=1e-3)
     assert detectable_variation(10_000, 64) == pytest.approx(0.060, abs=1e-3)
+    assert detectable_variation(4_000, 64) == pytest.approx(0.094, abs=1e-3)
     assert detectable_variation(10_000, 125) == pytest.approx(0.067, abs=1e-3)
 
 
