@@ -19,13 +19,16 @@ TESTS="tests/engine/attention/test_triton_attention.py tests/engine/kv_cache/tes
     tests/engine/model/cuda_graphs/test_graph_runner.py tests/engine/model/runner/test_async_scheduling_runner.py
     tests/engine/sampling/test_noise.py tests/engine/sampling/test_triton_sampling.py"
 if [ "${1:-}" = --rehearse ]; then
-    SMOKE="--device cpu --smoke" LOOK="--device cpu --smoke" TABLE="--device cpu --smoke" WORKERS=2
+    SMOKE="--device cpu --smoke" LOOK="--device cpu --smoke" TABLE="--device cpu --smoke"
     SMOKE_S=300 TESTS_S=400 LOOK_S=200 TABLE_S=300  # a processor shares its cores with its drafts, and others
 else
-    SMOKE="--smoke" LOOK="" WORKERS=12
+    SMOKE="--smoke" LOOK=""
     SMOKE_S=110 TESTS_S=130 LOOK_S=120 TABLE_S=210
     TABLE="--sections kernel plain --batches 1 32 --contexts 1024 8192 --total-s 200"
 fi
+
+WORKERS=$(nproc) # of the tests; each imports torch
+WORKERS=$((WORKERS < 12 ? WORKERS : 12))
 
 step() { # seconds, name, command: each step has its own bound, and a failed one does not keep the next from running
     local bound=$1 name=$2 began=$SECONDS

@@ -187,5 +187,6 @@ for kernel, types, constants in (
         assert "fma" not in compiled.asm["ptx"], "a product and a sum are rounded apart"
         assert "div.rn" in compiled.asm["ptx"]
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, check=True, timeout=150)
