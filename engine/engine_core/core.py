@@ -278,7 +278,7 @@ class EngineCore:
 
     @timed("receive_s")
     def _receive(self) -> bool:
-        return self._source.receive(self.scheduler.prefill_load)
+        return self._source.receive(lambda: self.scheduler.prefill_load)
 
     @timed("draft_s")
     def _write_steps(self) -> bool:

@@ -56,9 +56,8 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
     """
     if draft.parents:
         draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
-    is_tree = query.max_tree_nodes > 0 and query.sequence.verify is not VerifyMode.BLOCK
-    if draft.parents and not is_tree:
-        draft = _first_path(draft)
+        is_tree = query.max_tree_nodes > 0 and query.sequence.verify is not VerifyMode.BLOCK
+        draft = draft if is_tree else _first_path(draft)
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     token_ids = draft.token_ids
     num_valid = vocabulary.num_known(token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,8 +33,11 @@ class PrefillSource(Protocol):
     def withdraw(self, sequence: Sequence) -> None:
         """End the fetch of a sequence that is about to lose its blocks: nothing is written to them from now on."""
 
-    def receive(self, load: PrefillLoad) -> bool:
+    def receive(self, load: Callable[[], PrefillLoad]) -> bool:
         """Store the blocks that have arrived; sequences move forward, and stop fetching at the end.
+
+        Args:
+            load: asked for where a sequence is offered again.
 
         Returns:
             True where there was news.
@@ -54,5 +58,5 @@ class NoPrefillSource:
     def withdraw(self, sequence: Sequence) -> None:
         pass
 
-    def receive(self, load: PrefillLoad) -> bool:
+    def receive(self, load: Callable[[], PrefillLoad]) -> bool:
         return False

@@ -107,7 +107,7 @@ class RemotePrefill:
             self._transport.cancel(fetch.fetch_id)
             self._drop(fetch)
 
-    def receive(self, load: PrefillLoad) -> bool:
+    def receive(self, load: Callable[[], PrefillLoad]) -> bool:
         all_news = self._transport.poll(_MAX_NEWS_PER_STEP)
         for news in all_news:
             if fetch := self._fetches.get(news.fetch_id):  # else it was given up in this very step
@@ -115,7 +115,7 @@ class RemotePrefill:
         self._give_up_late()
         for sequence in self._fetches.take_orphans():
             sequence.is_fetching = False
-            self.offer(sequence, load)
+            self.offer(sequence, load())
         return bool(all_news)
 
     def _follow(self, sequence: Sequence) -> bool:

@@ -127,7 +127,7 @@ class RowBatch(Seq[LogitsRow]):
     @property
     def positions(self) -> NDArray[np.int64]:
         """Absolute position of the token that each row samples, [R]."""
-        return self.per_row(lambda first: first.position, np.int64) + self._places
+        return self.per_row(lambda first: len(first.token_ids) + len(first.draft_ids), np.int64) + self._places
 
     @property
     def num_drafts(self) -> NDArray[np.int64]:

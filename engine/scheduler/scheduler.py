@@ -238,11 +238,10 @@ class Scheduler:
         for sequence in [each for each in self._running if len(each.token_ids) > size * len(each.block_table)]:
             if _is_ready(sequence) and sequence.status is SequenceStatus.RUNNING:
                 self._secure_slot(sequence)
-        ready: list[Sequence] = []
-        behind: list[Sequence] = []
-        for sequence in self._running:
-            (ready if _is_ready(sequence) else behind).append(sequence)
-        return ready, behind
+        ready = [*filter(_is_ready, self._running)]
+        if len(ready) == len(self._running):
+            return ready, []
+        return ready, [sequence for sequence in self._running if not _is_ready(sequence)]
 
     def _secure_slot(self, sequence: Sequence) -> None:
         num_tokens = len(sequence.token_ids)
@@ -257,7 +256,7 @@ class Scheduler:
                 return
 
     def _schedule_decodes(self, ready: list[Sequence]) -> list[ScheduledSequence]:
-        budget, blocks = self._max_tokens_per_step - len(ready), self._blocks
+        budget, blocks, size = self._max_tokens_per_step - len(ready), self._blocks, self._blocks.block_size
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
@@ -266,12 +265,14 @@ class Scheduler:
             if self._tree is not None and num_drafts > 0:
                 num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)
                 num_rows = max(num_drafts, num_nodes)
-            if not blocks.reserve(sequence, num_tokens + num_rows):
+            has_slots = num_tokens + num_rows <= size * len(sequence.block_table)  # of most: a call less
+            if not has_slots and not blocks.reserve(sequence, num_tokens + num_rows):
                 num_rows = blocks.num_available_slots(sequence) - num_tokens
                 num_drafts, num_nodes = min(num_drafts, num_rows), min(num_nodes, num_rows)
                 blocks.reserve(sequence, num_tokens + num_rows)
             budget -= num_rows
-            blocks.publish(sequence, num_tokens)
+            if num_tokens >= size * (sequence.num_keyed_blocks + 1):
+                blocks.publish(sequence, num_tokens)
             scheduled.append(ScheduledSequence(sequence, num_tokens - 1, 1, num_drafts, num_nodes))
         return scheduled
 

@@ -77,7 +77,8 @@ class RequestTokens(TokenBlocks):
         """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
         num_drafts = self.draft_allowance if self.draft_allowance > self.num_matched else self.num_matched
         num_left = self.max_output_tokens - 1 - len(self.token_ids) + self.num_prompt_tokens
-        return max(0, num_drafts if num_drafts < num_left else num_left)
+        num_drafts = min(num_drafts, num_left)
+        return num_drafts if num_drafts > 0 else 0
 
     @property
     def num_wanted_matches(self) -> int:

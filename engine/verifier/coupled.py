@@ -23,7 +23,7 @@ def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], row
     """Verify chains, or trees; `logits [R, V]` lie in the order of `rows`, those of the tasks."""
     sampled_ids = sampler.draw(logits, rows).tolist()
     if not tasks[0].is_tree:
-        return match(sampled_ids, [task.draft_ids[: len(task.rows) - 1] for task in tasks])
+        return match(sampled_ids, [task.judged_ids for task in tasks])
     ends = list(accumulate(len(task.rows) for task in tasks))
     return [
         descend(sampled_ids[end - len(task.rows) : end], task.draft_ids, task.draft.parents)

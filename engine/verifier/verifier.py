@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import accumulate
+from itertools import chain
 from operator import itemgetter
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
 from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask, prepare
+from engine.verifier.verify_task import VerifyTask, prepare_all
 from protos.messages import VerifyMode
 
 _Rule = tuple[bool, VerifyMode]  # of trees or of chains: tasks of one rule are verified together
@@ -48,15 +48,11 @@ class Verifier:
         A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
         distribution, so the caller may cut off what lies beyond a stop token or a length limit.
         """
-        by_rule: dict[_Rule, list[int]] = {}
-        for index, task in enumerate(tasks):
-            by_rule.setdefault((task.is_tree, task.mode), []).append(index)
-        order = [index for members in by_rule.values() for index in members]
-        vocabulary = Vocabulary(logits.shape[1])
-        prepared = [prepare(tasks[index], vocabulary) for index in order]
+        order, counts = _by_rule(tasks)
+        prepared = prepare_all([tasks[index] for index in order], Vocabulary(logits.shape[1]))
         with limited_threads(logits):
-            verified = self._verify_sorted(logits, prepared, {rule: len(each) for rule, each in by_rule.items()})
-            if len(by_rule) > 1:
+            verified = self._verify_sorted(logits, prepared, counts)
+            if len(counts) > 1:
                 verified = [result for _, result in sorted(zip(order, verified, strict=True), key=itemgetter(0))]
             return _with_logprobs(logits, tasks, verified)
 
@@ -65,33 +61,44 @@ class Verifier:
 
         The tokens stay on the device of the logits, and the host does not wait for them.
         """
-        vocabulary = Vocabulary(logits.shape[1])
-        prepared = [prepare(task, vocabulary) for task in tasks]
-        rows = [task.rows[0] for task in prepared]
-        return self._sampler.draw(_select(logits, prepared), rows)
+        prepared = prepare_all(tasks, Vocabulary(logits.shape[1]))
+        rows = RowBatch([task.rows for task in prepared])
+        return self._sampler.draw(_select(logits, prepared, rows), rows)
 
     def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
         """Verify prepared tasks, those of one rule after another: `counts` of each."""
-        logits = _select(logits, tasks)
+        rows = RowBatch([task.rows for task in tasks])
+        logits = _select(logits, tasks, rows)
         results: list[VerifyResult] = []
         first_row = 0
         for (is_tree, mode), count in counts.items():
             members = tasks[len(results) : len(results) + count]
             assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
-            rows = RowBatch([task.rows for task in members])
-            end_row = first_row + len(rows)
-            results += verify(self._sampler, logits[first_row:end_row], members, rows)
+            members_rows = rows if count == len(tasks) else RowBatch([task.rows for task in members])
+            end_row = first_row + len(members_rows)
+            results += verify(self._sampler, logits[first_row:end_row], members, members_rows)
             first_row = end_row
         return results
 
 
-def _select(logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
+def _by_rule(tasks: Seq[VerifyTask]) -> tuple[Seq[int], Mapping[_Rule, int]]:
+    """Return the order of the tasks in which those of one rule stand together, and the number of each rule's."""
+    rules = [(task.is_tree, task.mode) for task in tasks]
+    if rules and rules.count(rules[0]) == len(rules):
+        return range(len(rules)), {rules[0]: len(rules)}
+    by_rule: dict[_Rule, list[int]] = {}
+    for index, rule in enumerate(rules):
+        by_rule.setdefault(rule, []).append(index)
+    return [*chain.from_iterable(by_rule.values())], {rule: len(each) for rule, each in by_rule.items()}
+
+
+def _select(logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> Tensor:
     """Return the rows of the tasks, in their order; the logits themselves when that is what they are already."""
-    num_rows = [len(task.rows) for task in tasks]
-    if [task.first_row for task in tasks] == [0, *accumulate(num_rows[:-1])] and sum(num_rows) == len(logits):
+    first_rows = [task.first_row for task in tasks]
+    if len(rows) == len(logits) and first_rows == sorted(first_rows):  # no two tasks share a row
         return logits
-    return logits[[task.first_row + i for task, count in zip(tasks, num_rows, strict=True) for i in range(count)]]
+    return logits[[task.first_row + index for task in tasks for index in range(len(task.rows))]]
 
 
 def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], results: Seq[VerifyResult]) -> list[VerifyResult]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import NamedTuple
 
 from engine.draft import Draft
@@ -22,8 +23,8 @@ class VerifyTask(NamedTuple):
     the sequence's grammar forbids. A draft that was drawn from a distribution must stay in the task nevertheless:
     rejection and block verification treat it as rejected, not as never made.
 
-    The verifier fills in `rows` (`prepare`). `rows[0]` is judged after the committed tokens, `rows[i + 1]` after draft
-    i and those before it in the chain, or above it in the tree.
+    The verifier fills in `rows` (`prepare_all`). `rows[0]` is judged after the committed tokens, `rows[i + 1]` after
+    draft i and those before it in the chain, or above it in the tree.
     """
 
     sequence: Sequence
@@ -41,26 +42,49 @@ class VerifyTask(NamedTuple):
         return bool(self.draft.parents)
 
     @property
+    def judged_ids(self) -> tuple[int, ...]:
+        """The drafts of a prepared task that a row follows."""
+        return self.draft.token_ids[: len(self.rows) - 1]
+
+    @property
     def draft_ids(self) -> tuple[int, ...]:
         """The drafts of a prepared task; `IMPOSSIBLE_ID` in place of a last one that no row follows."""
         ids = self.draft.token_ids
         return ids if len(ids) < len(self.rows) else (*ids[:-1], IMPOSSIBLE_ID)
 
 
-def prepare(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
-    """Return the task with its rows, its draft cut where it cannot stand in the target's `vocabulary`.
+def prepare_all(tasks: Seq[VerifyTask], vocabulary: Vocabulary) -> list[VerifyTask]:
+    """Return the tasks with their rows, their drafts cut where they cannot stand in the target's `vocabulary`.
 
-    The draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
+    A draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
     token cannot be accepted, so no row follows it: there is one row more than valid drafts.
     """
+    draft_ids = [*chain.from_iterable([task.draft.token_ids for task in tasks])]
+    are_known = vocabulary.num_known(draft_ids) == len(draft_ids)
+    prepared = []
+    for task in tasks:
+        sequence, draft, first_row, _ = task
+        if sequence.matcher is not None or draft.parents:
+            prepared.append(_with_rows(task, vocabulary))
+            continue
+        ids = draft.token_ids
+        first = LogitsRow(
+            sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens, sequence.request.sample_index
+        )
+        if not are_known:
+            num_valid = vocabulary.num_known(ids)
+            draft, ids = draft.head(num_valid + 1), ids[:num_valid]
+        prepared.append(VerifyTask(sequence, draft, first_row, ChainRows(first, ids)))
+    return prepared
+
+
+def _with_rows(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
+    """Prepare a tree, or what a grammar rules: its rows have masks of their own."""
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
     num_valid = vocabulary.num_known(ids)
     sampling, token_ids, num_prompt_tokens = sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens
     sample_index = sequence.request.sample_index
-    if matcher is None and not task.draft.parents:
-        first = LogitsRow(sampling, token_ids, num_prompt_tokens, sample_index)
-        return VerifyTask(sequence, task.draft.head(num_valid + 1), task.first_row, ChainRows(first, ids[:num_valid]))
     masks: Seq[TokenMask | None] = [None] * (num_valid + 1)
     if matcher is not None and task.is_tree:
         masks = [matcher.mask_after(task.draft.path(node)) for node in range(-1, num_valid)]

@@ -22,7 +22,7 @@ from engine.verifier import coupled, rejection, rejection_rule
 from engine.verifier.coupled import descend
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask, prepare
+from engine.verifier.verify_task import VerifyTask, prepare_all
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import big_model, check_samples, coupled_run, similar_model
 from tests.engine.fixtures.tabular import (
@@ -99,9 +99,8 @@ def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, 
     """The joint distribution of what one pass emits, filled up by plain decoding, over every tree."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
-        task = prepare(
-            VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0), Vocabulary(pair.target.num_tokens)
-        )
+        tasks = [VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0)]
+        (task,) = prepare_all(tasks, Vocabulary(pair.target.num_tokens))
         logits = pair.target.logits([[*row.token_ids, *row.draft_ids] for row in task.rows])
         sampler = Sampler()
         probs = sampler.probs(sampler.apply_processors(logits, task.rows), task.rows)
