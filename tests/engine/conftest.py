@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.native.library import Instructions, native_instructions, native_library
-from tests.engine.fixtures.patched_language import patch_once_per_launch
+from tests.engine.attention.patched_language import patch_once_per_launch
 
 
 def pytest_collection_finish() -> None:
