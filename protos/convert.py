@@ -9,7 +9,10 @@ from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
 from protos.errors import RequestError
+from protos.json_parts import check_parts
 from protos.messages import TokenLogprobs
+
+_MAX_ENTRIES = 1 << 16
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
@@ -19,8 +22,9 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     `/v1/chat/completions`.
 
     Raises:
-        RequestError: there is a text as well, or a text that holds JSON does not.
+        RequestError: there is a text as well, or a text that holds JSON does not, or there are too many entries.
     """
+    _check_entries(request)
     fields: dict[str, object] = {}
     for descriptor, value in request.ListFields():
         fields[descriptor.name] = _plain(descriptor.name, value)
@@ -32,6 +36,17 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
             raise RequestError("prompt and prompt_token_ids both say what is continued; send one.", param="prompt")
         fields["prompt"] = token_ids
     return _chat_fields(request, fields) if request.messages else fields
+
+
+def _check_entries(request: pb2.GenerateRequest) -> None:
+    """Count what a chat is made of before it is expanded: an entry of two bytes costs microseconds."""
+    num_entries = len(request.messages) + len(request.tools) + len(request.allowed_tools)
+    if num_entries <= _MAX_ENTRIES:
+        num_entries += sum(len(message.tool_calls) for message in request.messages)
+    if num_entries > _MAX_ENTRIES:
+        raise RequestError(
+            f"messages and tools have {num_entries} entries in all; send at most {_MAX_ENTRIES}.", param="messages"
+        )
 
 
 def _chat_fields(request: pb2.GenerateRequest, fields: dict[str, object]) -> dict[str, object]:
@@ -69,6 +84,7 @@ def _tool(tool: pb2.Tool) -> dict[str, object]:
 
 
 def _json(text: str, name: str) -> object:
+    check_parts(text.encode(), name)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -261,13 +261,17 @@ async def _strange_http(face: Face) -> Answers:
     return sum(await asyncio.gather(*(_raw(face, 5, request, hold_s=2.0) for request in requests)), Counter())
 
 
-@_attack("gRPC: a message of 20 MiB, 40 of 7 MiB, garbage, 300 Watch and 300 reflection streams")
+@_attack(
+    "gRPC: a message of 20 MiB, 40 of 7 MiB, two of 2 million turns, garbage, 300 Watch and 300 reflection streams"
+)
 async def _grpc(face: Face) -> Answers:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"{face.host}:{face.grpc_port}", options=options) as channel:
         calls = [_call(channel, f"{_SERVICE}/Generate", payload) for payload in (b"\x0a" * (20 * _MIB), _GARBAGE, b"")]
         prompt = pb2.GenerateRequest(model=face.model, prompt="a" * (7 * _MIB)).SerializeToString()
         calls += [_call(channel, f"{_SERVICE}/Generate", prompt) for _ in range(40)]
+        empty_messages = b"\xda\x02\x00" * (7 * _MIB // 3)  # of two bytes for their field, and one for their length
+        calls += [_call(channel, f"{_SERVICE}/Generate", empty_messages) for _ in range(2)]
         calls += [_call(channel, "/grpc.health.v1.Health/Watch", b"", timeout_s=4.0) for _ in range(300)]
         calls += [
             _call(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b":\x00")

@@ -266,18 +266,21 @@ class GenerationService:
                 "chat_template.jinja to the folder of the model and start again.",
                 param="messages",
             )
-        turns = [message.for_template() for message in messages]
-        if self._has_messages:
-            turns = [with_one_text(turn) for turn in turns]
-        if self._prompts_tools:
-            turns = with_prompted_tools(turns, use)
-        text = await asyncio.to_thread(
-            template.render,
-            turns,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
+
+        def render() -> str:
+            turns = [message.for_template() for message in messages]
+            if self._has_messages:
+                turns = [with_one_text(turn) for turn in turns]
+            if self._prompts_tools:
+                turns = with_prompted_tools(turns, use)
+            return template.render(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
+        text = await asyncio.to_thread(render)
         return await self.encode(text, "messages", add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:

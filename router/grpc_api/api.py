@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH_PERIOD_S = 5.0
+_SMALL_BYTES = 1 << 16  # of a request that is converted and checked sooner than a thread is woken for it
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -156,16 +157,12 @@ class GrpcApi:
 
     async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
         authenticate(self._api_keys, context)
-        fields = convert.request_fields(request)
-        fields.setdefault("return_token_ids", True)
         remaining_s = _remaining_s(context)
-        if remaining_s is not None:
-            timeout_s = fields.get("timeout_s", remaining_s)
-            assert isinstance(timeout_s, float)
-            fields["timeout_s"] = min(remaining_s, timeout_s)
-        if request.messages:
-            return await self._service.chat(validated(fields, ChatCompletionRequest))
-        return await self._service.complete(validated(fields, CompletionRequest))
+        is_small = request.ByteSize() <= _SMALL_BYTES
+        body = _body(request, remaining_s) if is_small else await asyncio.to_thread(_body, request, remaining_s)
+        if isinstance(body, ChatCompletionRequest):
+            return await self._service.chat(body)
+        return await self._service.complete(body)
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
@@ -194,6 +191,17 @@ class GrpcApi:
         context.set_code(code)
         context.set_details(error.message)
         raise error
+
+
+def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatCompletionRequest | CompletionRequest:
+    """Return the validated body of a request, which has at most `remaining_s`."""
+    fields = convert.request_fields(request)
+    fields.setdefault("return_token_ids", True)
+    if remaining_s is not None:
+        timeout_s = fields.get("timeout_s", remaining_s)
+        assert isinstance(timeout_s, float)
+        fields["timeout_s"] = min(remaining_s, timeout_s)
+    return validated(fields, ChatCompletionRequest if request.messages else CompletionRequest)
 
 
 def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:

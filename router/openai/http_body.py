@@ -6,19 +6,19 @@ answer's header `X-Ignored-Fields`; `strict_fields` refuses them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import json
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from protos.errors import OverloadedError, RequestError, RequestTooLargeError
+from protos.json_parts import LARGE_BYTES, check_parts
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.validation_errors import as_request_error
@@ -61,6 +61,8 @@ class BodyReader:
         body = bytearray()
         try:
             await self._fill(body, request)
+            if len(body) > LARGE_BYTES:
+                await asyncio.to_thread(check_parts, body, "The body")
             with _no_collection():
                 return _parsed(body, request, schema, is_strict=is_strict or self._is_strict)
         finally:
@@ -123,23 +125,13 @@ def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict
             raise RequestError(
                 f"The body has {error.error_count()} unknown fields and mistakes; at most {_MAX_MISTAKES} are read."
             ) from None
-        unknown = [details for details in error.errors(include_url=False) if details["type"] == "extra_forbidden"]
-        if is_strict or not unknown or _is_ours(unknown):
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        unknown = [each["loc"] for each in details if each["type"] == "extra_forbidden"]
+        if is_strict or not unknown or any(location[0] in _OURS for location in unknown):
             raise as_request_error(error, schema) from None
-    return _without(json.loads(raw), unknown, request, schema)
-
-
-def _is_ours(unknown: list[ErrorDetails]) -> bool:
-    return any(details["loc"][0] in _OURS for details in unknown)
-
-
-def _without(body: Any, unknown: list[ErrorDetails], request: Request, schema: type[Schema]) -> Schema:
-    """Return the body as `schema` without its unknown fields, and note their names."""
-    for details in unknown:
-        _remove(body, details["loc"])
-    ignore_fields(request, [".".join(map(str, details["loc"])) for details in unknown])
+    ignore_fields(request, [".".join(map(str, location)) for location in unknown])
     try:
-        return schema.model_validate_json(json.dumps(body))
+        return schema.model_validate_json(raw, extra="ignore")
     except ValidationError as error:
         raise as_request_error(error, schema) from None
 
@@ -151,16 +143,6 @@ def ignore_fields(request: Request, names: Sequence[str]) -> None:
     known = getattr(request.state, IGNORED_FIELDS, [])
     setattr(request.state, IGNORED_FIELDS, [*known, *names][:_MAX_IGNORED])
     logger.info("%s: ignored fields %s", request.url.path, ascii(names[:_MAX_IGNORED]))
-
-
-def _remove(value: Any, path: tuple[Any, ...]) -> None:
-    """Remove the field at `path`; the parts of it that name a variant of a type are not in the body."""
-    *parents, name = path
-    for part in parents:
-        if (isinstance(value, list) and isinstance(part, int)) or (isinstance(value, dict) and part in value):
-            value = value[part]
-    if isinstance(value, dict):
-        value.pop(name, None)
 
 
 def _expanded(expand: zlib._Decompress, part: bytes, max_bytes: int) -> bytes:

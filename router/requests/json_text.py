@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 
 from protos.errors import RequestError
+from protos.json_parts import check_parts
 
 
 def read_json(text: str, name: str, param: str) -> object:
     """Return the value of the JSON `text`; `name` is its name for the client.
 
     Raises:
-        RequestError: it is not JSON, or is nested deeper than Python reads.
+        RequestError: it is not JSON, or is nested deeper than Python reads, or holds too much.
     """
+    check_parts(text.encode(errors="replace"), name)
     try:
         return json.loads(text)
     except ValueError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from protos import convert
 from protos import outrider_pb2 as pb2
+from protos.errors import RequestError
 from protos.messages import SpeculationStats, TokenLogprobs
 
 
@@ -36,6 +39,30 @@ def test_every_request_field_is_one_of_the_http_body() -> None:
     names -= {"prompt_token_ids", "include_drafts"}  # `prompt` and `stream_options` have them there
     names -= {"allowed_tools"}  # part of `tool_choice` there
     assert names <= {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb2.GenerateRequest(messages=[pb2.ChatMessage()] * 65_537),
+        pb2.GenerateRequest(messages=[pb2.ChatMessage()], tools=[pb2.Tool()] * 65_536),
+        pb2.GenerateRequest(messages=[pb2.ChatMessage()], allowed_tools=["a"] * 65_536),
+        pb2.GenerateRequest(messages=[pb2.ChatMessage(tool_calls=[pb2.ToolCall()] * 32_768)] * 2),
+    ],
+)
+def test_entries_are_counted_before_they_are_expanded(
+    request_: pb2.GenerateRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of 8 MiB has millions of them: ten seconds and more of processor time."""
+    monkeypatch.setattr(convert, "_plain", lambda name, value: pytest.fail("expanded"))
+    with pytest.raises(RequestError, match=r"655\d\d entries in all; send at most 65536"):
+        convert.request_fields(request_)
+
+
+def test_json_in_a_text_is_counted_before_it_is_read() -> None:
+    lists = '{"a": [' + "[]," * 400_000 + "0]}"
+    with pytest.raises(RequestError, match="chat_template_kwargs holds 400004 lists"):
+        convert.request_fields(pb2.GenerateRequest(messages=[pb2.ChatMessage()], chat_template_kwargs=lists))
 
 
 def test_logprobs_keep_their_order() -> None:

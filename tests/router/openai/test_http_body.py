@@ -87,6 +87,39 @@ async def test_a_client_that_goes_away_leaves_its_room(http: httpx.AsyncClient) 
     await until_held(http, 0)
 
 
+class TestLargeBodies:
+    """Bodies of more than a mebibyte are counted before they are read."""
+
+    @pytest.fixture
+    def limits(self) -> IngressLimits:
+        return IngressLimits(max_body_bytes=8 << 20)
+
+    @pytest.mark.parametrize(
+        ("path", "body", "words"),
+        [
+            ("/v1/completions", {"prompt": [[5]] * 300_000}, "The body holds 300007 lists"),
+            ("/v1/completions", {"prompt": "x", "other": [5] * 1_300_000}, "The body holds 1300002 values"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "A"}}]}]},
+                "the arguments of a message's tool call holds 400001 lists",
+            ),
+        ],
+    )
+    async def test_too_many_things_are_refused_unread(
+        self, http: httpx.AsyncClient, path: str, body: dict[str, object], words: str
+    ) -> None:
+        content = json.dumps({"model": "fake", **body}).replace('"A"', json.dumps("[" + "[]," * 400_000 + "0]"))
+        answer = await http.post(path, content=content, headers=HEADERS)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+    async def test_a_long_text_is_read(self, http: httpx.AsyncClient) -> None:
+        text = 'a, "b": [{' * 400_000
+        answer = await http.post("/v1/completions", json={**REQUEST, "prompt": text})
+        assert "characters. This model's maximum context length" in answer.json()["error"]["message"]
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
