@@ -7,20 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cluster.checkpoints.model_path import GGUF, resolve_model_path
 from cluster.config import DeployConfig
 from engine.config import ModelDtype
+from engine.model.checkpoint.file_digest import file_digest
 from engine.model.checkpoint.gguf_header import read_gguf_header
-from engine.model.checkpoint.weight_files import file_sample
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3600.0
+_DIGITS = 12  # of a file's digest, in the name of its conversion
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
@@ -41,7 +41,7 @@ def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> s
         return path
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # what can be refused at once is
-    folder = _cache() / f"{file.stem}-{blake2b(file_sample(file), digest_size=6).hexdigest()}-{dtype}"
+    folder = _cache() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}"
     if not folder.is_dir():
         report(
             f"converting {file} into {folder}, once: its numbers are exact in float32, then rounded to dtype {dtype}"

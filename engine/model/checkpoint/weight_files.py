@@ -11,9 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from protos.errors import ConfigError
 
-_NUM_SAMPLED_PAGES = 64
-_PAGE_BYTES = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
@@ -72,14 +69,3 @@ def read_config(folder: Path) -> Mapping[str, object]:
     if not isinstance(config, dict):
         raise ConfigError(f"{str(file)!r} holds no mapping")
     return config
-
-
-def file_sample(file: Path) -> bytes:
-    """Return the name of `file`, its size and evenly spaced pages: enough to tell any two sets of weights apart."""
-    num_bytes = file.stat().st_size
-    sample = [f"{file.name}\0{num_bytes}\0".encode()]
-    with file.open("rb") as stream:
-        for page in range(_NUM_SAMPLED_PAGES):
-            stream.seek(page * num_bytes // _NUM_SAMPLED_PAGES)
-            sample.append(stream.read(_PAGE_BYTES))
-    return b"".join(sample)

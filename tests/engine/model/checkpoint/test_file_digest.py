@@ -1,0 +1,96 @@
+"""The version of a model tells weights apart that differ in one byte; a large file is read for it once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.model.checkpoint import file_digest as module
+from engine.model.checkpoint.file_digest import file_digest
+from engine.model.loader import model_version
+
+CONTENTS = bytes(300_000)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every file is large."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_LARGE_BYTES", 1)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were read."""
+    read, found = module._read, []
+
+    def noted(file: Path) -> str:
+        found.append(file)
+        return read(file)
+
+    monkeypatch.setattr(module, "_read", noted)
+    return found
+
+
+def folder_of(parent: Path, contents: bytes) -> Path:
+    parent.mkdir()
+    (parent / "config.json").write_text("{}")
+    (parent / "model.safetensors").write_bytes(contents)
+    return parent
+
+
+def test_one_byte_tells_two_models_apart(tmp_path: Path) -> None:
+    changed = bytearray(CONTENTS)
+    changed[199_999] = 1
+    folders = {"a": CONTENTS, "b": CONTENTS, "c": bytes(changed)}
+    first, same, other = (model_version(str(folder_of(tmp_path / name, each))) for name, each in folders.items())
+    assert first == same != other
+
+
+def test_a_large_file_is_read_once(tmp_path: Path, reads: list[Path]) -> None:
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    assert {file_digest(each) for each in (file, file, link)} == {hashlib.sha256(CONTENTS).hexdigest()}
+    assert reads == [file]
+
+
+def test_new_contents_of_the_same_size_and_date_are_read(tmp_path: Path, reads: list[Path]) -> None:
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    before, stat = file_digest(file), file.stat()
+    file.write_bytes(CONTENTS[:-1] + b"x")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert file_digest(file) != before
+    assert reads == [file, file]
+
+
+def test_a_file_of_the_hub_s_cache_is_named_by_its_digest(tmp_path: Path, reads: list[Path]) -> None:
+    blob = tmp_path / "blobs" / hashlib.sha256(CONTENTS).hexdigest()
+    blob.parent.mkdir()
+    blob.write_bytes(CONTENTS)
+    file = tmp_path / "model.safetensors"
+    file.symlink_to(blob)
+    assert file_digest(file) == blob.name
+    assert not reads
+
+
+def test_a_note_that_was_cut_short_is_written_anew(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    digest = file_digest(file)
+    [note] = (cache / "outrider" / "digests").iterdir()
+    note.write_text(digest[:10])
+    assert file_digest(file) == file_digest(file) == digest
+    assert note.read_text() == digest
+    assert len(reads) == 2
+
+
+def test_without_a_place_for_notes_files_are_read(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    cache.write_text("no folder")
+    assert file_digest(file) == file_digest(file)
+    assert len(reads) == 2
