@@ -150,10 +150,15 @@ async def _predictions(face: Face) -> Answers:
     )
 
 
-@_attack("a prompt of 7 MiB, a body of 64 MiB, a user of 1 MiB, a million ids to detokenize")
+@_attack("a prompt of 7 MiB, a body of 64 MiB, a million ids, a user of 1 MiB, calls of a million lists")
 async def _large(face: Face) -> Answers:
     answers = await _post_all(
         face, [{"prompt": "word " * (7 * _MIB // 5)}, b" " * (64 * _MIB), {"prompt": "x", "user": "u" * _MIB}]
+    )
+    answers += await _post_all(face, [{"prompt": [5] * 1_200_000, "unknown": 1}] * 2)
+    call = {"function": {"name": "f", "arguments": "[" + "[]," * 340_000 + "0]"}}
+    answers += await _post_all(
+        face, [{"messages": [{"role": "assistant", "tool_calls": [call] * 7}]}], "/v1/chat/completions"
     )
     answers += await _post_all(face, [{"prompt": "word " * 400_000}], "/tokenize")
     return answers + await _post_all(face, [{"tokens": [5] * 1_000_000}], "/detokenize")
@@ -278,6 +283,15 @@ async def _grpc(face: Face) -> Answers:
             for _ in range(300)
         ]
         return Counter(await asyncio.gather(*calls))
+
+
+@_attack("4,000 probes of /health and /metrics, 400 at once, without a key")
+async def _probes(face: Face) -> Answers:
+    async def probe(client: httpx.AsyncClient) -> Answers:
+        return Counter([status_of(await client.get(path)) for path in ("/health", "/metrics") * 5])
+
+    async with httpx.AsyncClient(base_url=face.url, timeout=_TIMEOUT_S, limits=httpx.Limits()) as client:
+        return sum(await asyncio.gather(*(probe(client) for _ in range(400))), Counter())
 
 
 @_attack("schemathesis on OpenAI's document and on ours, right and wrong requests")

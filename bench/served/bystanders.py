@@ -31,7 +31,8 @@ class Habits:
 class Stay:
     """The streams of the bystanders since the last report; refused is 503 with Retry-After.
 
-    Their longest waits are those for a stream's first event, and between its events.
+    Their longest waits are those for a stream's first event, and between its events; the longest outage is the time
+    from the failure of a stream until its client has the first event of another.
 
     A stream that fails counts as changed if what came before is no beginning of its text. `num_tokens_off` are the
     tokens that whole streams had too few or too many; `strange` are the texts of changed ones, with their seeds.
@@ -43,6 +44,7 @@ class Stay:
     failures: tuple[str, ...] = ()
     longest_start_s: float = 0.0
     longest_gap_s: float = 0.0
+    longest_outage_s: float = 0.0
     num_tokens_off: int = 0
     strange: tuple[tuple[int, str], ...] = ()
 
@@ -140,6 +142,7 @@ class _Seed:
         self._stay = Stay()
         self._arrived_s = time.monotonic()  # the last event, or the request
         self._has_begun = False
+        self._failed_s: float | None = None  # since when no stream has begun
         self._number = 0
 
     def stream(self) -> None:
@@ -157,14 +160,15 @@ class _Seed:
                     return
                 if answer.status_code != httpx.codes.OK:
                     failure = f"HTTP {answer.status_code}"
-                for line in answer.iter_lines():
+                for line in () if failure else answer.iter_lines():
                     came.read(line)
                     self._add(self._wait())
-                    self._arrived_s, self._has_begun = time.monotonic(), True
+                    self._arrived_s, self._has_begun, self._failed_s = time.monotonic(), True, None
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             failure = f"{type(error).__name__}: {error}"
         self._add(self._judged(came, failure))
         if failure:
+            self._failed_s = self._failed_s or time.monotonic()
             time.sleep(_PAUSE_S)
 
     def _judged(self, came: _Came, failure: str | None) -> Stay:
@@ -193,8 +197,11 @@ class _Seed:
         return total([stay, self._wait()])
 
     def _wait(self) -> Stay:
-        seconds = time.monotonic() - self._arrived_s
-        return Stay(longest_gap_s=seconds) if self._has_begun else Stay(longest_start_s=seconds)
+        now_s = time.monotonic()
+        seconds = now_s - self._arrived_s
+        if self._has_begun:
+            return Stay(longest_gap_s=seconds)
+        return Stay(longest_start_s=seconds, longest_outage_s=0.0 if self._failed_s is None else now_s - self._failed_s)
 
     def stream_for_ever(self) -> None:
         while True:
@@ -222,6 +229,7 @@ def total(stays: Sequence[Stay]) -> Stay:
         tuple(failure for stay in stays for failure in stay.failures),
         max(stay.longest_start_s for stay in stays),
         max(stay.longest_gap_s for stay in stays),
+        max(stay.longest_outage_s for stay in stays),
         sum(stay.num_tokens_off for stay in stays),
         tuple(text for stay in stays for text in stay.strange),
     )

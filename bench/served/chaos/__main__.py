@@ -180,8 +180,9 @@ def report(outcome: Outcome) -> None:
     stay = outcome.stay
     verdict = "; ".join(outcome.broken) or "kept"
     refused = f", {stay.num_refused} refused" if stay.num_refused else ""
+    again = f", again after {stay.longest_outage_s:.1f} s" if stay.failures else ""
     print(
-        f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)} | {stay.num_tokens_off} | "
+        f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)}{again} | {stay.num_tokens_off} | "
         f"{stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | {verdict} |",
         flush=True,
     )
