@@ -15,10 +15,13 @@ from pydantic import ValidationError
 
 from protos.errors import RequestError
 from router.config import IngressLimits
+from router.generation.generation_service import GenerationService
+from router.openai.api import build_app
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.validation_errors import as_request_error
 from tests.router.fake_backend import FakeBackend
+from tests.router.key_files import api_keys
 
 REQUEST = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 BODY = json.dumps(REQUEST).encode().rjust(5_000)
@@ -85,6 +88,22 @@ async def test_a_client_that_goes_away_leaves_its_room(http: httpx.AsyncClient) 
     await until_held(http, len(BODY) - 1)
     gone.cancel()
     await until_held(http, 0)
+
+
+async def test_nothing_is_read_of_a_body_without_a_key(service: GenerationService) -> None:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        num_read += 1
+        yield BODY
+
+    transport = httpx.ASGITransport(build_app(service, api_keys("secret")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as client:
+        for key, status, most in (("wrong", 401, 0), ("secret", 200, 1)):
+            headers = {**HEADERS, "authorization": f"Bearer {key}"}
+            answer = await client.post("/v1/completions", content=body(), headers=headers)
+            assert (answer.status_code, num_read) == (status, most)
 
 
 class TestLargeBodies:
