@@ -1,8 +1,8 @@
 """Starts HAProxy again at once where it has died unasked, until Serve has started one of its own.
 
 Run as a program by haproxy.sh, with HAProxy's process id and the command that starts another; it imports nothing but
-the standard library. Serve needs seconds to see that its HAProxy or the manager of it is gone. The one that it starts
-then takes the ports and the admin socket over, and ours drains.
+the standard library. Serve needs seconds to see that its HAProxy or the manager of it is gone, by the admin socket; so
+ours has another one. The one that Serve starts then takes the ports, and ours drains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-TAKEOVER_S = 20.0  # for Serve to start its own; without one it has been shut down
+TAKEOVER_S = 60.0  # for Serve to start its own, on a busy machine too; without one it has been shut down
 _PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
 
@@ -54,15 +54,30 @@ def _wait_for_end(haproxy: int) -> None:
 
 def _stand_in(command: list[str], admin_socket: str, cluster: int) -> None:
     """Run HAProxy until Serve's own has taken over, and let it drain; end it if the cluster ends."""
+    command = _with_own_socket(command, admin_socket)
     own = subprocess.Popen(command, env={**os.environ, "OUTRIDER_STANDS_IN": "1"}, stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + TAKEOVER_S
     while time.monotonic() < deadline_s and _parent(cluster) and own.poll() is None:
         time.sleep(_PERIOD_S)
-        if _answering(admin_socket) not in {own.pid, None}:
+        if _answering(admin_socket) is not None:
             own.send_signal(signal.SIGUSR1)
             own.wait()  # its configuration bounds how long it drains
             return
     own.kill()
+
+
+def _with_own_socket(command: list[str], admin_socket: str) -> list[str]:
+    """Return the command for a configuration with another admin socket: Serve takes an answer there for its own's."""
+    configuration = Path(command[command.index("-f") + 1])
+    own = configuration.with_name(f"standby-{configuration.name}")
+    text = configuration.read_text(encoding="utf-8")
+    own.write_text(text.replace(f"stats socket {admin_socket} ", f"stats socket {own_socket(admin_socket)} "))
+    return [str(own) if word == str(configuration) else word for word in command]
+
+
+def own_socket(admin_socket: str) -> str:
+    """Return the path of the stand-in's admin socket; a socket's path may not be much longer than the one it has."""
+    return f"{admin_socket}2"
 
 
 def _answering(admin_socket: str) -> int | None:

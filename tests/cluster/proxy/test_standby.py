@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "haproxy.cfg").write_text("# hardened\n" + CONFIGURATION.format(folder=tmp_path, port=free_port()))
     yield tmp_path
     (tmp_path / "haproxy.cfg").unlink()
-    while (pid := answering(tmp_path)) is not None:
+    while (pid := answering(tmp_path) or standing_in(tmp_path)) is not None:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -56,6 +56,10 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 def answering(folder: Path) -> int | None:
     return standby._answering(str(folder / "admin"))
+
+
+def standing_in(folder: Path) -> int | None:
+    return standby._answering(standby.own_socket(str(folder / "admin")))
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -87,9 +91,10 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
     standby_of(first)
     first.kill()
     first.wait()
-    until(lambda: answering(folder) is not None)
-    stand_in = answering(folder)
+    until(lambda: standing_in(folder) is not None)
+    stand_in = standing_in(folder)
     assert stand_in is not None
+    assert answering(folder) is None, "Serve would think that it has one, and start none"
     port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
