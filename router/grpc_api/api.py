@@ -201,7 +201,9 @@ def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatComple
         timeout_s = fields.get("timeout_s", remaining_s)
         assert isinstance(timeout_s, float)
         fields["timeout_s"] = min(remaining_s, timeout_s)
-    return validated(fields, ChatCompletionRequest if request.messages else CompletionRequest)
+    if request.messages:
+        return validated(fields, ChatCompletionRequest)
+    return validated(fields, CompletionRequest)
 
 
 def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:

@@ -20,7 +20,7 @@ LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.i
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
 _NODE = "chaos_node"
-_FACES = frozenset({"ingress", "HAProxy", "HAProxy's manager"})  # the clients' connections end with them
+_FACES = frozenset({"ingress", "HAProxy's manager"})  # the clients' connections end with them
 _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProxy's manager", "Serve controller")
 
 
@@ -46,6 +46,16 @@ def _kill(kind: str, world: World) -> None:
     world.eventually(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, f"{kind} ends")
     world.eventually(lambda: len(world.processes.of(kind)) >= len(processes), f"{kind} is back")
     world.await_running()
+    world.eventually(world.generates, "a request is answered")
+
+
+def _kill_haproxy(world: World) -> None:
+    """Kill HAProxy: another one stands in until Serve has replaced it, and its manager with it."""
+    manager = world.processes.of("HAProxy's manager")[0]
+    _kill("HAProxy", world)
+    world.eventually(lambda: not manager.is_running(), "Serve has seen the loss")
+    world.eventually(lambda: bool(world.processes.of("HAProxy's manager")), "HAProxy's manager is back")
+    time.sleep(STOP_S)  # for its HAProxy, which takes the place of the one that stands in
     world.eventually(world.generates, "a request is answered")
 
 
@@ -157,11 +167,15 @@ def other_weights(args: Args) -> None:
     args["target"]["path"] = "models/demo/draft"
 
 
-_KILLED = (*_STOPPED[:5], "ingress", "standby proxy", "HAProxy", *_STOPPED[5:])
+_KILLED = (*_STOPPED[:5], "ingress", "standby proxy", *_STOPPED[5:])
 
 FAULTS = [
     *(Fault(f"kill: {kind}", partial(_kill, kind), kind in _FACES) for kind in _KILLED),
-    *(Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind)) for kind in (*_STOPPED, *_KILLED[5:8])),
+    Fault("kill: HAProxy", _kill_haproxy, may_break=True),
+    *(
+        Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind))
+        for kind in (*_STOPPED, "ingress", "standby proxy", "HAProxy")
+    ),
     Fault("kill: raylet of a second node, with the prefill replica", _kill_second_raylet),
     Fault(f"fill /dev/shm for {FILL_S:.0f} s", _fill_shared_memory),
     Fault(f"fill the object store for {FILL_S:.0f} s", _fill_object_store),
