@@ -26,7 +26,7 @@ def sequence_of(
     verify: VerifyMode = VerifyMode.COUPLED,
     *,
     arrival_s: float = 0.0,
-    method: SpeculationMethod = SpeculationMethod.NONE,
+    method: str = SpeculationMethod.NONE,
     matcher: GrammarMatcher | None = None,
 ) -> Sequence:
     """A sequence of the request, of which nothing is computed."""

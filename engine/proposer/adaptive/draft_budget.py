@@ -13,7 +13,8 @@ themselves are work that no draft saves or adds to, so their time counts for no 
 
 No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
 for probes: one draft of one token now and then, in two passes running, since the first time of the two is that of a
-draft which reads what it missed. While there are some, now and then a pass goes without, to keep the baseline measured.
+draft which reads what it missed. While there are some, now and then a pass goes without, to keep the baseline measured,
+and where several draft models draft, one with each of them alone.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.proposer.adaptive.acceptance import AcceptanceTable, Floats, Ints
-from engine.proposer.adaptive.forward_cost import DraftCost, ForwardCost
-from engine.proposer.adaptive.goodput import allocate
+from engine.proposer.adaptive.draft_costs import AskedDrafts, DraftCosts
+from engine.proposer.adaptive.forward_cost import ForwardCost
+from engine.proposer.adaptive.goodput import Allocation, allocate
 from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from engine.sequence.sequence import Sequence
-from protos.messages import SpeculationMethod
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
@@ -78,7 +79,7 @@ class DraftBudget:
         self._acceptance = AcceptanceTable(max_length)
         self._row_cost = ForwardCost()
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
-        self._draft_cost = DraftCost()
+        self._draft_costs = DraftCosts()
         self._gates: dict[str, SpeculationGate] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
         self._is_speculating = False
@@ -86,6 +87,7 @@ class DraftBudget:
         self._probe_credit_s = 0.0
         self._probed: str | None = None  # request whose probe has had the first of its passes
         self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
+        self._last_alone: dict[str, int] = {}  # step for which a method was last planned to draft alone
         self._step = 0
 
     @property
@@ -93,7 +95,7 @@ class DraftBudget:
         """Measured tokens per second against no speculation, by class of requests."""
         return {name: gate.meter.speedup for name, gate in self._gates.items()}
 
-    def goodput(self, method: SpeculationMethod, kind: str) -> float | None:
+    def goodput(self, method: str, kind: str) -> float | None:
         """Return the speed-up of a method's requests of a kind, greedy or sampled; None until it is measured."""
         gate = self._gates.get(f"{method}-{kind}")
         return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
@@ -105,7 +107,7 @@ class DraftBudget:
     def forget_draft(self) -> None:
         """Another draft has come: what is known of the one before is no guide. The target's costs stay."""
         self._acceptance = AcceptanceTable(self._max_length)
-        self._draft_cost = DraftCost()
+        self._draft_costs = DraftCosts()
         self._gates = {}
         self._is_speculating = True
 
@@ -157,14 +159,36 @@ class DraftBudget:
             return np.zeros_like(num_possible)
         acceptance = self._acceptance_of(sequences, num_possible)
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
-        costs = self._draft_cost
-        best = allocate(acceptance, row_seconds, costs.per_step_s, costs.per_token_s, self._max_pass_s)
+        best = self._best_allocation(sequences, acceptance, row_seconds)
         self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
         needed = 1.0 if self._is_speculating else _WAKE_GAIN
         lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
         self._is_speculating = bool(lengths.any())
+        self._leave_one(sequences, lengths)
         self._probe(sequences, lengths, num_possible, float(row_seconds[0]))
         return lengths
+
+    def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
+        """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
+        methods = np.array([str(method_of(sequence)) for sequence in sequences])
+        by_price = sorted(set(methods.tolist()), key=lambda method: (*self._draft_costs.prices([method]), method))
+        allocations = []
+        for number in range(1, len(by_price) + 1):
+            is_in = np.isin(methods, by_price[:number])
+            prices = self._draft_costs.prices(methods[is_in].tolist())
+            allocations.append(allocate(acceptance * is_in[:, None], row_seconds, *prices, self._max_pass_s))
+        return max(allocations, key=lambda each: each.tokens_per_s)
+
+    def _leave_one(self, sequences: Seq[Sequence], lengths: Ints) -> None:
+        """Now and then have one of several methods draft alone, to tell what each of them costs."""
+        methods = [method_of(sequence) for sequence in sequences]
+        drafting = {method for method, length in zip(methods, lengths.tolist(), strict=True) if length > 0}
+        if len(drafting) < 2:
+            return
+        alone = min(sorted(drafting), key=lambda method: self._last_alone.get(method, -_PLAIN_PERIOD))
+        if self._step - self._last_alone.get(alone, -_PLAIN_PERIOD) >= _PLAIN_PERIOD:
+            self._last_alone[alone] = self._step
+            lengths[[method != alone for method in methods]] = 0
 
     def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`."""
@@ -198,9 +222,10 @@ class DraftBudget:
             lengths[second] = 1
             return
         least_s = _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s
-        expected_s = 2.0 * self._draft_cost.seconds(0 if lengths.any() else 1, 1)
+        first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
+        probe = AskedDrafts(0 if lengths.any() else 1, 1)
+        expected_s = 2.0 * self._draft_costs.seconds({method_of(sequences[first]): probe})
         if self._probe_credit_s >= min(max(expected_s, least_s), _MAX_SAVED * plain_s):
-            first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
             lengths[first] = 1
             self._probed = sequences[first].request_id
             self._probe_credit_s -= least_s  # and what its passes turn out to cost
@@ -212,29 +237,36 @@ class DraftBudget:
 
     def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, reads_missed: bool) -> None:
         """Learn from the time of a pass; that of drafts says nothing where a draft first read what it had missed."""
-        num_asked = sum(each.num_asked for each in passes)
+        asked = _asked(passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
         self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
-        if num_asked == 0:
+        if not asked:
             self._num_steps_since_plain = 0
         else:
-            longest = max(each.num_asked for each in passes)
             if not self._is_speculating:  # a probe
                 self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
             if not reads_missed:
-                self._draft_cost.observe(longest, num_asked, time.draft_s)
+                self._draft_costs.observe(asked, time.draft_s)
         members: dict[str, list[DraftedPass]] = {}
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
+        expected_s, shares = self._draft_costs.seconds(asked), self._draft_costs.shares(asked)
+        draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
         for name, part in members.items():
-            self._gate(name).observe(self._class_step(part, num_rows, num_prompt_rows, num_asked, time))
+            method = method_of(part[0].sequence)
+            own = sum(each.num_asked for each in part) / asked[method].num_tokens if method in asked else 0.0
+            own_s = own * shares.get(method, 0.0) * draft_s
+            step = self._class_step(part, num_rows, num_prompt_rows, PassTime(draft_s, time.target_s), own_s)
+            self._gate(name).observe(step)
 
     def _class_step(
-        self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, num_asked: int, time: PassTime
+        self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, time: PassTime, own_s: float
     ) -> ClassStep:
-        """Return a class's part of a step; its time without the class's drafts goes by the ratio of the costs."""
-        asked = sum(each.num_asked for each in part)
+        """Return a class's part of a step, of which its drafts took `own_s`.
+
+        The target's time without the class's drafts goes by the ratio of the costs.
+        """
         proposed = sum(each.num_proposed for each in part)
         whole_s, prompts_s = self._row_cost.at(num_prompt_rows + num_rows), self._row_cost.at(num_prompt_rows)
         plain_s = self._row_cost.at(num_prompt_rows + num_rows - proposed)
@@ -242,15 +274,11 @@ class DraftBudget:
         added = max(whole_s - prompts_s, least_s) / whole_s  # of the pass's time: what its sampled rows added
         share = max(plain_s - prompts_s, least_s) / max(whole_s - prompts_s, least_s)
         target_s = added * min(time.target_s, _MAX_SURPRISE * whole_s)
-        longest = max(each.num_asked for each in part)
-        expected_s = self._draft_cost.seconds(longest, num_asked)
-        draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
-        others_s = draft_s * (1.0 - asked / num_asked) if num_asked else draft_s
         return ClassStep(
             num_sequences=len(part),
             num_tokens=sum(each.num_accepted + 1 for each in part),
-            seconds=target_s + draft_s,
-            plain_seconds=target_s * share + others_s,
+            seconds=target_s + time.draft_s,
+            plain_seconds=target_s * share + time.draft_s - own_s,
         )
 
     def _num_possible(self, sequence: Sequence) -> int:
@@ -264,10 +292,23 @@ class DraftBudget:
         return self._gates[name]
 
 
+def method_of(sequence: Sequence) -> str:
+    """Return the source of a sequence's drafts."""
+    return "prediction" if sequence.request.prediction_token_ids else sequence.method
+
+
 def class_of(sequence: Sequence) -> str:
     """Return the class of requests that should fare alike: by their method, and by greedy or sampled."""
-    method = "prediction" if sequence.request.prediction_token_ids else sequence.method
-    return f"{method}-{kind_of(is_greedy=sequence.is_greedy)}"
+    return f"{method_of(sequence)}-{kind_of(is_greedy=sequence.is_greedy)}"
+
+
+def _asked(passes: Seq[DraftedPass]) -> dict[str, AskedDrafts]:
+    """Return what a pass asked for, by method."""
+    numbers: dict[str, list[int]] = {}
+    for each in passes:
+        if each.num_asked > 0:
+            numbers.setdefault(method_of(each.sequence), []).append(each.num_asked)
+    return {method: AskedDrafts(max(asked), sum(asked)) for method, asked in numbers.items()}
 
 
 def kind_of(*, is_greedy: bool) -> str:
