@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
@@ -19,7 +19,7 @@ class KVTransportKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """The deployment's own source of drafts: any method but hybrid.
+    """The deployment's own source of drafts: any method but hybrid; or one more draft model, by its `name`.
 
     `model` and `cache` are set where the kind is a model, which runs in a `DraftActor` if the pair has a share for one,
     else in the target's process. A head's files are in the engine's configuration. `vocabulary` is how a model's tokens
@@ -32,6 +32,12 @@ class DraftSettings:
     cache: CacheConfig | None = None
     fan_out: int | None = None
     vocabulary: DraftVocabulary = DraftVocabulary.AUTO
+    name: str = ""
+
+    @property
+    def method(self) -> str:
+        """The method of requests that this draft is for."""
+        return self.name or self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,9 @@ class AutoTuneSettings:
 class PairSettings:
     """The settings with which a pair's shell starts its actors and judges their health.
 
+    `more_drafts` are draft models beside the deployment's own. Each draft model has a process with a `draft_share`, or
+    all are in the target's.
+
     `niceness` is added to that of the threads that compute, so that they give way to those that answer clients.
     `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or has work of
     which nothing comes for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s`
@@ -117,7 +126,7 @@ class PairSettings:
     engine: EngineConfig
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
-    draft_share: ProcessShare | None = None  # set where the draft has a process
+    draft_share: ProcessShare | None = None  # of each draft model; set where they have processes
     niceness: int = 0
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
@@ -128,3 +137,10 @@ class PairSettings:
     kv_events: KVEventSettings | None = None
     alarm_webhook: str | None = None  # gets a POST for each alarm that begins
     auto_tune: AutoTuneSettings | None = None  # an alarm is answered by a new draft
+    more_drafts: tuple[DraftSettings, ...] = ()
+
+    @property
+    def of_drafts(self) -> dict[str, PairSettings]:
+        """Settings with one draft model each, by its method; the deployment's own comes first."""
+        models = (each for each in (self.draft, *self.more_drafts) if each.model is not None)
+        return {each.method: replace(self, draft=each, more_drafts=()) for each in models}

@@ -69,7 +69,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 @dataclass(slots=True)
 class DraftChannelStats:
-    """The counters of the draft channel; each event costs speed and nothing else."""
+    """The counters of a draft's channel; each event costs speed and nothing else."""
 
     is_connected: bool = False
     num_connections: int = 0  # draft processes that have connected
@@ -88,7 +88,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     stalled_s: float
     engine: EngineStats
-    draft: DraftChannelStats
+    drafts: dict[str, DraftChannelStats]  # of each draft model, by its method
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection
-from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, TargetSection, quoted
+from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, NamedDraftSection, TargetSection, quoted
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
 from cluster.schema.section import EngineSection, reported
 from cluster.schema.speculation import DraftMode, SpeculationSection
@@ -29,6 +29,7 @@ class DeployConfig(EngineSection):
     model_id: str = Field(min_length=1)
     target: TargetSection
     draft: DraftSection = DraftSection(kind=SpeculationMethod.NONE)
+    drafts: list[NamedDraftSection] = Field(default_factory=list)
     speculation: SpeculationSection = SpeculationSection()
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
@@ -66,6 +67,7 @@ class DeployConfig(EngineSection):
                 f"draft.process '{self.draft.process}'; set them to 'model' and 'own', or remove auto"
             )
         yield from self._process_conflicts()
+        yield from self._draft_conflicts()
         yield from self._method_conflicts()
         if self.speculation.tree is not None and not self.draft.kind.can_branch:
             yield (
@@ -83,7 +85,7 @@ class DeployConfig(EngineSection):
                 f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
                 f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
             )
-        if self.draft.vocabulary is DraftVocabulary.TEXT:
+        if DraftVocabulary.TEXT in (self.draft.vocabulary, *(each.vocabulary for each in self.drafts)):
             with reported():
                 check_text_drafts(self.to_engine().speculation.tree, self.speculation.outcomes_ahead)
         if self.speculation.mode is DraftMode.ASYNC and self.draft.kind is not SpeculationMethod.MODEL:
@@ -91,6 +93,13 @@ class DeployConfig(EngineSection):
                 f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"
             )
+
+    def _draft_conflicts(self) -> Iterator[str]:
+        names = [each.name for each in self.drafts]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            yield f"drafts has {names.count(twice)} of the name {twice!r}; give each a name of its own"
+        if names and self.draft.kind is SpeculationMethod.NONE:
+            yield "drafts are beside draft, and draft.kind is 'none'; make the first of them draft"
 
     def _process_conflicts(self) -> Iterator[str]:
         draft, num_ranks = self.draft, self.target.tensor_parallel_size
@@ -113,34 +122,47 @@ class DeployConfig(EngineSection):
             )
 
     def _method_conflicts(self) -> Iterator[str]:
-        possible = _possible_methods(self.draft.kind)
+        possible = self._possible_methods
         wanted = self.speculation.methods or []
         default = self.speculation.method
-        named = [] if default in (None, SpeculationMethod.AUTO) else [default]
+        named = [] if default is None or default == SpeculationMethod.AUTO else [default]
         for method in (*wanted, *named):
             if method not in possible:
                 yield (
-                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give; "
-                    f"it gives {', '.join(possible)}"
+                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give, nor is "
+                    f"it one of drafts; there is {', '.join(possible)}"
                 )
         if self.speculation.methods is not None and not set(named) <= set(wanted):
             yield f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it"
 
     @property
-    def offered_methods(self) -> tuple[SpeculationMethod, ...]:
+    def offered_methods(self) -> tuple[str, ...]:
         """The methods that a request may choose, the default first; plain decoding is always among them."""
-        possible = _possible_methods(self.draft.kind)
+        possible = self._possible_methods
         limit = possible if self.speculation.methods is None else self.speculation.methods
         default = self.speculation.method or (self.draft.kind if self.draft.kind in limit or not limit else limit[0])
-        others = (method for method in possible if method in limit and method is not default)
+        others = (method for method in possible if method in limit and method != default)
         return tuple(dict.fromkeys((default, *others, SpeculationMethod.NONE)))
 
+    @property
+    def _possible_methods(self) -> tuple[str, ...]:
+        """The draft's own method, the other drafts', the own with suffixes, and those that need nothing but text."""
+        kind = self.draft.kind
+        hybrid = (SpeculationMethod.HYBRID,) if kind.can_branch else ()
+        free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
+        return tuple(dict.fromkeys((kind, *(each.name for each in self.drafts), *hybrid, *free)))
 
-def _possible_methods(kind: SpeculationMethod) -> tuple[SpeculationMethod, ...]:
-    """Return the draft's own method, alone and with suffixes, and those that need nothing but the text."""
-    hybrid = (SpeculationMethod.HYBRID,) if kind.can_branch else ()
-    free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
-    return tuple(dict.fromkeys((kind, *hybrid, *free)))
+    @property
+    def draft_models(self) -> tuple[DraftSection | NamedDraftSection, ...]:
+        """The drafts that are models, with weights and a KV pool of their own."""
+        own = (self.draft,) if self.draft.kind is SpeculationMethod.MODEL else ()
+        return (*own, *self.drafts)
+
+    @property
+    def draft_paths(self) -> tuple[str, ...]:
+        """The checkpoints of all drafts, heads included."""
+        own = () if self.draft.path is None else (self.draft.path,)
+        return (*own, *(each.path for each in self.drafts))
 
 
 def parse_config(args: dict[str, Any]) -> DeployConfig:
@@ -176,8 +198,8 @@ def unknown_key(where: str, key: str, valid: Sequence[str]) -> str:
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     section: type[BaseModel] = DeployConfig
-    for key in path:
-        annotation = section.model_fields[str(key)].annotation
+    for key in (each for each in path if isinstance(each, str)):  # a number is a place in a list
+        annotation = section.model_fields[key].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel))
     return list(section.model_fields)

@@ -59,7 +59,7 @@ def sample_metrics() -> MetricTexts:
     ingress.traffic.count(Traffic(), SpeculationStats(1, 1, (0, 1)))
     canary = CanaryReport("/new", "/old", CanaryOutcome.RUNNING, "", 4, 0.1, 0.0, 0.2)
     draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
-    pair.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0, draft=draft)
+    pair.update(Pong(0.0, engine, {"model": DraftChannelStats()}), num_refused=0, drafts=(draft,))
     prefill.update(engine, DirectStats())
     return MetricTexts(ingress.text(), pair.text(), prefill.text())
 

@@ -141,12 +141,12 @@ def _check_gpus(config: DeployConfig, topology: NodeTopology) -> None:
     memory = topology.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not memory:
         return
-    num_ranks, num_pairs, draft = config.target.tensor_parallel_size, config.pair.max_replicas, config.draft
-    shares = draft.path is None or _shares_gpu(config, len(memory) // num_pairs)
+    num_ranks, num_pairs = config.target.tensor_parallel_size, config.pair.max_replicas
+    shares = not config.draft_paths or _shares_gpu(config, len(memory) // num_pairs)
     per_pair = num_ranks if shares else num_ranks + 1
     places = [index for index in range(min(len(memory), num_pairs * per_pair)) if index % per_pair < num_ranks]
     pool = 0 if config.cache.is_measured else (config.cache.to_engine().memory_bytes or 0) // num_ranks
-    drafts = weight_bytes(draft.path) if draft.path is not None else 0
+    drafts = sum(map(weight_bytes, config.draft_paths))
     parts = {
         "weights": weight_bytes(config.target.path) // num_ranks,
         "draft": drafts if shares else 0,
@@ -185,18 +185,17 @@ def _host_bytes(config: DeployConfig) -> tuple[int, int]:
     """Return the main memory of a pair and of a prefill replica whose weights and caches are on GPUs."""
     num_ranks = config.target.tensor_parallel_size
     target = weight_bytes(config.target.path) + num_ranks * _GPU_PROCESS_BYTES  # ranks map the same files
-    draft = weight_bytes(config.draft.path) + _GPU_PROCESS_BYTES if config.draft.path is not None else 0
-    return target + draft + _PROCESS_BYTES, target
+    drafts = sum(weight_bytes(path) + _GPU_PROCESS_BYTES for path in config.draft_paths)
+    return target + drafts + _PROCESS_BYTES, target
 
 
 def _pair_bytes(config: DeployConfig) -> int:
     # Every rank of a target reads all of its weights before it keeps its part.
     targets = [config.target.path] * config.target.tensor_parallel_size
-    paths = [path for path in (*targets, config.draft.path) if path is not None]
+    paths = [*targets, *config.draft_paths]
     weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
     caches = config.cache.to_engine().memory_bytes or 0
-    if config.draft.path is not None:
-        caches += draft_cache_config(config.cache).memory_bytes or 0
+    caches += len(config.draft_paths) * (draft_cache_config(config.cache).memory_bytes or 0)
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
 
 

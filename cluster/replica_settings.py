@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.schema.models import NamedDraftSection
 from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 from protos.errors import ConfigError
@@ -29,7 +31,8 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
     return PlacementRequest(
         num_pairs=config.pair.max_replicas,
         num_ingresses=config.ingress.num_replicas,
-        has_draft_model=config.draft.kind is SpeculationMethod.MODEL,
+        has_draft_model=bool(config.draft_models),
+        num_drafts=max(1, len(config.draft_models)),
         target_threads=config.target.num_threads,
         draft_threads=config.draft.num_threads,
         is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
@@ -47,6 +50,7 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:
     """Return the settings of each pair replica."""
     engine = config.to_engine()
+    own, *more = _draft_settings(config, placement)
     target = replace(engine.model, path=resolve_model_path(engine.model.path), num_threads=placement.target.num_threads)
     return PairSettings(
         engine=replace(
@@ -55,7 +59,8 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
             head=_located(engine.head),
             cache=target_cache_config(config.cache, _shared_part(config, placement)),
         ),
-        draft=_draft_settings(config, placement),
+        draft=own,
+        more_drafts=tuple(more),
         target_share=placement.target,
         draft_share=placement.draft,
         niceness=_niceness(config.pair.niceness, placement, _PAIR_NICENESS),
@@ -112,29 +117,44 @@ def _located(head: HeadConfig | None) -> HeadConfig | None:
     return replace(head, path=resolve_model_path(head.path))
 
 
-def _draft_settings(config: DeployConfig, placement: PairPlacement) -> DraftSettings:
-    draft = config.draft
-    if draft.path is None or draft.kind is not SpeculationMethod.MODEL:
-        return DraftSettings(draft.kind)
-    model = ModelConfig(
-        resolve_model_path(draft.path),
-        draft.dtype,
-        quantization=draft.quantization,
-        num_threads=None if placement.draft is None else placement.draft.num_threads,
-        attention=draft.attention,
-        generation_config=SamplingSource.NONE,
-        graphs=config.target.graphs,
-    )
-    cache = draft_cache_config(config.cache, _shared_part(config, placement))
-    return DraftSettings(draft.kind, model, cache, config.speculation.outcomes_ahead, draft.vocabulary)
+def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[DraftSettings]:
+    """Yield the deployment's own source of drafts, then its other draft models."""
+    parts = iter(_draft_parts(config, placement))
+    if config.draft.kind is not SpeculationMethod.MODEL:
+        yield DraftSettings(config.draft.kind)
+    for draft in config.draft_models:
+        model = ModelConfig(
+            resolve_model_path(str(draft.path)),
+            draft.dtype,
+            quantization=draft.quantization,
+            num_threads=None if placement.draft is None else placement.draft.num_threads,
+            attention=draft.attention,
+            generation_config=SamplingSource.NONE,
+            graphs=config.target.graphs,
+        )
+        cache = draft_cache_config(config.cache, next(parts))
+        name = draft.name if isinstance(draft, NamedDraftSection) else ""
+        ahead = config.speculation.outcomes_ahead
+        yield DraftSettings(SpeculationMethod.MODEL, model, cache, ahead, draft.vocabulary, name)
+
+
+def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:
+    """Return each draft model's part of the GPU that it shares with others; None where it shares none."""
+    weights = [weight_bytes(str(draft.path)) for draft in config.draft_models]
+    part = _shared_part(config, placement)
+    if part is None and len(weights) == 1:
+        return [None]
+    all_parts = 1.0 if part is None else part
+    return [all_parts * each / max(1, sum(weights)) for each in weights]
 
 
 def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None:
-    """Return the draft model's part of a GPU that it shares with the target; None where it shares none."""
-    num_ranks, draft = config.target.tensor_parallel_size, config.draft
-    if draft.kind is not SpeculationMethod.MODEL or draft.path is None or placement.num_gpus != num_ranks:
+    """Return the draft models' part of a GPU that they share with the target; None where they share none."""
+    num_ranks, drafts = config.target.tensor_parallel_size, config.draft_models
+    if not drafts or placement.num_gpus != num_ranks:
         return None
-    return draft_part(weight_bytes(config.target.path) // num_ranks, weight_bytes(draft.path))
+    weights = sum(weight_bytes(str(draft.path)) for draft in drafts)
+    return draft_part(weight_bytes(config.target.path) // num_ranks, weights)
 
 
 def ingress_config(config: DeployConfig) -> IngressConfig:

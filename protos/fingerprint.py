@@ -38,10 +38,11 @@ def with_tokenizer(fingerprint: str, tokenizer_digest: str) -> str:
     return f"{fingerprint}-{tokenizer_digest}" if tokenizer_digest else fingerprint
 
 
-def with_draft(fingerprint: str, draft_digest: str) -> str:
-    """Return a pair's fingerprint with the digest of the draft that it runs now."""
+def with_draft(fingerprint: str, *draft_digests: str) -> str:
+    """Return a pair's fingerprint with the digest of the draft that it runs now, or with those of several."""
     digests = dict(zip(FingerprintPart, fingerprint.removeprefix(_PREFIX).split("-"), strict=False))
-    return write_fingerprint({**digests, FingerprintPart.DRAFT: draft_digest})
+    draft = draft_digests[0] if len(draft_digests) == 1 else digest(digests[FingerprintPart.DRAFT], *draft_digests)
+    return write_fingerprint({**digests, FingerprintPart.DRAFT: draft})
 
 
 def read_fingerprint(fingerprint: str) -> dict[FingerprintPart, str] | None:

@@ -48,7 +48,10 @@ class VerifyMode(StrEnum):
 
 
 class SpeculationMethod(StrEnum):
-    """The source of drafts; a deployment offers some of them (`ModelCard.speculation_methods`)."""
+    """The source of drafts; a deployment offers some of them (`ModelCard.speculation_methods`).
+
+    Where a method is text, it is one of these or the name of one more draft model of the deployment.
+    """
 
     MODEL = "model"  # the deployment's draft model
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
@@ -71,6 +74,11 @@ class SpeculationMethod(StrEnum):
             SpeculationMethod.MTP,
             SpeculationMethod.SELF,
         )
+
+
+def has_own_weights(method: str) -> bool:
+    """True if a model or a head drafts: one of the deployment's named draft models is neither of the others."""
+    return method not in tuple(SpeculationMethod) or SpeculationMethod(method).can_branch
 
 
 class TokenSource(StrEnum):
@@ -189,7 +197,7 @@ class SpeculationParams:
     enabled: bool = True
     num_tokens: int | None = None
     verify: VerifyMode | None = None
-    method: SpeculationMethod | None = None
+    method: str | None = None
     is_approximate: bool = False
     threshold: float | None = None
     explain: bool = False  # the answer counts the passes without drafts by their reason
@@ -389,7 +397,7 @@ class ModelCard:
     block_size: int  # tokens per KV block
     probe_key: bytes = b""  # the engine's key of the last block of `protos.block_keys.probe_token_ids`
     max_draft_tokens: int = 0  # the limit of `SpeculationParams.num_tokens`
-    speculation_methods: tuple[SpeculationMethod, ...] = ()  # a request may choose among them; the default is first
+    speculation_methods: tuple[str, ...] = ()  # a request may choose among them; the default is first
     verify: VerifyMode = VerifyMode.COUPLED  # of a request that sets none
     has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
     sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -34,7 +34,7 @@ class CanaryReport:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """The draft model that a pair runs in a process of its own.
+    """A draft model that a pair runs in a process of its own, for requests of `method`.
 
     `digest` is its part of the deployment's fingerprint. `is_deployed` is true while it is the one of deploy.yaml,
     which a replica that starts anew runs again. `canary` is the last one since the draft was exchanged by hand,
@@ -48,6 +48,7 @@ class DraftReport:
     is_deployed: bool
     canary: CanaryReport | None = None
     tuning: str = ""
+    method: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,13 @@ class ShowDraft:
 
 @dataclass(frozen=True, slots=True)
 class CheckDraft:
-    """Load the checkpoint at `path` on the pair's node, beside the draft that runs, and refuse an unfit one."""
+    """Load the checkpoint at `path` on the pair's node, beside the draft that runs, and refuse an unfit one.
+
+    Here as in the other orders `method` names the draft whose place it shall take; empty: the deployment's own.
+    """
 
     path: str
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class SwapDraft:
 
     path: str
     wait_s: float
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class TryDraft:
     false_keep: float = 0.05
     false_rollback: float = 0.05
     max_pairs: int = 60
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from actors.pair.pair_draft import PairDraft
+from actors.pair.pair_drafts import PairDrafts
 from actors.settings import AutoTuneSettings
 from protos.errors import ServingError
 from protos.served_draft import CheckDraft, TryDraft
@@ -134,6 +136,22 @@ class AutoTune:
     def _say(self, text: str, level: int = logging.WARNING) -> None:
         logger.log(level, "drift alarm: %s", text)
         self._draft.note_tuning(text)
+
+
+class AutoTunes:
+    """Answers each alarm by the draft model that the class is drafted for by; other classes are the first one's."""
+
+    def __init__(self, settings: AutoTuneSettings, drafts: PairDrafts) -> None:
+        self._first = AutoTune(settings, drafts.first)
+        others = [draft for draft in drafts.by_method.values() if draft is not drafts.first]
+        self._others = {
+            draft.report.method: AutoTune(replace(settings, folder=f"{settings.folder}/{draft.report.method}"), draft)
+            for draft in others
+        }
+
+    def ring(self, name: str) -> None:
+        """Answer the alarm of a class of requests, whose name begins with its method."""
+        self._others.get(name.partition("-")[0], self._first).ring()
 
 
 @contextmanager

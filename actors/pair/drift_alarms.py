@@ -20,7 +20,7 @@ class DriftAlarms:
     """Belongs to the shell's loop. Without an `address` nothing is sent; what cannot be sent is logged and dropped."""
 
     def __init__(self, address: str | None, replica: str) -> None:
-        self.on_alarm: Callable[[], None] = lambda: None  # called for each alarm that begins
+        self.on_alarm: Callable[[str], None] = _ignore  # called for each alarm that begins, with its class
         self._address = address
         self._replica = replica
         self._num_alarms: dict[str, int] = {}
@@ -37,7 +37,7 @@ class DriftAlarms:
         for each in classes:
             if each.num_alarms > self._num_alarms.get(each.name, 0):
                 self._announce(each)
-                self.on_alarm()
+                self.on_alarm(each.name)
             self._num_alarms[each.name] = each.num_alarms
 
     def _announce(self, stats: DriftStats) -> None:
@@ -60,6 +60,10 @@ class DriftAlarms:
                 await asyncio.to_thread(_post, address, body)
         except (OSError, ValueError, TimeoutError) as error:
             logger.warning("pair.alarm_webhook was not reached: %s", error)
+
+
+def _ignore(name: str) -> None:
+    """Do nothing about the alarm of a class."""
 
 
 def _post(address: str, body: bytes) -> None:

@@ -66,7 +66,7 @@ class LocalPair(PairShell):
 
     async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
         """Raise RequestError: the draft has no process of its own."""
-        return [await self.order_draft(order)]
+        return await self.order_draft(order)
 
     async def metrics_texts(self) -> Sequence[str]:
         """Return this pair's metrics in Prometheus text format."""

@@ -17,10 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.admission import Admission
-from actors.pair.auto_tune import AutoTune
+from actors.pair.auto_tune import AutoTunes
 from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_actors import PairActors
-from actors.pair.pair_draft import PairDraft
+from actors.pair.pair_draft import OrderSlot, PairDraft
+from actors.pair.pair_drafts import PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.ray_metrics import RayMetrics
@@ -62,9 +63,9 @@ class Pair(PairShell):
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
-        self._draft = await self._exchangeable_draft(replica_id)
-        if self._draft is not None and settings.auto_tune is not None:
-            self._drift_alarms.on_alarm = AutoTune(settings.auto_tune, self._draft).ring
+        self._drafts = await self._exchangeable_drafts(replica_id)
+        if self._drafts is not None and settings.auto_tune is not None:
+            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).ring
         replica = serve.get_replica_context()
         self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
@@ -76,19 +77,21 @@ class Pair(PairShell):
         self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)
 
-    async def _exchangeable_draft(self, replica_id: str) -> PairDraft | None:
-        model = self._settings.draft.model
-        if self._settings.draft_share is None or model is None:
-            return None
-        digest = await self._actors.draft_digest()
-        report = DraftReport(replica_id, model.path, digest, time.time(), is_deployed=True)
-        return PairDraft(self._actors, report, self._goodput)
+    async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
+        slot, drafts = OrderSlot(), []
+        for method, process in self._actors.drafts.items():
+            digest = await process.digest()
+            report = DraftReport(replica_id, process.path, digest, time.time(), is_deployed=True, method=method)
+            drafts.append(PairDraft(process, report, self._goodput, slot=slot))
+        return PairDrafts(drafts) if drafts else None
 
     async def _goodput(self) -> tuple[GoodputStats, ...]:
         return (await self._client.ping(self._ping_timeout_s)).engine.goodput
 
     async def kill_draft(self) -> bool:
-        return self._actors.restart_draft()
+        for process in self._actors.drafts.values():
+            process.restart()
+        return bool(self._actors.drafts)
 
     async def check_health(self) -> None:
         """Raise if this replica should be replaced; called by Serve."""

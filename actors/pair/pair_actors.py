@@ -12,29 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.draft.draft_actor import DraftActor
-from actors.draft.draft_choice import DraftChoice, DraftStart, write_choice
-from actors.settings import PairDevices, PairSettings, ProcessShare
+from actors.pair.draft_handle import DraftHandle
+from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessShare
 from actors.shell_messages import TARGET_SOCKET
 from actors.target.target_actor import TargetActor
-from protos.errors import DeadlineExceededError, EngineError, RequestError, ServingError
 
 logger = logging.getLogger(__name__)
 
 _SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
 _TARGET_BUNDLE = 1
 _DRAFT_BUNDLE = 2
-_CHECK_TIMEOUT_S = 300.0
-_CHECK_NICENESS = 10  # the pair that serves has the cores first
-_POLL_S = 0.1
 
 
 class PairActors:
-    """A `TargetActor`, a `DraftActor` where the settings name one, and the folder of their sockets."""
+    """A `TargetActor`, a `DraftActor` for each draft model that has a process, and the folder of their sockets."""
 
     def __init__(
         self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle[Any] | None
@@ -44,103 +38,49 @@ class PairActors:
         self._folder = folder
         self._devices = devices
         self._prefill = prefill
-        self._actors: list[Any] = []
-        self._generation = 0
+        self._target: Any = None
+        self.drafts: dict[str, DraftHandle] = {}  # by method; the deployment's own comes first
 
     async def start(self) -> None:
-        """Create the actors and wait until both serve.
+        """Create the actors and wait until all serve.
 
         Raises:
             ServingError: an actor could not start.
         """
         settings, devices = self._settings, self._devices
         target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.targets))
-        self._actors = [target.remote(settings, self._folder, self._prefill)]
+        self._target = target.remote(settings, self._folder, self._prefill)
         if settings.draft_share is not None:
-            gpus = () if devices.draft is None else (devices.draft,)
-            draft = ray.remote(DraftActor).options(**_options(settings.draft_share, _DRAFT_BUNDLE, gpus))
-            self._actors.append(draft.remote(settings, self._folder))
+            self._start_drafts(settings.draft_share)
         await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
+
+    def _start_drafts(self, share: ProcessShare) -> None:
+        gpus = () if self._devices.draft is None else (self._devices.draft,)
+        for bundle, (method, settings) in enumerate(self._settings.of_drafts.items(), start=_DRAFT_BUNDLE):
+            check_options = _options(ProcessShare(), bundle, ())
+            del check_options["max_restarts"]
+            options = _options(share, bundle, gpus)
+            self.drafts[method] = DraftHandle(settings, self._folder / method, options, check_options)
+
+    @property
+    def _actors(self) -> list[Any]:
+        return [self._target, *(draft.actor for draft in self.drafts.values())]
 
     def restart_target(self) -> None:
         """Kill the target's process; Ray starts a new one."""
-        ray.kill(self._actors[0], no_restart=False)
+        ray.kill(self._target, no_restart=False)
 
-    def restart_draft(self) -> bool:
-        """Kill the draft's process, and return True, if there is one; Ray starts a new one."""
-        for draft in self._actors[1:]:
-            ray.kill(draft, no_restart=False)
-        return len(self._actors) > 1
-
-    async def draft_digest(self) -> str:
-        """Return the digest of the draft that was loaded at the start."""
-        start: DraftStart = await self._actors[1].start.remote()
-        return start.digest
-
-    async def check_draft(self, path: str) -> None:
-        """Load the checkpoint at `path` in a process beside the draft's, and return if it could be the draft.
-
-        Raises:
-            RequestError: it could not.
-            DeadlineExceededError: the check took too long.
-        """
-        options = _options(ProcessShare(), _DRAFT_BUNDLE, ())
-        del options["max_restarts"]
-        # A process for each check: it is niced, and what it has loaded goes with it.
-        check = ray.remote(**options, max_calls=1, max_retries=0)(_check_candidate)
-        task = check.remote(self._settings, path)
-        try:
-            async with asyncio.timeout(_CHECK_TIMEOUT_S):
-                await task
-        except TimeoutError:
-            ray.cancel(task, force=True)
-            raise DeadlineExceededError(f"The draft {path!r} was not loaded within {_CHECK_TIMEOUT_S:.0f} s.") from None
-        except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, ServingError) else error from None
-        except RayError as error:
-            raise RequestError(f"The process that loaded the draft {path!r} ended: {error}", param="path") from None
-
-    async def replace_draft(self, path: str, wait_s: float) -> str:
-        """Kill the draft's process, and return the digest of the one at `path` when that serves in its place.
-
-        Raises:
-            RequestError: it cannot be loaded.
-            DeadlineExceededError: it does not serve within `wait_s`.
-            EngineError: its process fails in another way.
-        """
-        self._generation += 1
-        write_choice(self._folder, DraftChoice(path, self._generation))
-        self.restart_draft()
-        try:
-            async with asyncio.timeout(wait_s):
-                start = await self._start_of(self._generation)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"The draft {path!r} did not serve within {wait_s:g} s; raise wait_s, or look for DraftActor in Ray's "
-                "logs."
-            ) from None
-        except RayError as error:
-            raise EngineError(f"The draft {path!r} did not start: {error}") from None
-        if start.failure is not None:
-            raise RequestError(f"The draft {path!r} cannot be loaded: {start.failure}", param="path")
-        return start.digest
-
-    async def _start_of(self, generation: int) -> DraftStart:
-        """Return the start of the process that was chosen as `generation`; the one before may answer for a moment."""
-        while True:
-            try:
-                start: DraftStart = await self._actors[1].start.remote()
-                if start.generation == generation:
-                    return start
-            except RayActorError:  # between two processes
-                pass
-            await asyncio.sleep(_POLL_S)
+    def restart_draft(self, method: str) -> None:
+        """Kill the process of a method's draft model, if it has one; Ray starts a new one."""
+        if method in self.drafts:
+            self.drafts[method].restart()
 
     def close(self) -> None:
         """Kill the actors for good and remove the folder; a second call does nothing."""
-        for actor in self._actors:
+        for actor in filter(None, self._actors):
             ray.kill(actor)
-        self._actors = []
+        self._target = None
+        self.drafts = {}
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -149,10 +89,14 @@ def _on_gpus(settings: PairSettings, devices: PairDevices) -> PairSettings:
     if devices.targets:
         engine = settings.engine
         settings = replace(settings, engine=replace(engine, model=replace(engine.model, device="cuda")))
-    if devices.draft is not None and settings.draft.model is not None:
-        draft = settings.draft
-        settings = replace(settings, draft=replace(draft, model=replace(settings.draft.model, device="cuda")))
+    if devices.draft is not None:
+        more = tuple(map(_on_gpu, settings.more_drafts))
+        settings = replace(settings, draft=_on_gpu(settings.draft), more_drafts=more)
     return settings
+
+
+def _on_gpu(draft: DraftSettings) -> DraftSettings:
+    return draft if draft.model is None else replace(draft, model=replace(draft.model, device="cuda"))
 
 
 def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[str, Any]:
@@ -178,13 +122,6 @@ def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[st
         "runtime_env": {"env_vars": environment},
         **({"scheduling_strategy": strategy} if strategy else {}),
     }
-
-
-def _check_candidate(settings: PairSettings, path: str) -> None:
-    from actors.draft.candidate_check import check_candidate  # loads torch, which the shell must not
-
-    os.nice(_CHECK_NICENESS)
-    check_candidate(settings, path)
 
 
 def _has_kernels() -> bool:

@@ -52,8 +52,19 @@ class DraftProcess(Protocol):
         ...
 
 
+class OrderSlot:
+    """The one order that may be under way in a pair: a second one would spoil what a canary measures."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+
 class PairDraft:
-    """Carries out orders about the draft of a pair. The target is not told: to it a draft left, and another came.
+    """Carries out orders about one draft of a pair. The target is not told: to it a draft left, and another came.
 
     Args:
         process: of the draft.
@@ -61,6 +72,7 @@ class PairDraft:
         goodput: returns the target's sums, for canaries. It may raise UnavailableError or TimeoutError.
         clock: Unix time in seconds.
         sleep: waits for some seconds, in a canary.
+        slot: the pair's, which its other drafts share.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class PairDraft:
         goodput: Goodput,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        slot: OrderSlot | None = None,
     ) -> None:
         self.report = report
         self._process = process
@@ -77,6 +90,7 @@ class PairDraft:
         self._goodput = goodput
         self._clock = clock
         self._sleep = sleep
+        self._slot = slot or OrderSlot()
         self._under_way: asyncio.Task[None] | None = None
 
     async def carry_out(self, order: DraftOrder) -> DraftReport:
@@ -104,7 +118,7 @@ class PairDraft:
                 if path == self.report.path:
                     raise RequestError(f"The draft {path!r} runs already; try another one.", param="path")
                 work = self._try(order)
-        self._under_way = asyncio.create_task(work, name="draft-order")
+        self._under_way = self._slot.task = asyncio.create_task(work, name="draft-order")
         if isinstance(order, TryDraft):
             await asyncio.sleep(0)  # it has said that it runs
         else:
@@ -126,10 +140,10 @@ class PairDraft:
                 f"A canary runs on pair {self.report.replica}; wait for its end, or stop it (POST "
                 "/admin/drafts/canary/stop)."
             )
-        if self._is_busy:
+        if self._slot.is_taken:
             raise ConflictError(
-                f"The draft of pair {self.report.replica} is being exchanged or checked; send the order again when "
-                "that has ended (GET /admin/drafts shows the draft that runs)."
+                f"A draft of pair {self.report.replica} is being exchanged, checked or tried; send the order again "
+                "when that has ended (GET /admin/drafts shows the drafts that run)."
             )
 
     async def _swap(self, order: SwapDraft) -> None:

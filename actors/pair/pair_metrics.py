@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 from prometheus_client import generate_latest
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from actors.shell_messages import Pong
+from actors.shell_messages import DraftChannelStats, Pong
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.stats.histogram import HistogramStats
 from protos.served_draft import CanaryOutcome, DraftReport
@@ -29,13 +29,13 @@ class PairMetrics(Collector):
         self._replica = replica
         self._pong: Pong | None = None
         self._num_refused = 0
-        self._draft: DraftReport | None = None
+        self._drafts: Sequence[DraftReport] = ()
 
-    def update(self, pong: Pong, num_refused: int, draft: DraftReport | None = None) -> None:
-        """Take in the target's present numbers, and the draft that runs, if it may be exchanged."""
+    def update(self, pong: Pong, num_refused: int, drafts: Sequence[DraftReport] = ()) -> None:
+        """Take in the target's present numbers, and the drafts that run and may be exchanged."""
         self._pong = pong
         self._num_refused = num_refused
-        self._draft = draft
+        self._drafts = drafts
 
     def text(self) -> str:
         """Return all metrics in Prometheus text format."""
@@ -52,6 +52,7 @@ class PairMetrics(Collector):
         if self._pong is None:
             return
         yield from _speculation(self._pong)
+        yield from _channels(self._pong)
         yield from _classes(self._pong)
         yield from _drift(self._pong)
         yield from _reasoning(self._pong)
@@ -59,7 +60,7 @@ class PairMetrics(Collector):
         yield from _cache(self._pong)
         yield from _requests(self._pong)
         yield _counter("num_requests_refused", "Requests refused because the pair was full.", self._num_refused)
-        yield from _served_draft(self._draft)
+        yield from _served_drafts(self._drafts)
 
 
 def _speculation(pong: Pong) -> Iterable[Family]:
@@ -89,17 +90,38 @@ def _speculation(pong: Pong) -> Iterable[Family]:
         speedups.add_metric([name], speedup)
     yield speedups
     yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that could not be.", drafts.num_invalid_tokens)
-    yield _counter("draft_num_stale_offers", "Offers that came too late.", pong.draft.num_stale_offers)
-    yield _counter("draft_num_missed_offers", "Drafts missing at the deadline.", pong.draft.num_missed_offers)
-    yield _counter("draft_cache_queries", "Passes that wanted drafts.", pong.draft.num_lookups)
-    yield _counter("draft_cache_hits", "Passes whose drafts had been offered ahead.", pong.draft.num_hits)
-    yield _counter("draft_num_connections", "Draft processes that have connected.", pong.draft.num_connections)
-    yield _counter("draft_drafting_seconds", "Time the draft model worked on offers.", pong.draft.drafting_s)
-    yield _counter("draft_channel_seconds", "Time offers took beyond drafting.", pong.draft.channel_s)
-    translated = pong.draft.translated
-    yield _counter("draft_foreign_tokens", "Tokens a draft with its own tokenizer would say.", translated.num_tokens)
-    yield _counter("draft_untranslated_tokens", "Of these, those the target cannot be offered.", translated.num_lost)
-    yield _gauge("draft_connected", "1 while a draft process is connected.", pong.draft.is_connected)
+
+
+def _channels(pong: Pong) -> Iterable[Family]:
+    """Yield the metrics of each draft model, by the method that it is for."""
+    counters: tuple[tuple[str, str, Callable[[DraftChannelStats], float]], ...] = (
+        ("num_stale_offers", "Offers that came too late.", lambda stats: stats.num_stale_offers),
+        ("num_missed_offers", "Drafts missing at the deadline.", lambda stats: stats.num_missed_offers),
+        ("cache_queries", "Passes that wanted drafts.", lambda stats: stats.num_lookups),
+        ("cache_hits", "Passes whose drafts had been offered ahead.", lambda stats: stats.num_hits),
+        ("num_connections", "Draft processes that have connected.", lambda stats: stats.num_connections),
+        ("drafting_seconds", "Time the draft model worked on offers.", lambda stats: stats.drafting_s),
+        ("channel_seconds", "Time offers took beyond drafting.", lambda stats: stats.channel_s),
+        (
+            "foreign_tokens",
+            "Tokens a draft with its own tokenizer would say.",
+            lambda stats: stats.translated.num_tokens,
+        ),
+        (
+            "untranslated_tokens",
+            "Of these, those the target cannot be offered.",
+            lambda stats: stats.translated.num_lost,
+        ),
+    )
+    for name, text, value_of in counters:
+        values = {method: value_of(stats) for method, stats in pong.drafts.items()}
+        yield _counters(f"draft_{name}", text, "method", values)
+    connected = GaugeMetricFamily(
+        "outrider_draft_connected", "1 while the process of a draft model is connected.", labels=["method"]
+    )
+    for method, stats in pong.drafts.items():
+        connected.add_metric([method], stats.is_connected)
+    yield connected
 
 
 def _classes(pong: Pong) -> Iterable[Family]:
@@ -134,27 +156,33 @@ def _drift(pong: Pong) -> Iterable[Family]:
     yield _counters("spec_decode_drift_alarms", "Alarms so far, by class of requests.", "class", num_alarms)
 
 
-def _served_draft(draft: DraftReport | None) -> Iterable[Family]:
-    """Yield the draft that runs, and its canary: its outcome so far, and the gain that was measured."""
-    info = GaugeMetricFamily("outrider_draft_info", "1 for the draft model that runs.", labels=["draft", "digest"])
+def _served_drafts(drafts: Sequence[DraftReport]) -> Iterable[Family]:
+    """Yield the drafts that run, and their canaries: the outcome so far, and the gain that was measured."""
+    info = GaugeMetricFamily(
+        "outrider_draft_info", "1 for a draft model that runs.", labels=["method", "draft", "digest"]
+    )
     state = GaugeMetricFamily(
-        "outrider_draft_canary", "1 for the state of the latest canary: a draft tried by turns.", labels=["outcome"]
+        "outrider_draft_canary",
+        "1 for the state of the latest canary: a draft tried by turns.",
+        labels=["method", "outcome"],
     )
     gain = GaugeMetricFamily(
         "outrider_draft_canary_gain",
         "Goodput of the canary over that of the old draft, less 1, and its bounds.",
-        labels=["bound"],
+        labels=["method", "bound"],
     )
-    pairs = GaugeMetricFamily("outrider_draft_canary_pairs", "Pairs of blocks that the latest canary has measured.")
-    if draft is not None:
-        info.add_metric([PurePath(draft.path).name, draft.digest], 1)
-    canary = None if draft is None else draft.canary
-    for outcome in CanaryOutcome:
-        state.add_metric([outcome], canary is not None and canary.outcome is outcome)
-    for bound in ("gain", "low", "high"):
-        if canary is not None and (value := getattr(canary, bound)) is not None:
-            gain.add_metric([bound], value)
-    pairs.add_metric([], 0 if canary is None else canary.num_pairs)
+    pairs = GaugeMetricFamily(
+        "outrider_draft_canary_pairs", "Pairs of blocks that the latest canary has measured.", labels=["method"]
+    )
+    for draft in drafts:
+        method, canary = draft.method, draft.canary
+        info.add_metric([method, PurePath(draft.path).name, draft.digest], 1)
+        for outcome in CanaryOutcome:
+            state.add_metric([method, outcome], canary is not None and canary.outcome is outcome)
+        for bound in ("gain", "low", "high"):
+            if canary is not None and (value := getattr(canary, bound)) is not None:
+                gain.add_metric([method, bound], value)
+        pairs.add_metric([method], 0 if canary is None else canary.num_pairs)
     yield from (info, state, gain, pairs)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from actors.pair.admission import Admission
 from actors.pair.drift_alarms import DriftAlarms
-from actors.pair.pair_draft import PairDraft, require_exchangeable
+from actors.pair.pair_draft import require_exchangeable
+from actors.pair.pair_drafts import PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
@@ -29,7 +30,7 @@ class PairShell:
     _metrics: PairMetrics
     _ping_timeout_s: float
     _drift_alarms: DriftAlarms | None = None
-    _draft: PairDraft | None = None  # where it has a process of its own
+    _drafts: PairDrafts | None = None  # those that have processes of their own
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
@@ -64,10 +65,11 @@ class PairShell:
         """Return the card of the model, with the alarms that ring here. Raises UnavailableError without a target."""
         alarms = () if self._drift_alarms is None else self._drift_alarms.ringing
         card = replace(self._client.require_card(), alarms=alarms)
-        if self._draft is None:
+        if self._drafts is None:
             return card
-        draft = self._draft.report
-        return replace(card, fingerprint=with_draft(card.fingerprint, draft.digest), draft=draft)
+        reports, own = self._drafts.reports, self._settings.draft
+        digests = (*(() if own.model is not None else (own.method,)), *(each.digest for each in reports))
+        return replace(card, fingerprint=with_draft(card.fingerprint, *digests), draft=reports[0])
 
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
@@ -76,23 +78,23 @@ class PairShell:
         return self._metrics.text()
 
     async def kill_draft(self) -> bool:
-        """Kill the draft's process, as a fault would; return False where the draft has none."""
+        """Kill the drafts' processes, as a fault would; return False where no draft has one."""
         return False
 
-    async def order_draft(self, order: DraftOrder) -> DraftReport:
-        """Carry out an order about the draft, and return the one that runs then.
+    async def order_draft(self, order: DraftOrder) -> tuple[DraftReport, ...]:
+        """Carry out an order about a draft, and return those that run then.
 
         Raises:
-            RequestError: the draft has no process of its own, or the order cannot be carried out.
+            RequestError: no draft has a process of its own, or the order cannot be carried out.
             ConflictError: another order is under way.
             DeadlineExceededError: the new draft was not up in time; the old one is, or will be.
         """
-        require_exchangeable(self._settings.draft, has_process=self._draft is not None)
-        assert self._draft is not None, "as required"
-        return await self._draft.carry_out(order)
+        require_exchangeable(self._settings.draft, has_process=self._drafts is not None)
+        assert self._drafts is not None, "as required"
+        return await self._drafts.carry_out(order)
 
     def _on_pong(self, pong: Pong) -> None:
         if self._drift_alarms is not None:
             self._drift_alarms.update(pong.engine.drift)
-        draft = None if self._draft is None else self._draft.report
-        self._metrics.update(pong, self._admission.num_refused, draft)
+        drafts = () if self._drafts is None else self._drafts.reports
+        self._metrics.update(pong, self._admission.num_refused, drafts)

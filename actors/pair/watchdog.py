@@ -27,7 +27,7 @@ class Watchdog:
         settings: the limits.
         restart: kills the target's process.
         on_pong: gets every answer.
-        restart_draft: kills the draft's process.
+        restart_draft: kills the process of a method's draft.
         clock: seconds.
     """
 
@@ -37,7 +37,7 @@ class Watchdog:
         settings: PairSettings,
         restart: Callable[[], None],
         on_pong: Callable[[Pong], None],
-        restart_draft: Callable[[], object] = lambda: None,
+        restart_draft: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -47,7 +47,8 @@ class Watchdog:
         self._clock = clock
         self._restart_draft = restart_draft
         self._seen_at_s = clock()
-        self._draft_restarted_at_s = clock()
+        self._began_at_s = clock()
+        self._drafts_restarted_at_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -75,16 +76,17 @@ class Watchdog:
             return
         self._seen_at_s = self._clock()
         self._on_pong(pong)
-        self._check_draft(pong.draft.silent_s)
+        for method, draft in pong.drafts.items():
+            self._check_draft(method, draft.silent_s)
         if pong.stalled_s > self._settings.step_timeout_s:
             self._give_up(f"nothing has come of its work for {pong.stalled_s:.0f} s")
 
-    def _check_draft(self, silent_s: float) -> None:
+    def _check_draft(self, method: str, silent_s: float) -> None:
         now_s, limit_s = self._clock(), self._settings.restart_timeout_s
-        if min(silent_s, now_s - self._draft_restarted_at_s) > limit_s:
-            logger.error("the draft is restarted: it has not been heard for %.0f s", silent_s)
-            self._draft_restarted_at_s = now_s
-            self._restart_draft()
+        if min(silent_s, now_s - self._drafts_restarted_at_s.get(method, self._began_at_s)) > limit_s:
+            logger.error("the draft %s is restarted: it has not been heard for %.0f s", method, silent_s)
+            self._drafts_restarted_at_s[method] = now_s
+            self._restart_draft(method)
 
     def _give_up(self, reason: str) -> None:
         logger.error("the target is restarted: %s", reason)

@@ -34,7 +34,9 @@ class ShellServer:
     `run` belongs in a thread of its own. `emit` is for the engine's thread, and waits at most for the socket.
     """
 
-    def __init__(self, listener: FrameListener, card: ModelCard, draft_stats: Callable[[], DraftChannelStats]) -> None:
+    def __init__(
+        self, listener: FrameListener, card: ModelCard, draft_stats: Callable[[], dict[str, DraftChannelStats]]
+    ) -> None:
         self._listener = listener
         self._card = card
         self._draft_stats = draft_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,21 +54,27 @@ def serve_target(
     Raises:
         ConfigError: the model, its head, the pool or the limits do not fit.
     """
-    draft = _draft(settings, folder)
+    drafts = _drafts(settings, folder)
+    own = drafts.get(SpeculationMethod.MODEL)
+    others = {method: draft for method, draft in drafts.items() if draft is not own}
     transport = None if prefill is None else PrefillTransport(prefill, choose_carrier(settings.kv_transport))
     kv_events = KVEventBuffer()
-    proposer = None if settings.engine.head else proposer_of(settings.engine.speculation.methods, draft)
-    core = EngineCore.from_config(settings.engine, proposer, kv_events.record, transport, step_writer=draft)
-    if isinstance(draft, ChannelProposer):
-        draft.on_new_draft = core.forget_draft
+    methods = settings.engine.speculation.methods
+    proposer = None if settings.engine.head else proposer_of(methods, own, others=others)
+    core = EngineCore.from_config(
+        settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others
+    )
+    for draft in drafts.values():
+        if isinstance(draft, ChannelProposer):
+            draft.on_new_draft = core.forget_draft
     if settings.kv_events is not None:
         publish_kv_events(settings.kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
-    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), _stats_of(draft))
+    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), lambda: _stats(drafts))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     core.on_drafted = lambda guesses: server.emit(StepOutput(tuple(guesses)))
-    loop = EngineLoop(core, server.emit, draft.flush if draft else lambda: None, reporter)
+    loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)
     threading.Thread(target=_serve_shells, args=(server, loop), name="shell-server", daemon=True).start()
@@ -103,15 +109,20 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _draft(settings: PairSettings, folder: Path) -> ChannelProposer | InProcessDraft | None:
-    """Return the draft model of the pair: that of its `DraftActor`, or where it has none, one in this process."""
-    if settings.draft.kind is not SpeculationMethod.MODEL:
-        return None
-    return InProcessDraft.load(settings) if settings.draft_share is None else ChannelProposer(folder / DRAFT_SOCKET)
+def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer | InProcessDraft]:
+    """Return the draft models of the pair by their methods: those of `DraftActor`s, or else in this process."""
+    if settings.draft_share is None:
+        return {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
+    return {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
 
 
-def _stats_of(draft: ChannelProposer | InProcessDraft | None) -> Callable[[], DraftChannelStats]:
-    return (lambda: draft.stats) if draft else DraftChannelStats
+def _stats(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> dict[str, DraftChannelStats]:
+    return {method: draft.stats for method, draft in drafts.items()}
+
+
+def _flush(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> None:
+    for draft in drafts.values():
+        draft.flush()
 
 
 def _runner(core: EngineCore) -> ModelRunner:
@@ -143,11 +154,13 @@ def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
     """Return the digests of what the tokens of a seed may depend on, but for the tokenizer."""
     engine, draft = settings.engine, settings.draft
     draft_path = draft.model.path if draft.model is not None else engine.head and engine.head.path
+    drafts = (str(draft.kind), model_version(draft_path) if draft_path else "")
+    more = (model_version(each.model.path) for each in settings.more_drafts if each.model is not None)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else repr(native_instructions())
     return write_fingerprint(
         {
             FingerprintPart.WEIGHTS: digest(runner.model_version),
-            FingerprintPart.DRAFT: digest(str(draft.kind), model_version(draft_path) if draft_path else ""),
+            FingerprintPart.DRAFT: digest(*drafts, *more),
             FingerprintPart.KERNELS: digest(device, native_digest(), torch.__version__),
             FingerprintPart.SETTINGS: digest(repr(replace(engine.model, path="")), repr(engine.speculation)),
         }

@@ -12,12 +12,11 @@ from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.weight_files import read_config, tensor_headers
 from protos.errors import ConfigError
-from protos.messages import SpeculationMethod
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 
 def check_models(config: DeployConfig) -> list[str]:
-    """Check the target's weights and tokenizer and a draft model's weights; return what an operator should know.
+    """Check the target's weights and tokenizer and draft models' weights; return what an operator should know.
 
     A redeploy that cannot work is thus refused while the old pairs still serve. Of weights only the headers are read;
     Hub ids are fetched where they are loaded.
@@ -35,8 +34,8 @@ def check_models(config: DeployConfig) -> list[str]:
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
                 f"{target / 'chat_template.jinja'}"
             )
-    if config.draft.kind is SpeculationMethod.MODEL and config.draft.path is not None:
-        draft = Path(resolve_model_path(config.draft.path))
+    for each in config.draft_models:
+        draft = Path(resolve_model_path(str(each.path)))
         if draft.is_dir():
             _check_weights(draft)
     return notes
@@ -56,8 +55,8 @@ def _check_weights(folder: Path) -> None:
 
 def hub_models(config: DeployConfig) -> list[str]:
     """Return the models of a deployment that are named by their Hub id; heads are not among them."""
-    draft = config.draft.path if config.draft.kind is SpeculationMethod.MODEL else None
-    return [path for path in (config.target.path, draft) if path and not Path(resolve_model_path(path)).exists()]
+    paths = (config.target.path, *(str(draft.path) for draft in config.draft_models))
+    return [path for path in paths if not Path(resolve_model_path(path)).exists()]
 
 
 def weight_bytes(path: str) -> int:

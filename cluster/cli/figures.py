@@ -124,7 +124,7 @@ def _pairs(growth: _Growth, now: Reading) -> tuple[PairFigures, ...]:
             kv_usage=_gauge(now, "outrider_kv_cache_usage", replica),
             tokens_per_pass=1 + accepted[replica,] / drafts[replica,] if drafts.get((replica,)) else None,
             is_draft_away=_gauge(now, "outrider_draft_num_connections", replica) > 0
-            and not _gauge(now, "outrider_draft_connected", replica),
+            and 0.0 in _by(now, "outrider_draft_connected", "replica").get(replica, ()),
         )
         for replica in sorted(_by(now, "outrider_kv_cache_usage", "replica"))
     )

@@ -24,7 +24,6 @@ from cluster.replica_settings import ingress_config, pair_settings, placement_re
 from cluster.schema.models import DraftProcess
 from cluster.schema.speculation import DraftMode
 from protos.errors import ConfigError
-from protos.messages import SpeculationMethod
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
@@ -43,14 +42,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def in_one_process(config: DeployConfig) -> DeployConfig:
-    """Return the deployment with its draft model in the target's process.
+    """Return the deployment with its draft models in the target's process.
 
     Raises:
         ConfigError: it asks for more than one process.
     """
     if obstacles := list(_obstacles(config)):
         raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
-    if config.draft.kind is not SpeculationMethod.MODEL:
+    if not config.draft_models:
         return config
     return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
 

@@ -58,7 +58,8 @@ class GpuDemand:
 class PlacementRequest:
     """The processes to be placed; thread counts are None where the user set none.
 
-    `draft_gpu` and `draft_process` are as in deploy.yaml.
+    `draft_gpu` and `draft_process` are as in deploy.yaml, and hold for all of `num_drafts` draft models, which have
+    `draft_threads` each.
 
     A target and its draft model compute in turn, or side by side where `is_side_by_side`.
 
@@ -74,6 +75,7 @@ class PlacementRequest:
     num_prefills: int = 0
     prefill_threads: int | None = None
     num_ranks: int = 1
+    num_drafts: int = 1
     draft_gpu: str | int = "auto"
     draft_process: DraftProcess = DraftProcess.AUTO
     gpus: GpuDemand | None = None
@@ -83,7 +85,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node, and a prefill replica's. `draft` is None where there is no draft process.
+    """One pair's share of a node, and a prefill replica's. `draft` is each draft's; None: no draft has a process.
 
     The target's share has the threads of one of its ranks and the CPUs of all; so has a prefill replica's.
     """
@@ -95,14 +97,16 @@ class PairPlacement:
     num_prefill_gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     prefill_resources: Mapping[str, float] = field(default_factory=dict)
+    num_drafts: int = 1
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Placement group bundles of shell, target and (if it has a share) draft."""
+        """Placement group bundles of shell, target and (if they have a share) drafts."""
         shell: dict[str, float] = {"CPU": SHELL_CPUS, **self.resources}
         if self.num_gpus:
             shell["GPU"] = self.num_gpus
-        return [shell, *({"CPU": share.num_cpus} for share in (self.target, self.draft) if share)]
+        drafts = [] if self.draft is None else [self.draft] * self.num_drafts
+        return [shell, *({"CPU": share.num_cpus} for share in (self.target, *drafts))]
 
     @property
     def demand(self) -> dict[str, float]:
@@ -137,6 +141,7 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
     return replace(
         placement,
         resources={**kind, **request.pair_resources},
+        num_drafts=request.num_drafts,
         prefill_resources={**kind, **request.prefill_resources},
     )
 
@@ -210,20 +215,22 @@ def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Threads:
     target: int  # of each rank
-    draft: int
+    draft: int  # of each draft
+    num_drafts: int = 0
 
 
 def _threads(request: PlacementRequest, num_cores: int) -> _Threads:
     if not request.has_draft_model:
         return _Threads(request.target_threads or max(1, num_cores // request.num_ranks), 0)
     draft = request.draft_threads or max(1, num_cores // 4)
-    free = num_cores - draft if request.is_side_by_side else num_cores - draft + 1
-    return _Threads(request.target_threads or max(1, free // request.num_ranks), draft)
+    all_drafts = request.num_drafts * draft
+    free = num_cores - all_drafts if request.is_side_by_side else num_cores - all_drafts + 1
+    return _Threads(request.target_threads or max(1, free // request.num_ranks), draft, request.num_drafts)
 
 
 def _claim(threads: _Threads, num_ranks: int, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:
     """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller."""
-    scale = min(1.0, share / (threads.target * num_ranks + threads.draft))
+    scale = min(1.0, share / (threads.target * num_ranks + threads.num_drafts * threads.draft))
     target_cpus, draft_cpus = (_hundredths(scale * each) for each in (threads.target * num_ranks, threads.draft))
     if target_cpus < 0.01 or (threads.draft and draft_cpus < 0.01):
         raise ConfigError(

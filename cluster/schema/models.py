@@ -21,9 +21,11 @@ from engine.config import (
     Quantization,
     SamplingSource,
 )
+from engine.draft import DraftSource
 from protos.messages import SpeculationMethod
 
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads
+NAME_PATTERN = "^[a-z][a-z0-9_]{0,31}$"  # no hyphen: it parts a method from a class of requests
 _OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
 _SELF_KEYS = {"quantization", "num_layers"}
@@ -145,6 +147,24 @@ class DraftSection(Section):
             yield "process 'target' has no GPU beside the target's, and gpu is 'own'; remove one of the two"
         if self.process is DraftProcess.TARGET and self.num_threads is not None:
             yield "process 'target' computes on the target's threads; remove num_threads, or set process to 'own'"
+
+
+class NamedDraftSection(Section):
+    """One more draft model beside `draft`, for requests whose `speculation.method` is its name.
+
+    It has a process, threads and a GPU as `draft` has them, or those that a draft model would have there.
+    """
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    path: str
+    vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
+    dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
+    quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
+    attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
+
+    def conflicts(self) -> Iterator[str]:
+        if self.name in (*SpeculationMethod, *DraftSource):
+            yield f"name {self.name!r} is that of another source of drafts; choose one of your own"
 
 
 def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from cluster.schema.models import NAME_PATTERN
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import MAX_TREE_NODES, JudgeKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
 from protos.messages import SpeculationMethod, VerifyMode
@@ -41,6 +43,16 @@ class TreeSection(EngineSection):
 
 
 _STEPS = StepConfig()
+
+
+def _as_method(value: Any) -> SpeculationMethod | str:
+    """Return the method of a name, or the name, which is then one of `drafts`."""
+    if not isinstance(value, str) or re.fullmatch(NAME_PATTERN, value) is None:
+        raise ValueError(f"{value!r} is no method; name one, or one of drafts")
+    return SpeculationMethod(value) if value in tuple(SpeculationMethod) else value
+
+
+_Method = Annotated[SpeculationMethod | str, BeforeValidator(_as_method)]
 
 
 class StepsSection(EngineSection):
@@ -77,7 +89,8 @@ class SpeculationSection(Section):
     the first one; otherwise K is num_tokens. Left out, it is for all drafts that are chains and waited for, unless
     num_guess_tokens sets the length of some.
 
-    A request may choose among `methods`: left out, all that need no more than the deployment has. One that does not
+    A request may choose among `methods`, names of `drafts` among them: left out, all that need no more than the
+    deployment has. One that does not
     choose gets `method`: left out, the draft's kind, or the first of `methods` where that is not among them. `auto` is
     the one of `methods` that was measured to be the fastest for such requests, greedy or sampled; one request in 16
     goes to another, to keep that measured. It needs adaptive lengths.
@@ -96,8 +109,8 @@ class SpeculationSection(Section):
     mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
     fan_out: int = Field(default=3, ge=1, le=16)
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
-    method: Annotated[SpeculationMethod, one_of(*SpeculationMethod)] | None = None
-    methods: list[Annotated[SpeculationMethod, one_of(*SpeculationMethod)]] | None = None
+    method: _Method | None = None
+    methods: list[_Method] | None = None
     adaptive: bool | None = None
     target_itl_ms: float | None = Field(default=None, gt=0, strict=False)
     tree: TreeSection | None = None
@@ -115,7 +128,7 @@ class SpeculationSection(Section):
         """Outcomes per position for which drafts are made ahead; None for none."""
         return self.fan_out if self.mode is DraftMode.ASYNC else None
 
-    def to_engine(self, methods: tuple[SpeculationMethod, ...]) -> SpeculationConfig:
+    def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
         """Return the speculation of an engine that offers `methods`, the default first."""
         return SpeculationConfig(
             self.num_tokens,

@@ -89,9 +89,9 @@ class SpeculationConfig:
 
     `num_tokens` is K, the drafts per pass, and `num_guess_tokens` that of suffixes and predictions, which cost nothing
     to make and end where they are not expected to go on; None: as many as a request may ask for. `methods` are those on
-    offer, the default first. When `adaptive`, each pass of each request gets its own K between 0 and `max_num_tokens`
-    (or what the request asks for) and `num_tokens` is only the first one; a deployment with `num_tokens` 0 still drafts
-    for those alone that ask.
+    offer, the default first; what is none of `SpeculationMethod` names one more draft model. When `adaptive`, each pass
+    of each request gets its own K between 0 and `max_num_tokens` (or what the request asks for) and `num_tokens` is
+    only the first one; a deployment with `num_tokens` 0 still drafts for those alone that ask.
 
     When adaptive, drafts do not make a pass longer than `target_itl_s`, and the method AUTO is one of the others by
     class of requests (`engine.proposer.adaptive.method_chooser`).
@@ -106,7 +106,7 @@ class SpeculationConfig:
     num_tokens: int = 4
     verify: VerifyMode = VerifyMode.COUPLED
     max_num_tokens: int = 16
-    methods: tuple[SpeculationMethod, ...] = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
+    methods: tuple[str, ...] = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
     tree: TreeConfig | None = None
     adaptive: bool = False
     steps: StepConfig | None = None
@@ -128,12 +128,12 @@ class SpeculationConfig:
         return replace(self, num_tokens=0, max_num_tokens=0, num_guess_tokens=None)
 
     @property
-    def method(self) -> SpeculationMethod:
+    def method(self) -> str:
         """The method of a request that names none."""
         return self.methods[0] if self.methods else SpeculationMethod.NONE
 
     @property
-    def choices(self) -> tuple[SpeculationMethod, ...]:
+    def choices(self) -> tuple[str, ...]:
         """The methods among which AUTO chooses."""
         aside = (SpeculationMethod.AUTO, SpeculationMethod.NONE)
         return tuple(method for method in self.methods if method not in aside)
@@ -148,4 +148,4 @@ class SpeculationConfig:
     @property
     def can_draft(self) -> bool:
         """True if any request can have drafts."""
-        return self.max_num_tokens > 0 and any(method is not SpeculationMethod.NONE for method in self.methods)
+        return self.max_num_tokens > 0 and any(method != SpeculationMethod.NONE for method in self.methods)

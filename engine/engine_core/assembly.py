@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
@@ -42,6 +43,7 @@ def load_parts(
     event_sink: CacheDeltaSink | None,
     transport: KVTransport | None,
     step_writer: Proposer | None,
+    models: Mapping[str, Proposer],
 ) -> EngineParts:
     """Load the model and make the other parts fit it; the parameters are those of `EngineCore.from_config`."""
     model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
@@ -54,7 +56,7 @@ def load_parts(
     if transport is not None:
         source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
     scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
-    speculation = load_speculation(config, runner, scheduler, proposer, step_writer)
+    speculation = load_speculation(config, runner, scheduler, proposer, step_writer, models)
     grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
     position_log = None
     if config.log is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -129,17 +129,19 @@ class EngineCore:
         event_sink: CacheDeltaSink | None = None,
         transport: KVTransport | None = None,
         step_writer: Proposer | None = None,
+        models: Mapping[str, Proposer] | None = None,
     ) -> EngineCore:
         """Load the model and assemble an engine around it.
 
         Without a proposer every pass is plain decoding, but where the configuration has a head, which then drafts.
         Without a transport every prompt is read here. `step_writer` writes reasoning steps where the configuration
-        allows them; None: the proposer does. A head cannot: it sees no further than the target.
+        allows them; None: the proposer does. A head cannot: it sees no further than the target. `models` are draft
+        models beside a head, by the names of their methods.
 
         Raises:
             ConfigError: the model, its head, the pool or the limits cannot be had.
         """
-        parts = load_parts(config, proposer, event_sink, transport, step_writer)
+        parts = load_parts(config, proposer, event_sink, transport, step_writer, models or {})
         core = cls(
             parts.runner,
             parts.scheduler,
@@ -358,7 +360,7 @@ class EngineCore:
         """Note where the tokens of those that ask come from, before they are committed."""
         for each, draft, outcome in zip(issued.batch.sampled, issued.drafts, verified, strict=True):
             if (report := each.sequence.report) is not None:
-                method = self._counting.method_of(draft)
+                method = self._counting.method_of(draft, each.sequence)
                 reason = plain_reason(each, draft, is_class_open=self._planning.is_open(each.sequence))
                 report.record(token_sources(draft, outcome, method), method, reason)
 

@@ -7,18 +7,23 @@ from collections.abc import Sequence as Seq
 
 from engine.config import SpeculationConfig
 from engine.proposer.checked_draft import CheckedDraft
+from engine.sequence.request_tokens import RequestTokens
 from engine.stats.class_acceptance import ClassCounters, ClassKey, ClassStats, class_name
 from engine.stats.drift import DriftMonitor, DriftStats
 from engine.stats.engine_stats import DraftCounters, DraftStats
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
+from protos.messages import SpeculationMethod
+
+_OWN_METHODS = tuple(method for method in SpeculationMethod if method.can_branch)
 
 
 class DraftCounting:
     """The sums of an engine's drafts; state of the engine's thread."""
 
     def __init__(self, config: SpeculationConfig) -> None:
-        self._own_method = next((str(each) for each in config.methods if each.can_branch), "model")
+        own = (each for each in config.methods if each in _OWN_METHODS)
+        self._own_method = next(own, SpeculationMethod.MODEL)
         self._drafts = DraftCounters()
         self._classes = ClassCounters()
         self._drift = DriftMonitor()
@@ -35,9 +40,10 @@ class DraftCounting:
     def drift(self) -> tuple[DriftStats, ...]:
         return self._drift.snapshot()
 
-    def method_of(self, draft: CheckedDraft) -> str:
-        """Return the method that drafted: the text that was copied, or the deployment's own."""
-        return str(draft.draft.source or self._own_method)
+    def method_of(self, draft: CheckedDraft, sequence: RequestTokens) -> str:
+        """Return the text that was matched, or the model or head that drafted: for hybrids the deployment's own."""
+        is_named = sequence.method not in (SpeculationMethod.HYBRID, SpeculationMethod.NONE)
+        return str(draft.draft.source or (sequence.method if is_named else self._own_method))
 
     def check(self, draft: CheckedDraft) -> None:
         """Count what was cut off a draft before its pass."""
@@ -48,7 +54,7 @@ class DraftCounting:
         passes = Counter(
             [
                 (
-                    draft.draft.source,
+                    self.method_of(draft, task.sequence),
                     task.sequence.is_greedy,
                     task.sequence.matcher is not None,
                     draft.num_valid,
@@ -60,11 +66,10 @@ class DraftCounting:
                 if outcome.is_exact and draft.num_valid > 0
             ]
         )
-        for (source, is_greedy, has_grammar, num_valid, depth, num_forced, num_accepted), count in passes.items():
+        for (method, is_greedy, has_grammar, num_valid, depth, num_forced, num_accepted), count in passes.items():
             self._drafts.record(num_valid, num_accepted, depth, count)
             # What the grammar forced says nothing of the method that drafted before it.
             if (num_own := depth - num_forced) > 0:
-                method = str(source or self._own_method)
                 key = ClassKey(method, class_name(is_greedy=is_greedy, is_structured=has_grammar))
                 self._classes.record(key, num_own, min(num_accepted, num_own), count)
                 self._drift.record(f"{key.method}-{key.name}", num_accepted > 0, count)

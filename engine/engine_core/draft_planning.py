@@ -13,7 +13,7 @@ from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.stats.step_times import StepTimer
 from engine.verifier.verify_result import VerifyResult
-from protos.messages import GenerateRequest, SpeculationMethod
+from protos.messages import GenerateRequest
 
 
 class DraftPlanning:
@@ -75,7 +75,7 @@ class DraftPlanning:
             sequences = [scheduled.sequence for scheduled in sampled]
             self.budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
 
-    def _goodput(self, method: SpeculationMethod, kind: str) -> float | None:
+    def _goodput(self, method: str, kind: str) -> float | None:
         return None if self.budget is None else self.budget.goodput(method, kind)
 
 

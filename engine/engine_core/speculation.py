@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.approximate.steps import StepSpeculation, step_speculation
@@ -42,6 +43,7 @@ def load_speculation(
     scheduler: Scheduler,
     proposer: Proposer | None,
     step_writer: Proposer | None,
+    models: Mapping[str, Proposer],
 ) -> Speculation:
     """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
     speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
@@ -49,7 +51,7 @@ def load_speculation(
     own = head or self_proposer(runner, speculation.tree)
     if own is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"
-        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind))
+        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind), models)
     elif proposer is not None and speculation.steps is not None and speculation.can_draft:
         tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
         steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)

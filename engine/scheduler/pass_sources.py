@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sequence.batch import ScheduledSequence
 from engine.verifier.verify_result import VerifyResult
-from protos.messages import PlainReason, TokenSource
+from protos.messages import PlainReason, TokenSource, has_own_weights
 
 
 def token_sources(draft: CheckedDraft, outcome: VerifyResult, method: str) -> list[str]:
@@ -38,7 +38,7 @@ def _empty_reason(scheduled: ScheduledSequence, draft: CheckedDraft) -> PlainRea
     """Return why a proposer that was asked has brought nothing into the pass."""
     if draft.was_proposed:
         return PlainReason.CONSTRAINT if scheduled.sequence.matcher is not None else PlainReason.INVALID
-    return PlainReason.DRAFT_AWAY if scheduled.sequence.method.can_branch else PlainReason.NO_MATCH
+    return PlainReason.DRAFT_AWAY if has_own_weights(scheduled.sequence.method) else PlainReason.NO_MATCH
 
 
 def _accepted(draft: CheckedDraft, position: int, method: str) -> str:

@@ -30,7 +30,7 @@ from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.stats.histogram import WAIT_BUCKETS_S, Histogram
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
-from protos.messages import FinishReason, TokenChunk, TokenLogprobs
+from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_weights
 
 logger = logging.getLogger(__name__)
 
@@ -377,7 +377,7 @@ class Scheduler:
 
 
 def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int:
-    return tree.num_nodes_for(num_ready, sequence.verify) if sequence.method.can_branch else 0
+    return tree.num_nodes_for(num_ready, sequence.verify) if has_own_weights(sequence.method) else 0
 
 
 def _is_ready(sequence: Sequence) -> bool:

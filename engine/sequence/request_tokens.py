@@ -23,7 +23,7 @@ class DraftRule:
 
     num_draft_tokens: int
     verify: VerifyMode
-    method: SpeculationMethod = SpeculationMethod.NONE
+    method: str = SpeculationMethod.NONE
     num_guess_tokens: int | None = None
     has_fixed_length: bool = False
 

@@ -117,7 +117,7 @@ class ServeBackend:
             raise _as_serving_error(error) from error
         failures = [_as_serving_error(result) for result in results if isinstance(result, BaseException)]
         if not failures:
-            return list(results)
+            return [report for reports in results for report in reports]
         first = failures[0]
         if isinstance(first, ServingError) and len(results) > 1:
             raise type(first)(f"{len(failures)} of {len(results)} pairs: {first.message}", param=first.param)

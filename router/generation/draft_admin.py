@@ -44,20 +44,20 @@ class DraftAdmin:
         current_client.get().require_admin()
         return await self._order(ShowDraft(), _SHOW_TIMEOUT_S)
 
-    async def swap(self, path: str, wait_s: float) -> Sequence[DraftReport]:
-        """Have every pair run the draft at `path`, once all have found it fit; return the drafts that run then.
+    async def swap(self, order: SwapDraft) -> Sequence[DraftReport]:
+        """Have every pair run another draft, once all have found it fit; return the drafts that run then.
 
         Raises:
             PermissionDeniedError: the client is no admin.
             RequestError: drafts have no process of their own, or a pair refuses the checkpoint.
             ConflictError: another order is under way.
-            DeadlineExceededError: the new draft was not up within `wait_s` on a pair, which brings the old one back.
+            DeadlineExceededError: the new draft was not up in time on a pair, which brings the old one back.
         """
         current_client.get().require_admin()
-        await self._order(CheckDraft(path), _CHECK_TIMEOUT_S)
-        logger.warning("an admin exchanges the drafts for %s", path)
+        await self._order(CheckDraft(order.path, order.method), _CHECK_TIMEOUT_S)
+        logger.warning("an admin exchanges the drafts for %s", order.path)
         try:
-            return await self._order(SwapDraft(path, wait_s), wait_s + _RETURN_S)
+            return await self._order(order, order.wait_s + _RETURN_S)
         finally:
             self._on_change()
 
@@ -67,7 +67,7 @@ class DraftAdmin:
         Raises: as `swap`.
         """
         current_client.get().require_admin()
-        await self._order(CheckDraft(order.path), _CHECK_TIMEOUT_S)
+        await self._order(CheckDraft(order.path, order.method), _CHECK_TIMEOUT_S)
         logger.warning("an admin tries the draft %s", order.path)
         return await self._order(order, _SHOW_TIMEOUT_S)
 

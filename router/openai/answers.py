@@ -82,9 +82,10 @@ class CanaryAnswer(TypedDict):
 
 
 class RunningDraft(TypedDict):
-    """The draft model that a pair runs; `name` is its folder's, `digest` its part of `system_fingerprint`."""
+    """A draft model that a pair runs; `name` is its folder's, `digest` its part of `system_fingerprint`."""
 
     name: str
+    method: str  # by which requests choose it
     digest: str
     since: int  # Unix time
     is_deployed: bool  # false after an exchange, until deploy.yaml names it too

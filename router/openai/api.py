@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
 from protos.errors import OverloadedError, RequestError, ServingError
-from protos.served_draft import TryDraft
+from protos.served_draft import SwapDraft, TryDraft
 from router.api_keys import ApiKeys
 from router.backend.shared_answer import SharedAnswer
 from router.generation.generation import Generation
@@ -196,7 +196,7 @@ class OpenAIApi:
     async def swap_drafts(self, request: Request) -> Response:
         """Have every pair run another draft; for admins."""
         body = await self._bodies.read(request, SwapDrafts, is_strict=True)
-        return JSONResponse(drafts_answer(await self._service.drafts.swap(body.path, body.wait_s)))
+        return JSONResponse(drafts_answer(await self._service.drafts.swap(SwapDraft(**body.model_dump()))))
 
     async def try_drafts(self, request: Request) -> Response:
         """Have every pair try another draft against its own; for admins."""

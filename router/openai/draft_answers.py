@@ -12,7 +12,11 @@ from router.openai.answers import CanaryAnswer, DraftsAnswer, PairDraftAnswer, R
 def running_draft(report: DraftReport) -> RunningDraft:
     """Return what every client may know: no path of the node."""
     answer = RunningDraft(
-        name=_name(report.path), digest=report.digest, since=int(report.since_s), is_deployed=report.is_deployed
+        name=_name(report.path),
+        method=report.method,
+        digest=report.digest,
+        since=int(report.since_s),
+        is_deployed=report.is_deployed,
     )
     if report.canary is not None:
         answer["canary"] = _canary(report.canary)
@@ -39,7 +43,7 @@ def _name(path: str) -> str:
 
 
 def drafts_answer(reports: Sequence[DraftReport]) -> DraftsAnswer:
-    """Return the draft of every pair."""
+    """Return the drafts of every pair."""
     return DraftsAnswer(
         drafts=[
             PairDraftAnswer(**running_draft(report), replica=report.replica, path=report.path) for report in reports

@@ -18,10 +18,14 @@ _TRIAL = TryDraft("")
 
 
 class SwapDrafts(Body):
-    """The body of `/admin/drafts/swap`: a folder on the pairs' nodes, and the seconds that its start may take."""
+    """The body of `/admin/drafts/swap`: a folder on the pairs' nodes, and the seconds that its start may take.
+
+    `method` names one of several draft models; left out, it is the deployment's own.
+    """
 
     path: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^/")]
     wait_s: float = Field(default=120.0, ge=1.0, le=3600.0, strict=False)
+    method: str = Field(default="", max_length=32)
 
 
 class TryDrafts(SwapDrafts):

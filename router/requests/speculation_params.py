@@ -33,13 +33,13 @@ def speculation_params(wishes: SpeculationFields | None, card: ModelCard) -> Spe
     )
 
 
-def _method(name: str | None, card: ModelCard) -> SpeculationMethod | None:
+def _method(name: str | None, card: ModelCard) -> str | None:
     offered = card.speculation_methods or (SpeculationMethod.NONE,)
     if name is not None and name not in offered:
         raise RequestError(
             f"speculation.method is {name!r}; this deployment offers {', '.join(offered)}.", param="speculation.method"
         )
-    return None if name is None else SpeculationMethod(name)
+    return name
 
 
 def check_prediction(params: GenerateParams, card: ModelCard) -> None:

@@ -59,7 +59,7 @@ def test_unknown_key_is_named_with_the_nearest_one():
 
 
 def test_unknown_top_level_key_is_named():
-    assert "args.drafts: unknown key; did you mean 'draft'?" in error_of(drafts={})
+    assert "args.drafter: unknown key; did you mean 'draft'?" in error_of(drafter={})
 
 
 def test_unknown_key_inside_an_optional_section_is_named():

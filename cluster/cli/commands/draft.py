@@ -26,6 +26,9 @@ _CHECK_AND_RETURN_S = 1000.0  # the server's own limits, beside the wait for the
 _TRIAL = TryDraft("")
 
 Url = Annotated[str, Option(help="base address of the server")]
+Method = Annotated[
+    str, Option(help="which of several drafts, by the name of its method; the deployment's own if left out")
+]
 Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
 
 
@@ -41,9 +44,10 @@ def swap(
     url: Url = URL,
     api_key: Key = API_KEY,
     wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="the old draft comes back after this time")] = 120.0,
+    method: Method = "",
 ) -> None:
     """Have every pair run another draft, while its streams go on."""
-    body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s}
+    body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s, "method": method}
     _print(_call(url, api_key, "/admin/drafts/swap", body, wait_s + _CHECK_AND_RETURN_S))
 
 
@@ -61,6 +65,7 @@ def canary(
         float, Option(max=0.5, help="chance to give one up that gains min-gain")
     ] = _TRIAL.false_rollback,
     deadline_s: Annotated[float, Option(min=1.0, max=604_800.0, help="of the whole trial")] = _TRIAL.deadline_s,
+    method: Method = "",
 ) -> None:
     """Try another draft against the present one by turns, and keep the faster; `show` tells how it goes."""
     body = {
@@ -72,6 +77,7 @@ def canary(
         "false_keep": false_keep,
         "false_rollback": false_rollback,
         "max_pairs": max_pairs,
+        "method": method,
     }
     _print(_call(url, api_key, "/admin/drafts/canary", body, _CHECK_AND_RETURN_S))
 
@@ -106,12 +112,12 @@ def _reason(error: HTTPError) -> str:
 
 def _print(drafts: list[dict[str, Any]]) -> None:
     table = Table()
-    for name in ("pair", "draft", "digest", "since", "trial"):
+    for name in ("pair", "method", "draft", "digest", "since", "trial"):
         table.add_column(name)
     for each in drafts:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["since"]))
         path = each["path"] if each["is_deployed"] else f"{each['path']} (deploy.yaml has another)"
-        table.add_row(each["replica"], path, each["digest"], since, _trial(each))
+        table.add_row(each["replica"], each["method"], path, each["digest"], since, _trial(each))
     console.print(table)
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from protos.messages import SpeculationMethod
-
 logger = logging.getLogger(__name__)
 
 EXPLORED = 16  # one request of so many goes to the method that has been left alone longest
 
-Goodput = Callable[[SpeculationMethod, str], float | None]  # of a method and a class; None: not measured
+Goodput = Callable[[str, str], float | None]  # of a method and a class; None: not measured
 
 
 class MethodChooser:
@@ -27,12 +25,12 @@ class MethodChooser:
         goodput: their measured goodput.
     """
 
-    def __init__(self, methods: Sequence[SpeculationMethod], goodput: Goodput) -> None:
+    def __init__(self, methods: Sequence[str], goodput: Goodput) -> None:
         self._methods = tuple(methods)
         self._goodput = goodput
         self._classes: dict[str, _ClassChoices] = {}
 
-    def choose(self, name: str) -> SpeculationMethod:
+    def choose(self, name: str) -> str:
         """Return the method of the next request of class `name`."""
         if name not in self._classes:
             self._classes[name] = _ClassChoices(name, self._methods)
@@ -42,13 +40,13 @@ class MethodChooser:
 class _ClassChoices:
     """The choices of one class: each method's latest request, and the best one so far."""
 
-    def __init__(self, name: str, methods: Sequence[SpeculationMethod]) -> None:
+    def __init__(self, name: str, methods: Sequence[str]) -> None:
         self._name = name
         self._latest = dict.fromkeys(methods, 0)
         self._num_requests = 0
-        self._best: SpeculationMethod | None = None
+        self._best: str | None = None
 
-    def next(self, goodputs: dict[SpeculationMethod, float | None]) -> SpeculationMethod:
+    def next(self, goodputs: dict[str, float | None]) -> str:
         """Try what is not measured, one request of some what was left alone, and use the best for the others."""
         self._num_requests += 1
         unknown = [method for method, goodput in goodputs.items() if goodput is None]
@@ -62,8 +60,8 @@ class _ClassChoices:
         self._latest[chosen] = self._num_requests
         return chosen
 
-    def _report(self, best: SpeculationMethod, goodputs: dict[SpeculationMethod, float | None]) -> None:
-        if best is not self._best:
+    def _report(self, best: str, goodputs: dict[str, float | None]) -> None:
+        if best != self._best:
             figures = ", ".join(f"{method} {goodput:.2f}" for method, goodput in goodputs.items())
             logger.info("%s requests are drafted for by %s now; over plain decoding: %s", self._name, best, figures)
             self._best = best

@@ -27,10 +27,10 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
     )
 
 
-def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> SpeculationMethod:
+def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> str:
     """Return the method that is asked for; a choice may follow a clock where K may."""
     method = request.speculation.method or deployment.method
-    if method is not SpeculationMethod.AUTO:
+    if method != SpeculationMethod.AUTO:
         return method
     if not _is_planned(request, deployment):
         return next(iter(deployment.choices), SpeculationMethod.NONE)
@@ -41,13 +41,13 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
     """Return K of a request: what it asks for, within what the deployment allows."""
     asked = request.speculation
     method = asked.method or deployment.method
-    if not asked.enabled or method is SpeculationMethod.NONE:
+    if not asked.enabled or method == SpeculationMethod.NONE:
         return 0
     if asked.num_tokens is not None:
         return min(asked.num_tokens, deployment.max_num_tokens)
     if _is_planned(request, deployment):
         return deployment.max_num_tokens
-    return deployment.guess_limit if method is SpeculationMethod.SUFFIX else deployment.num_tokens
+    return deployment.guess_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:

@@ -10,7 +10,6 @@ from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
-from protos.messages import SpeculationMethod
 
 Ranking = tuple[Proposer, ...]
 
@@ -33,7 +32,7 @@ class MethodDispatcher:
     that is not here has no drafts.
     """
 
-    def __init__(self, methods: Mapping[SpeculationMethod, Ranking]) -> None:
+    def __init__(self, methods: Mapping[str, Ranking]) -> None:
         self._methods = methods
         self._sequences: dict[str, _OpenSequence] = {}
 

@@ -173,25 +173,32 @@ def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
     assert channel.stats.num_hits == 0 if fan_out is None else channel.stats.num_hits > 0
 
 
-def test_methods_are_chosen_by_measurement_beside_a_draft_that_works_ahead(
+def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one_that_dies(
     folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`method: auto` with `target_itl_ms` under `mode: async`: each method is tried, and no choice changes a token."""
-    methods = (SpeculationMethod.AUTO, SpeculationMethod.MODEL, SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM)
+    """`method: auto` with `target_itl_ms` under `mode: async`: each method is tried, and no choice changes a token.
+
+    The second draft dies half-way: the first goes on.
+    """
+    methods = (SpeculationMethod.AUTO, SpeculationMethod.MODEL, "prose", SpeculationMethod.SUFFIX)
     speculation = SpeculationConfig(K, methods=methods, adaptive=True, target_itl_s=PATIENCE_S)
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     config = EngineConfig(model, CACHE, SchedulerConfig(max_model_len=128), speculation)
     batches = [[replace(each, request_id=f"{each.request_id}, {number}") for each in requests()] for number in range(4)]
-    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
-        channel = connected(folder / "draft.sock")
-        engine = EngineCore.from_config(config, proposer_of(methods, channel))
+    with ExitStack() as others, serving(folders, folder / "draft.sock", FAN_OUT) as server:
+        others.enter_context(serving(folders, folder / "prose.sock", FAN_OUT))
+        channel, prose = connected(folder / "draft.sock"), connected(folder / "prose.sock")
+        engine = EngineCore.from_config(config, proposer_of(methods, channel, others={"prose": prose}))
         slow_down(engine, channel, [server], monkeypatch)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             texts = generate(engine, batch, channel)
             assert all(text == reference[name.partition(",")[0]] for name, text in texts.items())
+            if number == 2:
+                others.close()
+        prose.flush()
+        assert [each.stats.is_connected for each in (channel, prose)] == [True, False]
         channel.disconnect()
-    tried = {name.partition("-")[0] for name in engine.stats().speedups}
-    assert tried >= {"model", "suffix", "ngram"}
+    assert {each.method for each in engine.stats().classes} >= {"model", "prose", "suffix"}
     assert channel.stats.num_hits > 0
 
 

@@ -1,5 +1,7 @@
 """The names of the public contract, and where their values come from."""
 
+from dataclasses import replace
+
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.proposer.vocab_mapping.counts import TranslationCounts
@@ -23,9 +25,6 @@ CONTRACT = {
     "outrider_num_requests_waiting": 3.0,
     "outrider_prefill_local_tokens": 68.0,
     "outrider_num_requests_refused": 7.0,
-    "outrider_draft_connected": 1.0,
-    "outrider_draft_foreign_tokens": 20.0,
-    "outrider_draft_untranslated_tokens": 3.0,
     "outrider_num_overlapped_passes": 5.0,
 }
 
@@ -35,7 +34,8 @@ def text() -> str:
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes(), num_overlapped_passes=5)
     metrics = PairMetrics()
     channel = DraftChannelStats(is_connected=True, translated=TranslationCounts(20, 3))
-    metrics.update(Pong(0.0, engine, channel), num_refused=7)
+    drafts = {"model": channel, "prose": DraftChannelStats(num_missed_offers=5)}
+    metrics.update(Pong(0.0, engine, drafts), num_refused=7)
     return metrics.text()
 
 
@@ -43,6 +43,18 @@ def test_every_metric_of_the_contract_comes_out_under_its_name():
     lines = merge_metrics("", [text()]).splitlines()
     for name, value in CONTRACT.items():
         assert f'{name}{{replica="0"}} {value}' in lines
+
+
+def test_each_draft_model_has_series_of_its_own():
+    lines = merge_metrics("", [text()]).splitlines()
+    for name, model, prose in (
+        ("connected", 1.0, 0.0),
+        ("num_missed_offers", 0.0, 5.0),
+        ("foreign_tokens", 20.0, 0.0),
+        ("untranslated_tokens", 3.0, 0.0),
+    ):
+        assert f'outrider_draft_{name}{{method="model",replica="0"}} {model}' in lines
+        assert f'outrider_draft_{name}{{method="prose",replica="0"}} {prose}' in lines
 
 
 def test_acceptance_is_counted_by_position():
@@ -54,7 +66,7 @@ def test_acceptance_is_counted_by_position():
 def test_speedups_are_exported_by_class():
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), speedups={"model-greedy": 1.5})
     metrics = PairMetrics()
-    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    metrics.update(Pong(0.0, engine, {}), num_refused=0)
     assert 'outrider_spec_decode_speedup{class="model-greedy"} 1.5' in metrics.text().splitlines()
 
 
@@ -62,7 +74,7 @@ def test_acceptance_is_counted_by_position_method_and_class():
     classes = (ClassStats("model", "greedy-free", (4, 3), (3, 1)),)
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), classes=classes)
     metrics = PairMetrics("r1")
-    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    metrics.update(Pong(0.0, engine, {}), num_refused=0)
     lines = merge_metrics("", [metrics.text()]).splitlines()
     labels = '{class="greedy-free",method="model",position="1",replica="r1"}'
     assert f"outrider_spec_decode_class_draft_tokens_per_pos{labels} 3.0" in lines
@@ -73,7 +85,7 @@ def test_drift_is_told_by_class():
     drift = (DriftStats("model-greedy-free", 0.4, 0.7, num_alarms=2, is_alarming=True),)
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), drift=drift)
     metrics = PairMetrics()
-    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    metrics.update(Pong(0.0, engine, {}), num_refused=0)
     lines = merge_metrics("", [metrics.text()]).splitlines()
     labels = '{class="model-greedy-free",replica="0"}'
     assert f"outrider_spec_decode_drift_alarm{labels} 1.0" in lines
@@ -86,13 +98,14 @@ def test_the_draft_that_runs_and_its_trial_are_told():
     canary = CanaryReport("/m/new", "/m/old", CanaryOutcome.KEPT, "", 7, 0.1, 0.02, 0.2)
     metrics = PairMetrics()
     draft = DraftReport("r1", "/m/new", "abcd", 0.0, is_deployed=False, canary=canary)
-    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0, draft=draft)
+    metrics.update(Pong(0.0, engine, {}), num_refused=0, drafts=(draft, replace(draft, method="prose", canary=None)))
     lines = metrics.text().splitlines()
-    assert 'outrider_draft_info{digest="abcd",draft="new"} 1.0' in lines
-    assert 'outrider_draft_canary{outcome="kept"} 1.0' in lines
-    assert 'outrider_draft_canary{outcome="running"} 0.0' in lines
-    assert 'outrider_draft_canary_gain{bound="low"} 0.02' in lines
-    assert "outrider_draft_canary_pairs 7.0" in lines
+    assert 'outrider_draft_info{digest="abcd",draft="new",method="model"} 1.0' in lines
+    assert 'outrider_draft_canary{method="model",outcome="kept"} 1.0' in lines
+    assert 'outrider_draft_canary{method="model",outcome="running"} 0.0' in lines
+    assert 'outrider_draft_canary{method="prose",outcome="kept"} 0.0' in lines
+    assert 'outrider_draft_canary_gain{bound="low",method="model"} 0.02' in lines
+    assert 'outrider_draft_canary_pairs{method="model"} 7.0' in lines
 
 
 def test_queue_times_are_a_histogram():
@@ -101,7 +114,7 @@ def test_queue_times_are_a_histogram():
         histogram.observe(seconds)
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), queue_times=histogram.snapshot())
     metrics = PairMetrics()
-    metrics.update(Pong(0.0, engine, DraftChannelStats()), num_refused=0)
+    metrics.update(Pong(0.0, engine, {}), num_refused=0)
     name = "outrider_request_queue_time_seconds"
     assert [line for line in metrics.text().splitlines() if line.startswith(name)] == [
         f'{name}_bucket{{le="0.1"}} 1.0',

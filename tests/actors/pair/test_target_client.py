@@ -17,7 +17,7 @@ from actors.engine_loop.status_reporter import StatusReporter
 from actors.pair.target_client import TargetClient
 from actors.pair.token_stream import TokenStream
 from actors.process.frames import FrameListener
-from actors.shell_messages import DraftChannelStats, Refused
+from actors.shell_messages import Refused
 from actors.target.shell_server import ShellServer
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
@@ -93,7 +93,7 @@ class Target:
 
     def __init__(self, path: Path) -> None:
         self.engine = CountingEngine()
-        self.server = ShellServer(FrameListener(path), CARD, DraftChannelStats)
+        self.server = ShellServer(FrameListener(path), CARD, dict)
         self.kv_events = KVEventBuffer()
         reporter = StatusReporter(self.server.emit, self.kv_events, lambda: [KEY])
         self.loop = EngineLoop(self.engine, self.server.emit, reporter=reporter)

@@ -23,7 +23,7 @@ class ScriptedClient:
 
     def __init__(self) -> None:
         self.is_connected = True
-        self.answer: Pong | Exception = Pong(0.0, STATS, DraftChannelStats())
+        self.answer: Pong | Exception = Pong(0.0, STATS, {})
         self.num_fences = 0
 
     async def ping(self, timeout_s: float) -> Pong:
@@ -42,22 +42,19 @@ class Rig:
         self.client = ScriptedClient()
         self.now_s = 1000.0
         self.num_restarts = 0
-        self.num_draft_restarts = 0
+        self.restarted_drafts: list[str] = []
         self.pongs: list[Pong] = []
         self.watchdog = Watchdog(
             cast(TargetClient, self.client),
             SETTINGS,
             self._restart,
             self.pongs.append,
-            self._restart_draft,
+            self.restarted_drafts.append,
             clock=lambda: self.now_s,
         )
 
     def _restart(self) -> None:
         self.num_restarts += 1
-
-    def _restart_draft(self) -> None:
-        self.num_draft_restarts += 1
 
     async def look(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One round of `run`."""
@@ -92,7 +89,7 @@ async def test_a_target_that_does_not_answer_is_fenced_and_restarted(rig: Rig, m
 
 
 async def test_a_target_stuck_in_a_step_is_fenced_and_restarted(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    rig.client.answer = Pong(121.0, STATS, DraftChannelStats())
+    rig.client.answer = Pong(121.0, STATS, {})
     await rig.look(monkeypatch)
     assert (rig.client.num_fences, rig.num_restarts) == (1, 1)
 
@@ -101,10 +98,13 @@ async def test_a_draft_that_is_silent_for_long_is_restarted_once_in_a_while(rig:
     restarts = []
     for silent_s, passed_s in ((299.0, 400.0), (301.0, 0.0), (320.0, 20.0), (700.0, 400.0)):
         rig.now_s += passed_s
-        rig.client.answer = Pong(0.0, STATS, DraftChannelStats(silent_s=silent_s))
+        rig.client.answer = Pong(
+            0.0, STATS, {"model": DraftChannelStats(silent_s=silent_s), "prose": DraftChannelStats()}
+        )
         await rig.look(monkeypatch)
-        restarts.append(rig.num_draft_restarts)
+        restarts.append(len(rig.restarted_drafts))
     assert restarts == [0, 1, 1, 2]
+    assert rig.restarted_drafts == ["model", "model"]
     assert rig.num_restarts == 0
 
 

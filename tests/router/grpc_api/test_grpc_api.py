@@ -111,7 +111,7 @@ async def test_every_field_reaches_the_engine(stub: outrider_pb2_grpc.Generation
     assert sampling.stop_token_ids == (9,)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 0)
     assert (request.speculation.enabled, request.speculation.verify) == (False, VerifyMode.BLOCK)
-    assert request.speculation.method is SpeculationMethod.NGRAM
+    assert request.speculation.method == SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
     assert request.session_id == hashlib.sha256(b"me").hexdigest()[:32]
     assert 29 < request.timeout_s <= 30

@@ -187,7 +187,7 @@ async def test_an_admin_exchanges_the_drafts_once_all_pairs_find_them_fit(
             answer = await http.post("/admin/drafts/swap", json={"path": "/models/new", "wait_s": 5})
         assert (listed.status_code, answer.status_code) == (status, status)
     assert backend.draft_orders == [ShowDraft(), CheckDraft("/models/new"), SwapDraft("/models/new", 5.0)]
-    draft = {"name": "new", "digest": "0011aabb", "since": 1700000000, "is_deployed": False}
+    draft = {"name": "new", "method": "model", "digest": "0011aabb", "since": 1700000000, "is_deployed": False}
     assert answer.json() == listed.json() == {"drafts": [{**draft, "replica": "pair-1", "path": "/models/new"}]}
     backend.card = replace(backend.card, draft=DRAFT)
     async with app_client(service, ApiKeys(), "") as http:

@@ -268,7 +268,7 @@ async def test_every_parameter_reaches_the_engine(client: openai.AsyncOpenAI, ba
     assert sampling.stop_token_ids == (0, 9)
     assert (sampling.min_tokens, sampling.max_tokens, sampling.num_logprobs) == (2, 9, 2)
     assert (request.speculation.num_tokens, request.speculation.verify) == (2, VerifyMode.REJECTION)
-    assert request.speculation.method is SpeculationMethod.NGRAM
+    assert request.speculation.method == SpeculationMethod.NGRAM
     assert (request.cache_salt, request.priority) == ("tenant", -3)
     assert request.session_id == hashlib.sha256(b"conversation 7").hexdigest()[:32]
     assert 29 < request.timeout_s <= 30

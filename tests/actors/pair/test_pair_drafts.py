@@ -1,0 +1,72 @@
+"""Several draft models of a pair: orders go to the one they name, one at a time, and alarms to the one that fell."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.pair.auto_tune import AutoTunes
+from actors.pair.pair_draft import OrderSlot, PairDraft
+from actors.pair.pair_drafts import PairDrafts
+from protos.errors import ConflictError, RequestError
+from protos.served_draft import CheckDraft, ShowDraft, StopCanary, SwapDraft
+from tests.actors.pair.simulated_pair import OLD, SimulatedPair
+from tests.actors.pair.test_auto_tune import NewIsFaster, settings, until_done
+
+
+def drafts_of(*pairs: SimulatedPair) -> PairDrafts:
+    slot, names = OrderSlot(), ("model", "prose", "code")
+    return PairDrafts(
+        [
+            PairDraft(pair, replace(OLD, method=name), pair.goodput, lambda: 99.0, pair.sleep, slot)
+            for pair, name in zip(pairs, names, strict=False)
+        ]
+    )
+
+
+def two_pairs() -> tuple[SimulatedPair, SimulatedPair]:
+    return SimulatedPair(NewIsFaster()), SimulatedPair(NewIsFaster())
+
+
+async def test_an_order_goes_to_the_draft_that_it_names_and_else_to_the_first() -> None:
+    own, prose = two_pairs()
+    drafts = drafts_of(own, prose)
+    reports = await drafts.carry_out(SwapDraft("/new", 5.0, "prose"))
+    assert [(each.method, each.path) for each in reports] == [("model", "/old"), ("prose", "/new")]
+    await drafts.carry_out(SwapDraft("/third", 5.0))
+    assert (own.starts, prose.starts) == (["/third"], ["/new"])
+    assert [each.path for each in await drafts.carry_out(ShowDraft())] == ["/third", "/new"]
+    assert await drafts.carry_out(StopCanary()) == drafts.reports
+
+
+async def test_a_draft_that_nobody_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(RequestError, match=r"No draft model is called 'prosa' here; there is model, prose\."):
+        await drafts_of(*two_pairs()).carry_out(CheckDraft("/new", "prosa"))
+
+
+async def test_while_one_draft_is_exchanged_no_other_is() -> None:
+    own, prose = two_pairs()
+    drafts = drafts_of(own, prose)
+    swap = asyncio.create_task(drafts.carry_out(SwapDraft("/new", 5.0)))
+    await asyncio.sleep(0)
+    with pytest.raises(ConflictError, match="exchanged, checked or tried"):
+        await drafts.carry_out(SwapDraft("/new", 5.0, "prose"))
+    await swap
+    assert (own.starts, prose.starts) == (["/new"], [])
+
+
+@pytest.mark.parametrize(
+    ("fallen", "trained"), [("prose-greedy-free", 1), ("model-greedy-free", 0), ("suffix-sampled-free", 0)]
+)
+async def test_an_alarm_tunes_the_draft_of_its_class_and_else_the_first(
+    tmp_path: Path, fallen: str, trained: int
+) -> None:
+    pairs = two_pairs()
+    AutoTunes(settings(tmp_path / "drafts", 0), drafts_of(*pairs)).ring(fallen)
+    await until_done()
+    assert [bool(pair.starts) for pair in pairs] == [trained == 0, trained == 1]
+    folder = Path(pairs[trained].path).parent
+    assert folder == (tmp_path / "drafts" / "prose" if trained else tmp_path / "drafts")

@@ -1,0 +1,122 @@
+"""Several draft models in deploy.yaml: what is accepted, what is refused by name, and what processes they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import DeployConfig, parse_config
+from cluster.local.one_process import in_one_process
+from cluster.placement.placement import NodeResources, plan_pair
+from cluster.placement.topology import NodeTopology
+from cluster.replica_settings import pair_settings, placement_request
+from protos.errors import ConfigError
+from tests.engine.fixtures.checkpoints import write_checkpoint
+
+MODEL = {"kind": "model", "path": "own"}
+
+
+def config_of(**args: Any) -> DeployConfig:
+    return parse_config({"model_id": "m", "target": {"path": "t"}, "draft": MODEL, **args})
+
+
+def refusal(**args: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(**args)
+    return str(caught.value)
+
+
+def test_each_name_is_a_method_that_requests_may_choose() -> None:
+    drafts = [{"name": "prose", "path": "p"}, {"name": "code", "path": "c"}]
+    config = config_of(drafts=drafts)
+    assert config.offered_methods == ("model", "prose", "code", "hybrid", "suffix", "ngram", "none")
+    assert config.to_engine().speculation.methods == config.offered_methods
+    limited = config_of(drafts=drafts, speculation={"method": "auto", "methods": ["code", "model"]})
+    assert limited.offered_methods == ("auto", "model", "code", "none")
+    assert limited.to_engine().speculation.choices == ("model", "code")
+    first = config_of(drafts=drafts, speculation={"method": "code"})
+    assert first.offered_methods[0] == "code"
+
+
+def test_a_head_may_have_models_beside_it() -> None:
+    config = config_of(draft={"kind": "mtp"}, drafts=[{"name": "prose", "path": "p"}])
+    assert config.offered_methods == ("mtp", "prose", "hybrid", "suffix", "ngram", "none")
+    assert [draft.path for draft in config.draft_models] == ["p"]
+
+
+def test_what_is_wrong_with_drafts_is_named() -> None:
+    prose = {"name": "prose", "path": "p"}
+    assert "drafts has 2 of the name 'prose'" in refusal(drafts=[prose, prose])
+    assert "args.drafts.0: name 'suffix' is that of another source of drafts" in refusal(
+        drafts=[{"name": "suffix", "path": "p"}]
+    )
+    assert "name 'prediction' is that of another" in refusal(drafts=[{"name": "prediction", "path": "p"}])
+    assert "args.drafts.0.name: string should match pattern" in refusal(drafts=[{"name": "a-b", "path": "p"}])
+    assert "args.drafts.0.path: missing" in refusal(drafts=[{"name": "prose"}])
+    assert "args.drafts.0.nme: unknown key; did you mean 'name'?" in refusal(drafts=[{"nme": "prose", "path": "p"}])
+    assert "draft.kind is 'none'; make the first of them draft" in refusal(draft={"kind": "none"}, drafts=[prose])
+    assert (
+        "speculation names method 'prosa', which draft.kind 'model' does not give, nor is it one of drafts; there is "
+        in (refusal(drafts=[prose], speculation={"method": "prosa"}))
+    )
+    assert "'Big Draft' is no method" in refusal(speculation={"methods": ["Big Draft"]})
+    assert "speculation.mode is 'async'" in refusal(
+        drafts=[{**prose, "vocabulary": "text"}], speculation={"mode": "async"}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("t", "own", "p"):
+        write_checkpoint(root / name, seed=0)
+    return root
+
+
+def served_config(folder: Path, **args: Any) -> DeployConfig:
+    return config_of(
+        target={"path": str(folder / "t")},
+        draft={"kind": "model", "path": str(folder / "own")},
+        drafts=[{"name": "prose", "path": str(folder / "p"), "quantization": "int8"}],
+        **args,
+    )
+
+
+def test_each_draft_has_a_process_and_threads_of_its_own(folder: Path) -> None:
+    config = served_config(folder, speculation={"mode": "async"})
+    placement = plan_pair(placement_request(config), [NodeResources(8)], NodeTopology())
+    assert (placement.target.num_threads, placement.draft and placement.draft.num_threads) == (4, 2)
+    assert len(placement.bundles) == 4
+    settings = pair_settings(config, placement)
+    assert list(settings.of_drafts) == ["model", "prose"]
+    prose = settings.of_drafts["prose"].draft
+    assert prose.model is not None
+    assert (prose.model.path, prose.model.quantization, prose.fan_out) == (str(folder / "p"), "int8", 3)
+    assert settings.of_drafts["prose"].more_drafts == ()
+
+
+def test_without_ray_all_drafts_are_in_the_targets_process(folder: Path) -> None:
+    config = in_one_process(served_config(folder))
+    placement = plan_pair(placement_request(config), [NodeResources(8)], NodeTopology())
+    assert placement.draft is None
+    assert len(placement.bundles) == 2
+    assert list(pair_settings(config, placement).of_drafts) == ["model", "prose"]
+
+
+@pytest.mark.parametrize(("num_gpus", "parts"), [(2, [0.45, 0.45]), (1, None)])
+def test_drafts_divide_the_gpu_that_they_share_by_their_weights(
+    folder: Path, num_gpus: int, parts: list[float] | None
+) -> None:
+    config = served_config(folder, cache={"gpu_memory_utilization": 0.9})
+    placement = plan_pair(placement_request(config), [NodeResources(8, num_gpus)], NodeTopology())
+    assert placement.num_gpus == num_gpus
+    settings = pair_settings(config, placement)
+    shares = [each.draft.cache.gpu_memory_utilization for each in settings.of_drafts.values() if each.draft.cache]
+    if parts is not None:
+        assert shares == pytest.approx(parts)
+        return
+    target = settings.engine.cache.gpu_memory_utilization
+    assert target is not None
+    assert sum(share or 0.0 for share in shares) + target == pytest.approx(0.9)
