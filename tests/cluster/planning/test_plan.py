@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,4 +157,26 @@ def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
     (tmp_path / "config.json").write_text(json.dumps(PADDED))
     target = ModelShape.of(str(tmp_path), "bf16")
     plan = Deployment(target, None, Device.of("xeon-amx-2core"), 1, (0.5,), prompt_tokens=1024, output_tokens=1)
+    assert 1000 * plan.target_pass(streams, drafts).seconds == pytest.approx(measured_ms, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "streams", "drafts", "measured_ms"),
+    [
+        ("smollm2-135m", 1, 0, 22.6),
+        ("smollm2-135m", 1, 4, 43.1),
+        ("smollm2-135m", 8, 0, 57.4),
+        ("smollm2-135m", 8, 32, 198),
+        ("models/demo/target", 1, 0, 2.6),
+        ("models/demo/target", 1, 4, 4.2),
+    ],
+)
+def test_passes_of_one_thread_on_avx2_are_within_a_fifth_of_the_measured(
+    model: str, streams: int, drafts: int, measured_ms: float
+):
+    """The figures are those of docs/performance.md, 100 tokens of context; the device is half of the table's."""
+    target = ModelShape.of(str(ROOT / model) if "/" in model else model, "bf16")
+    both = Device.of("zen3-2core")
+    one = replace(both, bandwidth_gb_s=both.bandwidth_gb_s / 2, flops_use=both.flops_use / 2)
+    plan = Deployment(target, None, one, 1, (0.5,), prompt_tokens=100, output_tokens=1)
     assert 1000 * plan.target_pass(streams, drafts).seconds == pytest.approx(measured_ms, rel=0.2)
