@@ -47,7 +47,7 @@ def swap(
     method: Method = "",
 ) -> None:
     """Have every pair run another draft, while its streams go on."""
-    body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s, "method": method}
+    body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s, **_named(method)}
     _print(_call(url, api_key, "/admin/drafts/swap", body, wait_s + _CHECK_AND_RETURN_S))
 
 
@@ -77,7 +77,7 @@ def canary(
         "false_keep": false_keep,
         "false_rollback": false_rollback,
         "max_pairs": max_pairs,
-        "method": method,
+        **_named(method),
     }
     _print(_call(url, api_key, "/admin/drafts/canary", body, _CHECK_AND_RETURN_S))
 
@@ -86,6 +86,10 @@ def canary(
 def stop(url: Url = URL, api_key: Key = API_KEY) -> None:
     """End a trial, and run the old draft."""
     _print(_call(url, api_key, "/admin/drafts/canary/stop", {}, _CHECK_AND_RETURN_S))
+
+
+def _named(method: str) -> dict[str, str]:
+    return {"method": method} if method else {}
 
 
 def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[dict[str, Any]]:

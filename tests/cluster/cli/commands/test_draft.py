@@ -18,7 +18,14 @@ CANARY = {
     **{"num_pairs": 7, "gain": -0.1, "low": -0.2, "high": 0.01},
 }
 DRAFT = {
-    **{"name": "old", "digest": "abcd", "since": 1700000000, "is_deployed": False, "replica": "pair-1"},
+    **{
+        "name": "old",
+        "method": "prose",
+        "digest": "abcd",
+        "since": 1700000000,
+        "is_deployed": False,
+        "replica": "pair-1",
+    },
     **{"path": "/models/old", "canary": CANARY},
 }
 
@@ -71,7 +78,7 @@ def server() -> Iterator[Server]:
 def test_drafts_are_shown_with_what_became_of_a_trial(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draft", "show", "--url", server.url, "--api-key", "boss"]) == 0
     text = capsys.readouterr().out
-    assert all(part in text for part in ("pair-1", "/models/old", "abcd"))
+    assert all(part in text for part in ("pair-1", "prose", "/models/old", "abcd"))
     assert server.orders == [("/admin/drafts", "Bearer boss", None)]
 
 
@@ -83,9 +90,11 @@ def test_orders_have_absolute_paths_and_the_options(
     assert main(["draft", "swap", "new", "--url", server.url, "--wait-s", "7"]) == 0
     assert main(["draft", "try", "new", "--url", server.url, "--max-pairs", "9"]) == 0
     assert main(["draft", "stop", "--url", server.url]) == 0
-    (swap, _, body), (canary, _, limits), (stop, _, nothing) = server.orders
+    assert main(["draft", "swap", "new", "--url", server.url, "--method", "prose"]) == 0
+    (swap, _, body), (canary, _, limits), (stop, _, nothing), (_, _, named) = server.orders
     assert (swap, body) == ("/admin/drafts/swap", {"path": path, "wait_s": 7.0})
     assert (canary, limits["path"], limits["max_pairs"], len(limits)) == ("/admin/drafts/canary", path, 9, 8)
+    assert named == {"path": path, "wait_s": 120.0, "method": "prose"}
     assert (stop, nothing) == ("/admin/drafts/canary/stop", {})
 
 
