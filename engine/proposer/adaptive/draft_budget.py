@@ -170,8 +170,11 @@ class DraftBudget:
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
-        methods = np.array([str(method_of(sequence)) for sequence in sequences])
-        by_price = sorted(set(methods.tolist()), key=lambda method: (*self._draft_costs.prices([method]), method))
+        names = [method_of(sequence) for sequence in sequences]
+        if len(different := set(names)) == 1:
+            return allocate(acceptance, row_seconds, *self._draft_costs.prices(names[:1]), self._max_pass_s)
+        methods = np.array(list(map(str, names)))
+        by_price = sorted(map(str, different), key=lambda method: (*self._draft_costs.prices([method]), method))
         allocations = []
         for number in range(1, len(by_price) + 1):
             is_in = np.isin(methods, by_price[:number])
@@ -182,6 +185,8 @@ class DraftBudget:
     def _leave_one(self, sequences: Seq[Sequence], lengths: Ints) -> None:
         """Now and then have one of several methods draft alone, to tell what each of them costs."""
         methods = [method_of(sequence) for sequence in sequences]
+        if len(set(methods)) < 2:
+            return
         drafting = {method for method, length in zip(methods, lengths.tolist(), strict=True) if length > 0}
         if len(drafting) < 2:
             return
