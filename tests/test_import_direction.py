@@ -71,6 +71,7 @@ def imports_of(file: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+@cache
 def imported_files(file: Path) -> set[Path]:
     """Our own files that a file imports."""
     found = set()
