@@ -33,6 +33,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # three of Ray's 5 s end a manager that starts on a busy machine
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),  # of a client; Ray's own limit is 2 GiB
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
     "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
@@ -42,6 +43,7 @@ _EVERY_CLUSTER = (
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
     "RAY_AUTH_MODE",

@@ -51,10 +51,12 @@ def _kill(kind: str, world: World) -> None:
 
 def _kill_haproxy(world: World) -> None:
     """Kill HAProxy: another one stands in until Serve has replaced it, and its manager with it."""
-    manager = world.processes.of("HAProxy's manager")[0]
+    kind = "HAProxy's manager"
+    world.eventually(lambda: bool(world.processes.of(kind)), f"{kind} runs")
+    manager = world.processes.of(kind)[0]
     _kill("HAProxy", world)
     world.eventually(lambda: not manager.is_running(), "Serve has seen the loss")
-    world.eventually(lambda: bool(world.processes.of("HAProxy's manager")), "HAProxy's manager is back")
+    world.eventually(lambda: bool(world.processes.of(kind)), f"{kind} is back")
     time.sleep(STOP_S)  # for its HAProxy, which takes the place of the one that stands in
     world.eventually(world.generates, "a request is answered")
 
