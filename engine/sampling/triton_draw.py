@@ -46,8 +46,8 @@ class RowEdits(NamedTuple):
     `ids` has the drafts of runs under penalties and the tokens of biases, a list of each behind the other.
     """
 
-    factors: Tensor  # [4 R] float32: temperatures; repetition, frequency and presence penalties
-    spans: Tensor  # [5 R] int32: line of `counts`, or -1 without penalties; drafts, then biases: [first, end) of `ids`
+    factors: Tensor  # [4, R] float32: temperatures; repetition, frequency and presence penalties
+    spans: Tensor  # [5, R] int32: line of `counts`, or -1 without penalties; drafts, then biases: [first, end) of `ids`
     ids: Tensor  # [N] int32
     biases: Tensor  # [N] float32; 0 for drafts
     counts: Tensor  # [lines, V + 1] int32, of `TokenCounts`
@@ -74,12 +74,9 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     spans = np.array(columns, np.int32).T[:, rows.run_of_row]
     spans[2] += rows.num_drafts.astype(np.int32)
     factors = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
-    num_rows = len(rows)
-    integers = send(torch.from_numpy(np.concatenate((spans.ravel(), np.array(ids, np.int32)))), logits.device)
-    numbers = send(torch.from_numpy(np.concatenate((factors.ravel(), np.array(biases, np.float32)))), logits.device)
-    return RowEdits(
-        numbers[: 4 * num_rows], integers[: 5 * num_rows], integers[5 * num_rows :], numbers[4 * num_rows :], table
-    )
+    # Each in memory of its own: Triton compiles a kernel anew for pointers that are aligned otherwise.
+    arrays = (factors, spans, np.array(ids, np.int32), np.array(biases, np.float32))
+    return RowEdits(*(send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays), table)
 
 
 @triton.jit
