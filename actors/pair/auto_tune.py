@@ -76,6 +76,9 @@ class AutoTune:
             self._say(f"given up: {error.message}", logging.ERROR)
         except OSError as error:
             self._say(f"given up: {error}; free or repair {self._folder}", logging.ERROR)
+        except Exception as error:  # the edge of a task that nothing awaits
+            logger.exception("an answer to a drift alarm failed")
+            self._say(f"given up: {error!r}; the fault is ours", logging.ERROR)
 
     async def _new_draft(self, rang_at_s: float) -> Path | None:
         """Return a draft that was made after the alarm, by this pair or another of the node; None for none."""

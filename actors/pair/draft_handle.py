@@ -68,7 +68,9 @@ class DraftHandle:
             ray.cancel(task, force=True)
             raise DeadlineExceededError(f"The draft {path!r} was not loaded within {_CHECK_TIMEOUT_S:.0f} s.") from None
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, ServingError) else error from None
+            if isinstance(error.cause, ServingError):
+                raise error.cause from None
+            raise RequestError(f"The draft {path!r} cannot be loaded: {error.cause}", param="path") from error
         except RayError as error:
             raise RequestError(f"The process that loaded the draft {path!r} ended: {error}", param="path") from None
 

@@ -38,7 +38,8 @@ def settings(folder: Path, status: int) -> AutoTuneSettings:
 
 async def until_done() -> None:
     for name in ("auto-tune", "draft-order"):
-        await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == name))
+        tasks = [task for task in asyncio.all_tasks() if task.get_name() == name]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def answered(folder: Path, status: int) -> tuple[SimulatedPair, DraftReport]:
@@ -69,6 +70,16 @@ async def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _, report = await answered(tmp_path / "file" / "drafts", 0)
     assert "given up" in report.tuning
+
+
+async def test_a_check_that_fails_in_an_unknown_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: SimulatedPair, path: str) -> None:
+        raise ImportError("half an installation")
+
+    monkeypatch.setattr(SimulatedPair, "check_draft", broken)
+    _, report = await answered(tmp_path / "drafts", 0)
+    assert "given up" in report.tuning
+    assert "half an installation" in report.tuning
 
 
 async def test_a_second_alarm_within_the_pause_is_not_answered(tmp_path: Path) -> None:
