@@ -199,10 +199,10 @@ async def test_an_admin_tries_a_draft_and_stops_the_trial(backend: FakeBackend, 
     backend.drafts = [replace(DRAFT, canary=canary)]
     for is_open, status in ((False, 403), (True, 200)):
         async with app_client(service, ApiKeys(is_open_admin=is_open), "") as http:
-            answer = await http.post("/admin/drafts/canary", json={"path": "/models/new", "block_s": 5})
+            answer = await http.post("/admin/drafts/canary", json={"path": "/models/new", "block_s": 4})
             stopped = await http.post("/admin/drafts/canary/stop", json={})
         assert (answer.status_code, stopped.status_code) == (status, status)
-    order = TryDraft("/models/new", 120.0, 5.0, 7200.0, 0.05, 0.05, 0.05, 30)
+    order = TryDraft("/models/new", block_s=4.0)
     assert backend.draft_orders == [CheckDraft("/models/new"), order, ShowDraft(), StopCanary()]
     told = {"name": "new", "old_name": "old", "outcome": "running", "reason": "", "num_pairs": 2, "gain": 0.1}
     assert answer.json()["drafts"][0]["canary"] == {**told, "low": None, "high": None}
