@@ -76,7 +76,8 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     factors = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
     # Each in memory of its own: Triton compiles a kernel anew for pointers that are aligned otherwise.
     arrays = (factors, spans, np.array(ids, np.int32), np.array(biases, np.float32))
-    return RowEdits(*(send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays), table)
+    tensors = [send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays]
+    return RowEdits(*tensors, counts=table)
 
 
 @triton.jit
