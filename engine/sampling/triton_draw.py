@@ -60,24 +60,26 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
         return None
     table, lines = counts.count([first for first, _, is_penalized in runs if is_penalized], logits)
     free_lines = iter(lines)
-    ids: list[int] = []
-    biases: list[float] = []
+    listed_ids: list[int] = []
+    listed_biases: list[float] = []
     columns = []
     for (_, sampling, is_penalized), draft_ids in zip(runs, rows.drafts_of_run, strict=True):
-        first_draft = len(ids)
-        ids += draft_ids if is_penalized else ()
-        first_bias = len(ids)
-        biases += [0.0] * (first_bias - first_draft)
-        ids += [token_id for token_id, _ in sampling.logit_bias]
-        biases += [bias for _, bias in sampling.logit_bias]
-        columns.append((next(free_lines) if is_penalized else -1, first_draft, first_draft, first_bias, len(ids)))
-    spans = np.array(columns, np.int32).T[:, rows.run_of_row]
-    spans[2] += rows.num_drafts.astype(np.int32)
-    factors = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
+        first_draft = len(listed_ids)
+        listed_ids += draft_ids if is_penalized else ()
+        first_bias = len(listed_ids)
+        listed_biases += [0.0] * (first_bias - first_draft)
+        listed_ids += [token_id for token_id, _ in sampling.logit_bias]
+        listed_biases += [bias for _, bias in sampling.logit_bias]
+        columns.append(
+            (next(free_lines) if is_penalized else -1, first_draft, first_draft, first_bias, len(listed_ids))
+        )
+    columns_of_row = np.array(columns, np.int32).T[:, rows.run_of_row]
+    columns_of_row[2] += rows.num_drafts.astype(np.int32)
+    factors_of_row = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
     # Each in memory of its own: Triton compiles a kernel anew for pointers that are aligned otherwise.
-    arrays = (factors, spans, np.array(ids, np.int32), np.array(biases, np.float32))
-    tensors = [send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays]
-    return RowEdits(*tensors, counts=table)
+    arrays = (factors_of_row, columns_of_row, np.array(listed_ids, np.int32), np.array(listed_biases, np.float32))
+    factors, spans, ids, biases = (send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays)
+    return RowEdits(factors, spans, ids, biases, table)
 
 
 @triton.jit
