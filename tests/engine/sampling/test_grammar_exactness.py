@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from engine import engine_core
 from engine.draft import Draft
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
@@ -83,7 +82,7 @@ def matcher_reads_the_drafts_too(patch: pytest.MonkeyPatch) -> None:
 
 def forbidden_draws_are_left_out(patch: pytest.MonkeyPatch) -> None:
     """Treat a forbidden draw as no draft: the token is drawn from p then, where the residual is due."""
-    real = engine_core.constrain
+    real = tabular.constrain
 
     def leave_out(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
         kept = real(checked, max_tokens, matcher)
