@@ -35,7 +35,7 @@ class _Counted:
 
 
 class TokenCounts:
-    """How often each token occurs in the committed prefixes of sequences, kept on the device from step to step.
+    """The occurrences of each token in the committed prefixes of sequences, kept on the device from step to step.
 
     A long text is sent once, and what is committed behind it when it comes. A sequence is known by its list of tokens,
     which only grows; the line of one that is not asked for is given to others where there is no free one.

@@ -68,10 +68,10 @@ def t_evidence(values: Seq[float], bound: float) -> float:
     if number < 2:
         return 1.0
     squares = math.fsum((value - mean) ** 2 for value in values)
-    if squares == 0:
-        return 1.0 if mean == bound else math.inf
-    share = number * (mean - bound) ** 2 / squares  # t^2 / nu
     growth = 1 + number * _EFFECT_VARIANCE
+    if squares == 0:  # the limit: few values are no proof, however alike
+        return float(growth ** (-0.5 if mean == bound else (number - 1) / 2))
+    share = number * (mean - bound) ** 2 / squares  # t^2 / nu
     return float(growth**-0.5 * ((1 + share) / (1 + share / growth)) ** (number / 2))
 
 

@@ -47,6 +47,11 @@ def test_the_interval_is_that_of_its_martingale() -> None:
         assert t_evidence(values, bound) == pytest.approx(10.0)
 
 
+def test_two_pairs_are_no_proof_however_alike_they_are() -> None:
+    assert t_evidence([0.2, 0.2], 0.0) == pytest.approx(t_evidence([0.2, 0.2 + 1e-9], 0.0)) == pytest.approx(3.0)
+    assert GoodputTrial().verdict([0.2, 0.2]) is Verdict.OPEN
+
+
 @pytest.mark.parametrize(("num_above", "num_below"), [(1, 0), (8, 0), (7, 3), (10, 9)])
 def test_bets_on_signs_have_the_value_of_their_integral(num_above: int, num_below: int) -> None:
     values = [1.0] * num_above + [-0.01] * num_below
