@@ -23,6 +23,7 @@ from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
 from models.draft_heads.medusa_heads import MedusaHeads, save_heads
 from models.training.loss import top_distillation_loss
 from models.training.rollout import generate
+from models.tuning import head_folder
 from models.tuning.head_folder import HeadFolder
 from models.tuning.log_windows import windows_of
 from models.tuning.score import score_draft
@@ -138,6 +139,13 @@ def test_tuned_heads_are_better_on_what_they_have_not_seen(made: Made, tmp_path:
     )
 
 
+@pytest.fixture
+def float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target reads in float32, whatever units this processor has: what is compared is in float32."""
+    monkeypatch.setattr(head_folder, "resolve_dtype", lambda *_: torch.float32)
+
+
+@pytest.mark.usefixtures("float32_target")
 @torch.no_grad()
 def test_an_eagle3_head_drafts_in_training_what_it_drafts_elsewhere(made: Made) -> None:
     """Texts of unlike lengths in a batch, each row and each draft against the head run over one text alone."""
@@ -168,6 +176,7 @@ def replace_length(request: LoggedRequest, length: int) -> LoggedRequest:
     )
 
 
+@pytest.mark.usefixtures("float32_target")
 @torch.no_grad()
 def test_medusa_heads_draft_in_training_what_the_engine_drafts(made: Made) -> None:
     target = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
