@@ -130,16 +130,18 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).is_dir()
 
 
-def model_version(path: str, quantization: str = "none") -> str:
+def model_version(path: str, quantization: str = "none", *dtypes: str) -> str:
     """A digest that tells any two sets of weights apart and is the same on every machine that holds the same files.
 
     It covers the configuration and every byte of the weights: a fine-tune of one row differs. A large file is read for
-    it once on a machine (`file_digest`), files beside each other.
+    it once on a machine (`file_digest`), files beside each other. What else texts of these files depend on is named by
+    `quantization` and `dtypes`.
     """
     folder = _folder_of(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if quantization != "none":
         digest.update(f"{quantization} in groups of 32, rows for int8 with bases".encode())
+    digest.update("\0".join(dtypes).encode())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     with ThreadPoolExecutor() as pool:
         for file, contents in zip(files, pool.map(file_digest, files), strict=True):

@@ -21,10 +21,11 @@ from engine.remote_prefill.fetch_failure import FetchFailure
 class KVLayout:
     """The properties that two engines must share before a block of one means anything to the other."""
 
-    model_version: str
-    dtype: str
+    dtype: str  # of the pool
     block_size: int
     layers: tuple[LayerShape, ...]
+    model_version: str
+    head_version: str = ""  # of a head with files of its own, whose layers are in the block
     rounding: str = "any"  # names the kernels that computed the blocks, where that must be the same to the last bit
 
     def difference(self, other: KVLayout) -> str | None:

@@ -65,7 +65,8 @@ class ModelRunner:
         num_blocks, block_size: the pool.
         bytes_per_block: size of an exported block, all layers together.
         kv_layout: describes a block of the pool to engines that exchange blocks.
-        model_version: names these weights; equal on every machine that holds the same files.
+        model_version: names these weights and what they are computed in; equal on every machine that holds the same
+            files and computes in the same dtypes.
         eos_token_ids: tokens that end a text, from the model's generation config.
         sampling_defaults: sampling parameters of requests that leave them out.
         head: drafts from the model's hidden states, its KV in the same pool; None without one.
@@ -120,8 +121,9 @@ class ModelRunner:
                 cache = self._measured(meter, cache, model.graphs, stock, has_graphs=has_graphs)
         with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
             self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
-        self.model_version = model_version(model.path, model.quantization)
-        self.kv_layout = self._new_kv_layout(model, head, kv_name(kind, stock.dtype), device)
+        kv_dtype = kv_name(kind, stock.dtype)
+        self.model_version = model_version(model.path, model.quantization, str(stock.dtype), kv_dtype)
+        self.kv_layout = self._new_kv_layout(model, head, kv_dtype, device)
         self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
@@ -214,11 +216,15 @@ class ModelRunner:
 
     def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str, device: torch.device) -> KVLayout:
         """Describe a block by all weights that it depends on: those of the head too, if it has files of its own."""
-        version = self.model_version
-        if head is not None and head.path is not None and head.kind.keeps_kv:
-            version += f" with head {model_version(head.path)}"
-        layers = (*self._model.layer_shapes, *self._head_layers)
-        return KVLayout(version, dtype, self.block_size, layers, _rounding(model, device))
+        head_path = head.path if head is not None and head.kind.keeps_kv else None
+        return KVLayout(
+            dtype=dtype,
+            block_size=self.block_size,
+            layers=(*self._model.layer_shapes, *self._head_layers),
+            model_version=self.model_version,
+            head_version=model_version(head_path) if head_path is not None else "",
+            rounding=_rounding(model, device),
+        )
 
     @property
     def can_overlap(self) -> bool:

@@ -198,6 +198,14 @@ def test_model_version_names_the_weights(llama: Path, tmp_path: Path) -> None:
     assert load(tmp_path).model_version != load(llama).model_version
 
 
+def test_model_version_names_what_the_weights_are_computed_in(llama: Path) -> None:
+    """A stream goes on where its text does: not behind a deploy that has changed the dtype of the model or its KV."""
+    exact = ModelRunner(ModelConfig(str(llama), dtype="float32"), CacheConfig(4, 8))
+    rounded = ModelRunner(ModelConfig(str(llama), dtype="bfloat16"), CacheConfig(4, 8))
+    packed = ModelRunner(ModelConfig(str(llama), dtype="float32"), CacheConfig(4, 8, dtype="int8"))
+    assert len({runner.model_version for runner in (exact, rounded, packed)}) == 3
+
+
 @pytest.mark.parametrize(("configured", "expected"), [(None, ()), (5, (5,)), ([5, 7], (5, 7))])
 def test_end_tokens_come_from_the_generation_config(
     configured: int | list[int] | None, expected: tuple[int, ...], tmp_path: Path
