@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 TAKEOVER_S = 60.0  # for Serve to start its own, on a busy machine too; without one it has been shut down
+_RESTART_S = 1.0  # between two of ours, should it not run at all
 _PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
 
@@ -32,7 +33,7 @@ def main() -> None:
     if found is not None and _has_begun(found[1], haproxy):
         _wait_for_end(haproxy)
         if _answering(found[1]) is None and configuration.exists() and _parent(cluster):
-            _stand_in(command, found[1], cluster)
+            _stand_in(command, configuration, found[1], cluster)
 
 
 def _has_begun(admin_socket: str, haproxy: int) -> bool:
@@ -52,13 +53,17 @@ def _wait_for_end(haproxy: int) -> None:
     select.select([process], [], [])
 
 
-def _stand_in(command: list[str], admin_socket: str, cluster: int) -> None:
-    """Run HAProxy until Serve's own has taken over, and let it drain; end it if the cluster ends."""
-    command = _with_own_socket(command, admin_socket)
-    own = subprocess.Popen(command, env={**os.environ, "OUTRIDER_STANDS_IN": "1"}, stdin=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + TAKEOVER_S
-    while time.monotonic() < deadline_s and _parent(cluster) and own.poll() is None:
+def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluster: int) -> None:
+    """Run HAProxy, another where it dies, until Serve's own has taken over; let it drain, or end with the cluster."""
+    command = _with_own_socket(command, configuration, admin_socket)
+    own, began_s = _started(command), time.monotonic()
+    deadline_s = began_s + TAKEOVER_S
+    while time.monotonic() < deadline_s and _parent(cluster):
         time.sleep(_PERIOD_S)
+        if own.poll() is not None and time.monotonic() > began_s + _RESTART_S:
+            if not configuration.exists():
+                return
+            own, began_s = _started(command), time.monotonic()
         if _answering(admin_socket) is not None:
             own.send_signal(signal.SIGUSR1)
             own.wait()  # its configuration bounds how long it drains
@@ -66,9 +71,12 @@ def _stand_in(command: list[str], admin_socket: str, cluster: int) -> None:
     own.kill()
 
 
-def _with_own_socket(command: list[str], admin_socket: str) -> list[str]:
+def _started(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env={**os.environ, "OUTRIDER_STANDS_IN": "1"}, stdin=subprocess.DEVNULL)
+
+
+def _with_own_socket(command: list[str], configuration: Path, admin_socket: str) -> list[str]:
     """Return the command for a configuration with another admin socket: Serve takes an answer there for its own's."""
-    configuration = Path(command[command.index("-f") + 1])
     own = configuration.with_name(f"standby-{configuration.name}")
     text = configuration.read_text(encoding="utf-8")
     own.write_text(text.replace(f"stats socket {admin_socket} ", f"stats socket {own_socket(admin_socket)} "))

@@ -104,6 +104,22 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
     assert answering(folder) == second.pid
 
 
+def test_one_that_stands_in_and_is_killed_is_back_too(folder: Path) -> None:
+    """Serve may need half a minute for its own: long enough for another fault."""
+    first = start(folder)
+    standby_of(first)
+    first.kill()
+    first.wait()
+    until(lambda: standing_in(folder) is not None)
+    killed = standing_in(folder)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: standing_in(folder) not in (None, killed))
+    second = start(folder)
+    until(lambda: standing_in(folder) is None)
+    assert answering(folder) == second.pid
+
+
 def test_one_that_is_asked_to_end_has_no_stand_in(folder: Path) -> None:
     first = start(folder)
     its_standby = standby_of(first)
