@@ -51,6 +51,7 @@ class InstantRunner:
     """A runner whose recorded passes are laid out in full and computed in no time."""
 
     vocab_size = VOCAB_SIZE
+    can_overlap = False
 
     def __init__(self, batch: int, num_rows: int, num_blocks: int, max_model_len: int) -> None:
         shape = LayerShape(NUM_KV_HEADS, 16, 16)

@@ -52,6 +52,10 @@ class Runner(Protocol):
 
     vocab_size: int
 
+    @property
+    def can_overlap(self) -> bool:
+        """True if `forward` may return before the pass is computed."""
+
     def forward(self, spans: Seq[Span]) -> Tensor:
         """Logits `[R, V] float32` of the rows that the spans ask for, in span order."""
 
@@ -100,7 +104,7 @@ class EngineCore:
         self.blocks = blocks
         self.last_times = StepTimes()
         self.rates = rates or RateMeter()
-        self._goodput = GoodputMeter()
+        self._goodput = GoodputMeter(times_passes=not runner.can_overlap)
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self.position_log: PositionLog | None = None
@@ -265,7 +269,7 @@ class EngineCore:
         self._keep_accepted(issued, verified)
         chunks = self._commit(issued, verified)
         self._tell_proposer(issued.batch.sampled, chunks)
-        self._record(issued.batch)
+        self._record(issued)
         return chunks
 
     def _issue(self) -> InFlightBatch:
@@ -381,10 +385,10 @@ class EngineCore:
         if self.position_log is not None:
             self.position_log.end(request_id)
 
-    def _record(self, batch: Batch) -> None:
-        self.last_times = self._timer.times()
-        self._total_times += self.last_times
-        work = StepWork.of(batch.scheduled, self.last_times.total_s)
+    def _record(self, issued: InFlightBatch) -> None:
+        self.last_times = times = self._timer.times()
+        self._total_times += times
+        work = StepWork.of(issued.batch.scheduled, times.total_s, sum(issued.num_drafts), times.forward_s)
         self.rates.observe(work)
         self._goodput.observe(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,19 +13,35 @@ if TYPE_CHECKING:  # it loads torch, and shells read these sums
 
 
 @dataclass(frozen=True, slots=True)
+class PassStats:
+    """Sums over the target's passes of one number of rows."""
+
+    num_rows: int
+    num_passes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GoodputStats:
     """Sums over steps that read no prompt and decode `num_sequences` or more, but fewer than twice as many."""
 
     num_sequences: int
     num_tokens: int = 0  # committed: accepted drafts, and one recovered or bonus token per sequence and pass
     seconds: float = 0.0
+    passes: tuple[PassStats, ...] = ()  # where a processor computes them
 
 
 class GoodputMeter:
-    """Adds up the steps that only decode; prompts would hide the drafts' share."""
+    """Adds up the steps that only decode; prompts would hide the drafts' share.
 
-    def __init__(self) -> None:
+    Args:
+        times_passes: keep the passes by their rows. On a GPU the host only issues a pass, and its time says nothing.
+    """
+
+    def __init__(self, *, times_passes: bool) -> None:
+        self._times_passes = times_passes
         self._sums: dict[int, tuple[int, float]] = {}
+        self._passes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)
 
     def observe(self, work: StepWork) -> None:
         """Take in a step."""
@@ -33,10 +50,19 @@ class GoodputMeter:
         size = 1 << (work.num_decode_sequences.bit_length() - 1)
         num_tokens, seconds = self._sums.get(size, (0, 0.0))
         self._sums[size] = num_tokens + work.num_committed_tokens, seconds + work.seconds
+        if self._times_passes:
+            num_rows = work.num_decode_sequences + work.num_drafts
+            num_passes, pass_s = self._passes[size].get(num_rows, (0, 0.0))
+            self._passes[size][num_rows] = num_passes + 1, pass_s + work.pass_s
 
     def snapshot(self) -> tuple[GoodputStats, ...]:
         """Return the sums since the start."""
-        return tuple(GoodputStats(size, *sums) for size, sums in sorted(self._sums.items()))
+        return tuple(
+            GoodputStats(
+                size, *sums, tuple(PassStats(rows, *each) for rows, each in sorted(self._passes[size].items()))
+            )
+            for size, sums in sorted(self._sums.items())
+        )
 
 
 def since(earlier: Seq[GoodputStats], now: Seq[GoodputStats]) -> tuple[GoodputStats, ...] | None:
@@ -47,10 +73,22 @@ def since(earlier: Seq[GoodputStats], now: Seq[GoodputStats]) -> tuple[GoodputSt
     differences = []
     for each in now:
         past = before.get(each.num_sequences, GoodputStats(each.num_sequences))
+        passes = _passes_since(past.passes, each.passes)
         differences.append(
-            GoodputStats(each.num_sequences, each.num_tokens - past.num_tokens, each.seconds - past.seconds)
+            GoodputStats(each.num_sequences, each.num_tokens - past.num_tokens, each.seconds - past.seconds, passes)
         )
     return None if any(each.num_tokens < 0 or each.seconds < 0 for each in differences) else tuple(differences)
+
+
+def _passes_since(earlier: Seq[PassStats], now: Seq[PassStats]) -> tuple[PassStats, ...]:
+    before = {each.num_rows: each for each in earlier}
+    differences = []
+    for each in now:
+        past = before.get(each.num_rows, PassStats(each.num_rows))
+        num_passes = each.num_passes - past.num_passes
+        if num_passes:
+            differences.append(PassStats(each.num_rows, num_passes, each.seconds - past.seconds))
+    return tuple(differences)
 
 
 def seconds_of(sums: Seq[GoodputStats]) -> float:
@@ -61,7 +99,8 @@ def seconds_of(sums: Seq[GoodputStats]) -> float:
 def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
     """Return the logarithm of new over old tokens per second, under equal load; None where no load is in both.
 
-    Each number of sequences counts by the time that both have of it.
+    Each number of sequences counts by the time that both have of it. A machine that was slower while one of the drafts
+    ran is no fault of that draft: where the target's passes over as many rows took longer, its tokens count more.
     """
     others = {each.num_sequences: each for each in old if each.num_tokens > 0 and each.seconds > 0}
     total = weights = 0.0
@@ -70,6 +109,21 @@ def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
         if other is None or each.num_tokens <= 0 or each.seconds <= 0:
             continue
         weight = min(each.seconds, other.seconds)
-        total += weight * math.log(each.num_tokens / each.seconds / (other.num_tokens / other.seconds))
+        ratio = math.log(each.num_tokens / each.seconds / (other.num_tokens / other.seconds))
+        total += weight * (ratio + _log_slowdown(each.passes, other.passes))
         weights += weight
     return total / weights if weights else None
+
+
+def _log_slowdown(new: Seq[PassStats], old: Seq[PassStats]) -> float:
+    """Return the logarithm of the new over the old time of passes over as many rows; 0 where there are none in both."""
+    others = {each.num_rows: each for each in old if each.seconds > 0}
+    total = weights = 0.0
+    for each in new:
+        other = others.get(each.num_rows)
+        if other is None or each.seconds <= 0:
+            continue
+        weight = min(each.seconds, other.seconds)
+        total += weight * math.log(each.seconds / each.num_passes / (other.seconds / other.num_passes))
+        weights += weight
+    return total / weights if weights else 0.0

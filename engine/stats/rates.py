@@ -32,7 +32,8 @@ class StepWork:
     """The work of one step and its duration.
 
     `num_decode_sequences` are those that had caught up when the step began, `num_decode_context_tokens` their committed
-    tokens by then, and `num_committed_tokens` what the step added to them.
+    tokens by then, and `num_committed_tokens` what the step added to them. The pass of `pass_s` had a row for each
+    token and each of `num_drafts`.
     """
 
     num_prefill_tokens: int
@@ -40,9 +41,11 @@ class StepWork:
     num_decode_context_tokens: int
     num_committed_tokens: int
     seconds: float
+    num_drafts: int = 0
+    pass_s: float = 0.0
 
     @classmethod
-    def of(cls, batch: Seq[ScheduledSequence], seconds: float) -> StepWork:
+    def of(cls, batch: Seq[ScheduledSequence], seconds: float, num_drafts: int, pass_s: float) -> StepWork:
         """Return the work of a step, read after the step was committed: its sequences have grown past them."""
         decoding = [scheduled for scheduled in batch if scheduled.num_tokens == 1]
         num_context_tokens = sum(scheduled.start + 1 for scheduled in decoding)
@@ -52,6 +55,8 @@ class StepWork:
             num_decode_context_tokens=num_context_tokens,
             num_committed_tokens=sum(len(scheduled.sequence.token_ids) for scheduled in decoding) - num_context_tokens,
             seconds=seconds,
+            num_drafts=num_drafts,
+            pass_s=pass_s,
         )
 
 

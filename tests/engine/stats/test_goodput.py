@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.stats.goodput import GoodputMeter, GoodputStats, log_ratio, seconds_of, since
+from engine.stats.goodput import GoodputMeter, GoodputStats, PassStats, log_ratio, seconds_of, since
 from engine.stats.rates import StepWork
 
 
@@ -15,7 +15,7 @@ def work(num_sequences: int, num_tokens: int, seconds: float, num_prefill: int =
 
 
 def test_steps_add_up_by_the_number_of_sequences_and_prompts_do_not_count() -> None:
-    meter = GoodputMeter()
+    meter = GoodputMeter(times_passes=False)
     decoding = (work(1, 3, 0.1), work(1, 2, 0.1), work(5, 9, 0.4), work(7, 8, 0.4))
     for each in (*decoding, work(5, 5, 1.0, num_prefill=64), work(0, 0, 1.0)):
         meter.observe(each)
@@ -38,3 +38,25 @@ def test_a_busier_block_is_no_faster_draft() -> None:
     faster = (GoodputStats(1, 12, 1.0), GoodputStats(4, 216, 9.0))
     assert log_ratio(faster, calm) == pytest.approx(math.log(1.2))
     assert log_ratio((GoodputStats(8, 12, 1.0),), calm) is None
+
+
+def test_passes_of_a_processor_add_up_by_their_rows() -> None:
+    meter = GoodputMeter(times_passes=True)
+    for num_drafts, pass_s in ((4, 0.02), (4, 0.04), (2, 0.01)):
+        meter.observe(StepWork(0, 1, 100, 3, 0.1, num_drafts, pass_s))
+    (begin,) = meter.snapshot()
+    assert [(each.num_rows, each.num_passes) for each in begin.passes] == [(3, 1), (5, 2)]
+    meter.observe(StepWork(0, 1, 100, 3, 0.1, 4, 0.05))
+    block = since((begin,), meter.snapshot())
+    assert block is not None
+    assert [(each.num_rows, each.num_passes, round(each.seconds, 9)) for each in block[0].passes] == [(5, 1, 0.05)]
+
+
+def test_a_machine_that_was_slower_meanwhile_is_no_slower_draft() -> None:
+    """All took twice as long in the new draft's block; half of its passes were longer than the old draft's ever are."""
+    old = (GoodputStats(1, 1000, 10.0, (PassStats(5, 400, 4.0),)),)
+    new = (GoodputStats(1, 600, 10.0, (PassStats(5, 100, 2.0), PassStats(9, 100, 3.0))),)
+    assert log_ratio(new, old) == pytest.approx(math.log(1.2))
+    assert log_ratio(old, new) == pytest.approx(-math.log(1.2))
+    unknown = (GoodputStats(1, 600, 10.0, (PassStats(9, 100, 3.0),)),)
+    assert log_ratio(unknown, old) == pytest.approx(math.log(0.6)), "no pass in common tells of the machine"
