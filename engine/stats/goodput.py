@@ -100,7 +100,7 @@ def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
     """Return the logarithm of new over old tokens per second, under equal load; None where no load is in both.
 
     Each number of sequences counts by the time that both have of it. A machine that was slower while one of the drafts
-    ran is no fault of that draft: where the target's passes over as many rows took longer, its tokens count more.
+    ran is no fault of that draft: the target's passes over as many rows count as long with both, the mean of them.
     """
     others = {each.num_sequences: each for each in old if each.num_tokens > 0 and each.seconds > 0}
     total = weights = 0.0
@@ -109,21 +109,19 @@ def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
         if other is None or each.num_tokens <= 0 or each.seconds <= 0:
             continue
         weight = min(each.seconds, other.seconds)
-        ratio = math.log(each.num_tokens / each.seconds / (other.num_tokens / other.seconds))
-        total += weight * (ratio + _log_slowdown(each.passes, other.passes))
+        excess_s = _excess_s(each.passes, other.passes)
+        new_speed = each.num_tokens / (each.seconds - excess_s)
+        total += weight * math.log(new_speed / (other.num_tokens / (other.seconds + excess_s)))
         weights += weight
     return total / weights if weights else None
 
 
-def _log_slowdown(new: Seq[PassStats], old: Seq[PassStats]) -> float:
-    """Return the logarithm of the new over the old time of passes over as many rows; 0 where there are none in both."""
-    others = {each.num_rows: each for each in old if each.seconds > 0}
-    total = weights = 0.0
+def _excess_s(new: Seq[PassStats], old: Seq[PassStats]) -> float:
+    """Return the seconds that the new passes took above the mean of both, over as many rows: the old ones below it."""
+    others = {each.num_rows: each for each in old}
+    excess_s = 0.0
     for each in new:
-        other = others.get(each.num_rows)
-        if other is None or each.seconds <= 0:
-            continue
-        weight = min(each.seconds, other.seconds)
-        total += weight * math.log(each.seconds / each.num_passes / (other.seconds / other.num_passes))
-        weights += weight
-    return total / weights if weights else 0.0
+        if (other := others.get(each.num_rows)) is not None:
+            mean_s = (each.seconds + other.seconds) / (each.num_passes + other.num_passes)
+            excess_s += each.seconds - each.num_passes * mean_s
+    return excess_s
