@@ -1,8 +1,9 @@
 """`python -m bench.steps.host_time`: the host's own time per step, beside a device that computes nothing.
 
 The engine, its scheduler, its verifier and the recorded passes with the lists of work of the Triton kernel are the real
-ones; the forward returns ready logits at once, drafts are all accepted, and noise is not drawn: that is the device's
-work. On a GPU some copies to the device come on top. Triton's interpreter finds the head sizes once, at the start.
+ones; the forward returns ready logits at once, drafts are all accepted, and tokens are drawn in no time: what the
+kernels of the sampler are given is laid out as on a GPU, and they are not launched. On a GPU copies to the device and
+launches come on top. Triton's interpreter finds the head sizes once, at the start. Every request has a seed of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -40,7 +44,7 @@ from engine.verifier.verifier import Verifier
 from protos.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE = 16
-VOCAB_SIZE = 16  # so few that work on their scores, which is the device's, takes no time here
+VOCAB_SIZE = 16
 NUM_KV_HEADS = 8
 GROUP_SIZE = 4
 TOKEN_ID = 1
@@ -106,9 +110,10 @@ def measure(
     speculation = Speculation(InstantProposer(), verifier, SpeculationConfig(num_drafts))
     engine = EngineCore(runner, scheduler, blocks, speculation)
     for index in range(batch):
-        engine.add(GenerateRequest(str(index), (2,) * context, sampling, cache_salt=str(index)))
+        own = replace(sampling, seed=index)
+        engine.add(GenerateRequest(str(index), (2,) * context, own, cache_salt=str(index)))
     times, processor_s = [], []
-    with mock.patch("engine.sampling.sampler._noise", _no_noise):
+    with _instant_kernels():
         for _ in range(NUM_WARM_STEPS + num_steps):
             began_s = time.process_time()
             engine.step()
@@ -118,8 +123,19 @@ def measure(
     return times[NUM_WARM_STEPS:], processor_s[NUM_WARM_STEPS:]
 
 
-def _no_noise(keys: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(like)
+@contextmanager
+def _instant_kernels() -> Iterator[None]:
+    """Have the sampler lay out its kernels' work as on a GPU, and have the token without any work."""
+
+    def draw(scores: Tensor, noise: object = None, edits: object = None) -> Tensor:
+        return token_ids[: len(scores)]
+
+    token_ids = torch.full((1 << 16,), TOKEN_ID)
+    with (
+        mock.patch("engine.sampling.sampler.runs_triton", return_value=True),
+        mock.patch("engine.sampling.triton_draw.draw", draw),
+    ):
+        yield
 
 
 def main() -> None:
@@ -138,7 +154,7 @@ def main() -> None:
     for batch in args.batches:
         for name, temperature in (("greedy", 0.0), ("sampled", 0.7)):
             max_tokens = (args.steps + NUM_WARM_STEPS + 4) * (args.drafts + 1)
-            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
+            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
             times, processor_s = measure(batch, args.drafts, args.context, args.steps, sampling)
             seconds = [statistics.median(getattr(step, part) for step in times) for part in parts]
             seconds += [min(step.total_s for step in times), statistics.median(processor_s), min(processor_s)]

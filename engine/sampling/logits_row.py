@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar, overload
+from operator import attrgetter
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.grammar import TokenMask
+from engine.sampling.run_requests import RunRequests
 from protos.messages import SamplingParams
-
-Number = TypeVar("Number", np.int64, np.uint64, np.float64)
 
 
 class LogitsRow(NamedTuple):
@@ -49,6 +49,9 @@ class LogitsRow(NamedTuple):
     @property
     def num_generated(self) -> int:
         return self.position - self.num_prompt_tokens
+
+
+_request_of = attrgetter("sampling", "sample_index")
 
 
 class ChainRows(Seq[LogitsRow]):
@@ -99,6 +102,7 @@ class RowBatch(Seq[LogitsRow]):
                 self.firsts += group
                 lengths += [1] * len(group)
         counts = np.array(lengths, np.int64)
+        self._requests: RunRequests | None = None
         self.run_of_row = np.repeat(np.arange(len(lengths)), counts)
         self._places = np.arange(len(self.run_of_row)) - (np.cumsum(counts) - counts)[self.run_of_row]  # in its run
 
@@ -124,24 +128,45 @@ class RowBatch(Seq[LogitsRow]):
             return [self[each] for each in range(len(self))[index]]
         return self._runs[int(self.run_of_row[index])][int(self._places[index])]
 
+    def recall(self, last: RunRequests | None) -> RunRequests:
+        """Take over what is known of the `last` requests if they are these; return those of this batch."""
+        if self._requests is None:
+            requests = [*map(_request_of, self.firsts)]
+            self._requests = last if last is not None and last.requests == requests else RunRequests(requests)
+        return self._requests
+
+    @property
+    def requests(self) -> RunRequests:
+        """The requests of the runs."""
+        return self.recall(None)
+
     @property
     def positions(self) -> NDArray[np.int64]:
         """Absolute position of the token that each row samples, [R]."""
-        return self.per_row(lambda first: len(first.token_ids) + len(first.draft_ids), np.int64) + self._places
+        return self._per_row([len(first.token_ids) + len(first.draft_ids) for first in self.firsts]) + self._places
+
+    @property
+    def pass_positions(self) -> NDArray[np.int64]:
+        """Absolute position of the first token that each row's pass can commit, [R]."""
+        return self._per_row([len(first.token_ids) for first in self.firsts])
 
     @property
     def num_drafts(self) -> NDArray[np.int64]:
         """Drafts before each row, [R]."""
-        return self.per_row(lambda first: len(first.draft_ids), np.int64) + self._places
+        return self._per_row([len(first.draft_ids) for first in self.firsts]) + self._places
 
-    @property
-    def drafts_of_run(self) -> list[Seq[int]]:
-        """The most drafts before a row of each run; a row has the first `num_drafts` of them."""
-        return [run.draft_ids if isinstance(run, ChainRows) else run[0].draft_ids for run in self._runs]
+    def drafts_of(self, run: int) -> Seq[int]:
+        """The most drafts before a row of a run; a row has the first `num_drafts` of them."""
+        rows = self._runs[run]
+        return rows.draft_ids if isinstance(rows, ChainRows) else rows[0].draft_ids
 
-    def per_row(self, value: Callable[[LogitsRow], Any], dtype: type[Number]) -> NDArray[Number]:
-        """Return a number of each row, [R], which must be the same in all rows of a run."""
-        return np.array([value(first) for first in self.firsts], dtype)[self.run_of_row]
+    def column(self, number: Callable[[SamplingParams], float]) -> NDArray[np.float64]:
+        """Return a number that the parameters of each row give, [R]."""
+        return self.requests.column(number)[self.run_of_row]
+
+    def _per_row(self, numbers: list[int]) -> NDArray[np.int64]:
+        """Return a number of each run for its rows, [R]."""
+        return np.array(numbers, np.int64)[self.run_of_row]
 
     def of_runs(self, runs: Seq[int]) -> tuple[list[int], RowBatch]:
         """Return the rows of these runs: their indices, and themselves."""

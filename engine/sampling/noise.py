@@ -23,9 +23,14 @@ from torch import Tensor
 
 from engine.indexing import send
 
+Words = NDArray[np.uint64]
+
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+# The same for arrays of the host.
+_GAMMA, _FACTOR_1, _FACTOR_2 = (np.uint64(each % (1 << 64)) for each in (_GOLDEN_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2))
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _ELEMENTS_PER_CHUNK = 1 << 15  # on a CPU the temporaries of this many lanes stay in the second-level cache
 _MIN_UNIFORM = 2.0**-64  # below the smallest non-zero draw, so that it stands for zero alone
@@ -41,22 +46,26 @@ class Purpose(IntEnum):
     RESIDUAL = 3  # the recovered token
 
 
+def key_prefixes(seeds: Iterable[int], sample_indices: Iterable[int]) -> Words:
+    """Return the part of each key that is the same at all positions of a sequence, [n].
+
+    Seeds are any integers and count modulo 2**64.
+    """
+    prefixes = np.zeros(1, np.uint64)
+    for words in (seeds, sample_indices):
+        prefixes = _absorb(prefixes, np.array([word % (1 << 64) for word in words], np.uint64))
+    return prefixes
+
+
 def noise_keys(
-    seeds: Iterable[int],
-    sample_indices: Iterable[int],
-    positions: Iterable[int],
-    purpose: Purpose,
-    device: torch.device | None = None,
+    prefixes: Words, positions: NDArray[np.int64], purpose: Purpose, device: torch.device | None = None
 ) -> Tensor:
     """One key per row, `[R] int64`; a key and a lane name one random number.
 
-    Seeds are any integers and count modulo 2**64. Positions are absolute: the prompt's first token is at position 0.
+    The prefix of a row is that of its sequence. Positions are absolute: the prompt's first token is at position 0.
     The host computes the keys, a number per row, so that a device gets one copy instead of some fifty small kernels.
     """
-    words = [_words(seeds), _words(sample_indices), _words(positions), np.uint64(purpose)]
-    keys = np.zeros_like(words[0])
-    for word in words:
-        keys = _mix_words_(keys + word + np.uint64(_GOLDEN_GAMMA % (1 << 64)))
+    keys = _absorb(_absorb(prefixes, positions.astype(np.uint64)), np.uint64(purpose))
     return send(torch.from_numpy(keys.view(np.int64)), device or torch.device("cpu"))
 
 
@@ -108,21 +117,15 @@ def _logical_shift(x: Tensor, num_bits: int) -> Tensor:
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
-def _words(numbers: Iterable[int]) -> NDArray[np.uint64]:
-    """Integers modulo 2**64."""
-    if isinstance(numbers, np.ndarray):
-        assert numbers.dtype.kind in "iu", "rounded to floating point, two seeds may be one"
-        return numbers.astype(np.uint64)
-    return np.array([number % (1 << 64) for number in numbers], np.uint64)
-
-
-def _mix_words_(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble in place, as `_mix_`: the shifts of unsigned words fill with zeros."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MULTIPLIER_1 % (1 << 64))
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MULTIPLIER_2 % (1 << 64))
-    x ^= x >> np.uint64(31)
+def _absorb(keys: Words, words: Words | np.uint64) -> Words:
+    """Scramble the next word of each key into it, as `_mix_`: the shifts of unsigned words fill with zeros."""
+    x = keys + words
+    x += _GAMMA
+    x ^= x >> _SHIFT_1
+    x *= _FACTOR_1
+    x ^= x >> _SHIFT_2
+    x *= _FACTOR_2
+    x ^= x >> _SHIFT_3
     return x
 
 

@@ -2,15 +2,16 @@
 
 The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p, and the noise is a
 function of seed and position. All that the sampler needs of a sequence is in the row; what it keeps from step to step,
-the counts of tokens for penalties, follows from that.
+the counts of tokens for penalties and the numbers of the last requests, follows from that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,7 @@ from engine.sampling.masks import (
 )
 from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
 from engine.sampling.penalties import TokenCounts, has_penalties, penalize
+from engine.sampling.run_requests import RunRequests
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 from engine.sampling.truncation import (
     divide_by_temperature,
@@ -49,6 +51,8 @@ from protos.messages import GREEDY_BELOW, SamplingParams
 
 if TYPE_CHECKING:
     from engine.sampling.triton_draw import RowEdits
+
+_temperature = attrgetter("temperature")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +70,11 @@ class Transform:
     is_uniform: bool = True
     is_fused: bool = False
 
-    def choose(self, rows: RowBatch, samplings: Mapping[int, SamplingParams]) -> tuple[Seq[int], Seq[LogitsRow]]:
-        """Return the rows that need it, their indices first; `samplings` are their parameters, each once, by its id."""
-        asking = {key for key, sampling in samplings.items() if self.is_asked(sampling)}
-        if not asking:
-            return (), ()
-        is_needed = self.is_needed
-        if is_needed is None and len(asking) == len(samplings):
+    def choose(self, rows: RowBatch) -> tuple[Seq[int], Seq[LogitsRow]]:
+        """Return the rows that need it, their indices first."""
+        runs, is_needed = rows.requests.asking(self.is_asked), self.is_needed
+        if is_needed is None and len(runs) == len(rows.firsts):
             return range(len(rows)), rows
-        runs = [run for run, first in enumerate(rows.firsts) if id(first.sampling) in asking]
         if is_needed is not None and self.is_uniform:
             runs = [run for run in runs if is_needed(rows.firsts[run])]
         if not runs:
@@ -114,6 +114,7 @@ class Sampler:
         self._counts = TokenCounts()
         self._transforms = _transforms(self._counts)
         self._not_fused = tuple(transform for transform in self._transforms if not transform.is_fused)
+        self._requests: RunRequests | None = None  # of the last batch
 
     def apply_processors(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
@@ -121,7 +122,7 @@ class Sampler:
         A row's distribution is the softmax of its scores, or their argmax where the row is greedy. The logits are left
         as they are; when no row needs anything the result is the logits themselves, so do not write to it.
         """
-        batch = RowBatch.of(rows)
+        batch = self._batch(rows)
         if not runs_triton(logits):
             return _apply(self._transforms, logits, batch)
         # Not at the top: processes without a GPU may have no Triton, and need none.
@@ -132,8 +133,8 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row of logits, `[R] int64`: `sample` of what `apply_processors` makes of them."""
-        batch = RowBatch.of(rows)
-        if not runs_triton(logits) or _is_needed(self._not_fused, batch):
+        batch = self._batch(rows)
+        if not runs_triton(logits) or any(each.choose(batch)[0] for each in self._not_fused):
             return self.sample(self.apply_processors(logits, batch), batch)
         from engine.sampling.triton_draw import edits_of
 
@@ -146,7 +147,7 @@ class Sampler:
         they agree as often as their distributions are alike (arXiv:2408.07978).
         """
         if runs_triton(scores):
-            return _draw(scores, RowBatch.of(rows))
+            return _draw(scores, self._batch(rows))
         return highest(self.perturb(scores, rows, Purpose.TARGET_GUMBEL))
 
     def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
@@ -162,18 +163,19 @@ class Sampler:
 
     def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
         """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
-        noisy = np.flatnonzero(_has_noise(rows)).tolist()
+        batch = self._batch(rows)
+        noisy = np.flatnonzero(_has_noise(batch)).tolist()
         if not noisy:
             return scores
-        keys = row_keys(rows, purpose, scores.device)
-        if len(noisy) == len(rows):
+        keys = row_keys(batch, purpose, scores.device)
+        if len(noisy) == len(batch):
             return _noise(keys, scores).add_(scores)
         index = index_tensor(noisy, scores.device)
         return scores.index_add(0, index, _noise(keys[index], scores).to(scores.dtype))
 
     def probs(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Probabilities of each row, `[R, V]`: one-hot at the argmax if greedy, all zero if no token is possible."""
-        greedy = np.flatnonzero(~_has_noise(rows)).tolist()
+        greedy = np.flatnonzero(~_has_noise(self._batch(rows))).tolist()
         if len(greedy) == len(rows):
             return _one_hot_at_argmax(scores)
         probs = scores.softmax(dim=1).nan_to_num_(nan=0.0)
@@ -196,12 +198,18 @@ class Sampler:
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
+    def _batch(self, rows: Seq[LogitsRow]) -> RowBatch:
+        """Return `rows` as a batch, with what the last one knew of its requests if they are the same."""
+        batch = RowBatch.of(rows)
+        self._requests = batch.recall(self._requests)
+        return batch
+
 
 def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor:
     """Return the scores; the logits are left as they are."""
-    scores, samplings = logits, _samplings_of(rows)
+    scores = logits
     for transform in transforms:
-        chosen, members = transform.choose(rows, samplings)
+        chosen, members = transform.choose(rows)
         if not chosen:
             continue
         if len(chosen) == len(rows):
@@ -214,25 +222,19 @@ def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor
     return scores
 
 
-def _is_needed(transforms: Seq[Transform], rows: RowBatch) -> bool:
-    samplings = _samplings_of(rows)
-    return any(transform.choose(rows, samplings)[0] for transform in transforms)
-
-
-def _samplings_of(rows: RowBatch) -> dict[int, SamplingParams]:
-    return {id(first.sampling): first.sampling for first in rows.firsts}
-
-
 def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None) -> Tensor:
-    from engine.sampling.triton_draw import draw
+    from engine.sampling.triton_draw import RowNoise, draw
 
-    has_noise = send(torch.from_numpy(_has_noise(rows).astype(np.int8)), scores.device)
-    return draw(scores, row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), has_noise, edits)
+    has_noise = _has_noise(rows)
+    if not has_noise.any():
+        return draw(scores, edits=edits)
+    noisy = send(torch.from_numpy(has_noise.view(np.int8)), scores.device)
+    return draw(scores, RowNoise(row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), noisy), edits)
 
 
-def _has_noise(rows: Seq[LogitsRow]) -> NDArray[np.bool_]:
+def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:
     """Return which rows are sampled, [R]; the others are greedy."""
-    return np.asarray(RowBatch.of(rows).per_row(lambda first: first.sampling.temperature, np.float64) >= GREEDY_BELOW)
+    return np.asarray(rows.column(_temperature) >= GREEDY_BELOW)
 
 
 def _noise(keys: Tensor, like: Tensor) -> Tensor:
@@ -260,7 +262,7 @@ def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> T
     where it drafts for positions that this one has drafted for.
     """
     batch = RowBatch.of(rows)
-    return _keys(batch, batch.per_row(lambda first: first.pass_position, np.int64), purpose, device)
+    return _keys(batch, batch.pass_positions, purpose, device)
 
 
 def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
@@ -269,5 +271,4 @@ def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
 
 
 def _keys(rows: RowBatch, positions: NDArray[np.int64], purpose: Purpose, device: torch.device) -> Tensor:
-    seeds = rows.per_row(lambda first: first.sampling.seed % (1 << 64), np.uint64)
-    return noise_keys(seeds, rows.per_row(lambda first: first.sample_index, np.int64), positions, purpose, device)
+    return noise_keys(rows.requests.key_prefixes[rows.run_of_row], positions, purpose, device)

@@ -38,6 +38,7 @@ _MAX_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _BLOCK = 1024
 _NO_EDITS = (None,) * 5
+_NO_NOISE = (None, None)
 
 
 class RowEdits(NamedTuple):
@@ -53,29 +54,37 @@ class RowEdits(NamedTuple):
     counts: Tensor  # [lines, V + 1] int32, of `TokenCounts`
 
 
+class RowNoise(NamedTuple):
+    """The noise of each row, on the device of its scores."""
+
+    keys: Tensor  # [R] int64
+    has_noise: Tensor  # [R] int8: 0 of greedy rows
+
+
 def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | None:
     """Return what the requests of the rows of `logits` [R, V] ask for; None where it is nothing."""
-    runs = [(first, first.sampling, has_penalties(first.sampling)) for first in rows.firsts]
-    if not any(is_penalized or _has_factors(sampling) for _, sampling, is_penalized in runs):
+    requests = rows.requests
+    penalized, biased = requests.asking(has_penalties), requests.asking(has_bias)
+    if not (penalized or biased or requests.asking(has_temperature)):
         return None
-    table, lines = counts.count([first for first, _, is_penalized in runs if is_penalized], logits)
-    free_lines = iter(lines)
+    table, lines = counts.count([rows.firsts[run] for run in penalized], logits)
+    line_of_run = dict(zip(penalized, lines, strict=True))
     listed_ids: list[int] = []
     listed_biases: list[float] = []
-    columns = []
-    for (_, sampling, is_penalized), draft_ids in zip(runs, rows.drafts_of_run, strict=True):
+    columns = np.zeros((len(requests.samplings), 5), np.int32)
+    columns[:, 0] = -1
+    for run in sorted({*penalized, *biased}):
         first_draft = len(listed_ids)
-        listed_ids += draft_ids if is_penalized else ()
+        listed_ids += rows.drafts_of(run) if run in line_of_run else ()
         first_bias = len(listed_ids)
         listed_biases += [0.0] * (first_bias - first_draft)
-        listed_ids += [token_id for token_id, _ in sampling.logit_bias]
-        listed_biases += [bias for _, bias in sampling.logit_bias]
-        columns.append(
-            (next(free_lines) if is_penalized else -1, first_draft, first_draft, first_bias, len(listed_ids))
-        )
-    columns_of_row = np.array(columns, np.int32).T[:, rows.run_of_row]
+        for token_id, bias in requests.samplings[run].logit_bias:
+            listed_ids.append(token_id)
+            listed_biases.append(bias)
+        columns[run] = line_of_run.get(run, -1), first_draft, first_draft, first_bias, len(listed_ids)
+    columns_of_row = columns.T[:, rows.run_of_row]
     columns_of_row[2] += rows.num_drafts.astype(np.int32)
-    factors_of_row = np.array([_factors(sampling) for _, sampling, _ in runs], np.float32).T[:, rows.run_of_row]
+    factors_of_row = requests.column(_factors).astype(np.float32).T[:, rows.run_of_row]
     # Each in memory of its own: Triton compiles a kernel anew for pointers that are aligned otherwise.
     arrays = (factors_of_row, columns_of_row, np.array(listed_ids, np.int32), np.array(listed_biases, np.float32))
     factors, spans, ids, biases = (send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays)
@@ -150,8 +159,8 @@ def draw_blocks(
     peaks,  # [R, blocks] float32: the largest of each block
     places,  # [R, blocks] int32: its token, the lowest where several are as large
     scores,  # [R, V] float32
-    keys,  # [R] int64
-    has_noise,  # [R] int8: 0 of greedy rows
+    keys,  # the fields of `RowNoise`, None where no row has noise
+    has_noise,
     factors,  # the fields of `RowEdits`, None where the scores need nothing more
     spans,
     ids,
@@ -172,8 +181,9 @@ def draw_blocks(
         score = edited(
             score, tokens, is_token, row, tl.num_programs(0), factors, spans, ids, biases, counts, count_stride
         )
-    if tl.load(has_noise + row) != 0:
-        score += gumbel_of(lane_bits(tl.load(keys + row), tokens), HAS_LIBDEVICE)
+    if keys is not None:  # noqa: SIM102  # Triton computes both sides of `and`
+        if tl.load(has_noise + row) != 0:
+            score += gumbel_of(lane_bits(tl.load(keys + row), tokens), HAS_LIBDEVICE)
     peak = tl.max(score, 0)
     place = tl.min(tl.where(is_token & (score == peak), tokens, num_tokens), 0)
     at = row * tl.num_programs(1) + block
@@ -200,11 +210,11 @@ def edit(logits: Tensor, edits: RowEdits) -> Tensor:
     return scores
 
 
-def draw(scores: Tensor, keys: Tensor, has_noise: Tensor, edits: RowEdits | None = None) -> Tensor:
+def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None = None) -> Tensor:
     """Return the token of each row with the highest score plus noise, `[R] int64`; the lowest id among equals.
 
-    scores [R, V] float32, contiguous in V; keys [R] int64; has_noise [R] int8. With `edits` the scores are logits that
-    have none of them. Nothing waits for the device.
+    scores [R, V] float32, contiguous in V. With `edits` they are logits that have none of them. Nothing waits for the
+    device.
     """
     assert scores.stride(1) == 1, "a row's numbers lie side by side"
     num_rows, num_tokens = scores.shape
@@ -216,8 +226,7 @@ def draw(scores: Tensor, keys: Tensor, has_noise: Tensor, edits: RowEdits | None
             peaks,
             places,
             scores,
-            keys,
-            has_noise,
+            *(noise or _NO_NOISE),
             *(edits or _NO_EDITS),
             num_tokens,
             scores.stride(0),
@@ -228,10 +237,6 @@ def draw(scores: Tensor, keys: Tensor, has_noise: Tensor, edits: RowEdits | None
         )
     # Not argmax: among equals a GPU's may return any.
     return places.masked_fill_(peaks < peaks.amax(dim=1, keepdim=True), num_tokens).amin(dim=1).long()
-
-
-def _has_factors(sampling: SamplingParams) -> bool:
-    return has_bias(sampling) or has_temperature(sampling)
 
 
 def _factors(sampling: SamplingParams) -> Seq[float]:

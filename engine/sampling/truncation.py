@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.indexing import index_tensor, runs_triton, send
+from engine.indexing import runs_triton, send
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from protos.messages import SamplingParams
+
+_temperature, _top_k, _top_p = map(attrgetter, ("temperature", "top_k", "top_p"))
 
 _NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
 
@@ -29,7 +32,7 @@ def has_temperature(sampling: SamplingParams) -> bool:
 
 def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Divide each row by its temperature; `[R, V]` -> `[R, V]`."""
-    return scores / _column(rows, lambda first: first.sampling.temperature, scores)
+    return scores / _column(rows, _temperature, scores)
 
 
 def has_top_k(sampling: SamplingParams) -> bool:
@@ -39,10 +42,9 @@ def has_top_k(sampling: SamplingParams) -> bool:
 
 def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the `top_k` largest scores of each row, and whatever equals the smallest of them; `[R, V]` -> `[R, V]`."""
-    num_tokens = scores.shape[1]
-    ranks = [min(row.sampling.top_k, num_tokens) - 1 for row in rows]
-    largest = scores.topk(max(ranks) + 1).values  # [R, k], largest first
-    return _cut_below(scores, largest.gather(1, index_tensor(ranks, scores.device)[:, None]))
+    counts = np.minimum(RowBatch.of(rows).column(_top_k), scores.shape[1]).astype(np.int64)
+    largest = scores.topk(int(counts.max())).values  # [R, k], largest first
+    return _cut_below(scores, largest.gather(1, send(torch.from_numpy(counts - 1), scores.device)[:, None]))
 
 
 def has_top_p(sampling: SamplingParams) -> bool:
@@ -55,7 +57,7 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
     The probabilities are those of the scores given, so a cut before this one counts.
     """
-    top_p = _column(rows, lambda first: first.sampling.top_p, scores)
+    top_p = _column(rows, _top_p, scores)
     if runs_triton(scores):
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.sampling.triton_nucleus import nucleus_thresholds
@@ -76,7 +78,7 @@ def has_min_p(sampling: SamplingParams) -> bool:
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the tokens at least `min_p` times as probable as the likeliest one (arXiv:2407.01082)."""
-    log_min_p = _column(rows, lambda first: math.log(first.sampling.min_p), scores)
+    log_min_p = _column(rows, _log_min_p, scores)
     return _cut_below(scores, scores.amax(dim=1, keepdim=True) + log_min_p)
 
 
@@ -90,6 +92,10 @@ def _cut_below(scores: Tensor, threshold: Tensor) -> Tensor:
     return scores.masked_fill(scores < threshold, -math.inf)
 
 
-def _column(rows: Seq[LogitsRow], value: Callable[[LogitsRow], float], like: Tensor) -> Tensor:
+def _log_min_p(sampling: SamplingParams) -> float:
+    return math.log(sampling.min_p)
+
+
+def _column(rows: Seq[LogitsRow], number: Callable[[SamplingParams], float], like: Tensor) -> Tensor:
     """Return a number that the request of each row gives, [R, 1]."""
-    return send(torch.from_numpy(RowBatch.of(rows).per_row(value, np.float64)).to(like.dtype), like.device)[:, None]
+    return send(torch.from_numpy(RowBatch.of(rows).column(number)).to(like.dtype), like.device)[:, None]

@@ -5,20 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import Purpose, _gumbel_of, gumbel, noise_keys, random_bits, uniform
+from engine.sampling.noise import Purpose, _gumbel_of, gumbel, key_prefixes, noise_keys, random_bits, uniform
 
 MASK = (1 << 64) - 1
 ALPHA = 1e-6
 
 
+def keys_at(
+    seeds: Iterable[int],
+    sample_indices: Iterable[int],
+    positions: Iterable[int],
+    purpose: Purpose,
+    device: torch.device | None = None,
+) -> Tensor:
+    return noise_keys(key_prefixes(seeds, sample_indices), np.array([*positions]), purpose, device)
+
+
 def keys_of(
     seed: int = 0, sample_index: int = 0, position: int = 0, purpose: Purpose = Purpose.TARGET_GUMBEL
 ) -> Tensor:
-    return noise_keys([seed], [sample_index], [position], purpose)
+    return keys_at([seed], [sample_index], [position], purpose)
 
 
 # ---- the contract -------------------------------------------------------------------------------------------------
@@ -67,7 +78,7 @@ def slow_bits(words: tuple[int, ...], lane: int) -> int:
 def keys_of_places(places: Iterable[tuple[int, int, int]], purpose: Purpose) -> Tensor:
     """The keys of (seed, sample index, position) triples, `[n] int64`."""
     seeds, sample_indices, positions = zip(*places, strict=True)
-    return noise_keys(seeds, sample_indices, positions, purpose)
+    return keys_at(seeds, sample_indices, positions, purpose)
 
 
 def test_numbers_equal_those_of_unbounded_integers() -> None:
@@ -85,7 +96,7 @@ def test_numbers_equal_those_of_unbounded_integers() -> None:
 
 
 def test_a_lane_of_each_key_is_one_number_for_every_kind_of_draw() -> None:
-    keys = noise_keys([5, 5, -9], [0, 0, 1], [17, 17, 4], Purpose.ACCEPT)
+    keys = keys_at([5, 5, -9], [0, 0, 1], [17, 17, 4], Purpose.ACCEPT)
     lanes = torch.tensor([0, 1, 63])
     places = [(5, 0, 17, 2), (5, 0, 17, 2), (-9 & MASK, 1, 4, 2)]
     bits = [slow_bits(place, lane) for place, lane in zip(places, lanes.tolist(), strict=True)]
@@ -99,7 +110,7 @@ def test_seeds_count_modulo_two_to_the_64() -> None:
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
-    keys = noise_keys(range(40), range(40), range(40), Purpose.TARGET_GUMBEL)
+    keys = keys_at(range(40), range(40), range(40), Purpose.TARGET_GUMBEL)
     batch = gumbel(keys, 5000)  # many chunks on a CPU
     assert torch.equal(batch[17:18], gumbel(keys[17:18], 5000))
     assert torch.equal(batch[:, :77], gumbel(keys, 77))
@@ -108,8 +119,8 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_what_a_cpu_draws() -> None:
     places = (range(-8, 8), range(16), range(16))
-    here = noise_keys(*places, Purpose.DRAFT)
-    there = noise_keys(*places, Purpose.DRAFT, torch.device("cuda"))
+    here = keys_at(*places, Purpose.DRAFT)
+    there = keys_at(*places, Purpose.DRAFT, torch.device("cuda"))
     assert torch.equal(here, there.cpu())
     assert torch.equal(uniform(here), uniform(there).cpu())
     assert torch.equal(random_bits(here, 16), random_bits(there, 16).cpu())
@@ -144,7 +155,7 @@ def uniforms_along(axis: str, count: int, start: int = 0) -> Tensor:
         return gumbel_as_uniform(keys_of(start + 5), count)[0]
     zeros, steps = [0] * count, list(range(start, start + count))
     places = {"seed": (steps, zeros, zeros), "sample": (zeros, steps, zeros), "position": (zeros, zeros, steps)}[axis]
-    return uniform(noise_keys(*places, Purpose.ACCEPT))
+    return uniform(keys_at(*places, Purpose.ACCEPT))
 
 
 def gumbel_as_uniform(keys: Tensor, num_lanes: int) -> Tensor:
@@ -176,7 +187,7 @@ def test_neighbours_are_independent_along_every_axis(axis: str, lag: int) -> Non
 
 def _bits(purpose: Purpose) -> Tensor:
     zeros, steps = [0] * 100_000, list(range(100_000))
-    return random_bits(noise_keys(zeros, zeros, steps, purpose), 5)
+    return random_bits(keys_at(zeros, zeros, steps, purpose), 5)
 
 
 @pytest.mark.parametrize("first", Purpose)
@@ -187,7 +198,7 @@ def test_purposes_are_independent(first: Purpose, second: Purpose) -> None:
 
 
 def test_lanes_of_neighbouring_positions_are_independent() -> None:
-    keys = noise_keys([0] * 2, [0] * 2, [7, 8], Purpose.TARGET_GUMBEL)
+    keys = keys_at([0] * 2, [0] * 2, [7, 8], Purpose.TARGET_GUMBEL)
     u = (gumbel_as_uniform(keys, 100_000) * 32).long().clamp(max=31)
     assert chi_square_p_value(u[0] * 32 + u[1], 1024) > ALPHA
 
@@ -216,7 +227,7 @@ def test_one_flipped_input_bit_flips_half_of_the_output(word: Callable[[int], tu
 
 def test_noise_follows_the_gumbel_distribution() -> None:
     """Kolmogorov-Smirnov against exp(-exp(-x)) at alpha 1e-6, then the first two moments."""
-    noise = gumbel(noise_keys(range(20), [0] * 20, [0] * 20, Purpose.TARGET_GUMBEL), 10_000).flatten().double()
+    noise = gumbel(keys_at(range(20), [0] * 20, [0] * 20, Purpose.TARGET_GUMBEL), 10_000).flatten().double()
     u = (-(-noise).exp()).exp().sort().values
     distance = (u - (torch.arange(len(u)) + 0.5) / len(u)).abs().max()
     assert distance < math.sqrt(-math.log(ALPHA / 2) / 2 / len(u))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,10 +21,10 @@ import triton.language as tl
 from engine.sampling import sampler as sampler_module
 from engine.sampling import truncation
 from engine.sampling.logits_row import ChainRows, LogitsRow, RowBatch
-from engine.sampling.noise import Purpose, _gumbel_of, _lane_bits, gumbel, noise_keys
+from engine.sampling.noise import Purpose, _gumbel_of, _lane_bits, gumbel, key_prefixes, noise_keys
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.sampler import Sampler
-from engine.sampling.triton_draw import draw, edit, edits_of, gumbel_of, lane_bits
+from engine.sampling.triton_draw import RowNoise, draw, edit, edits_of, gumbel_of, lane_bits
 from engine.sampling.triton_nucleus import nucleus_thresholds
 from protos.messages import SamplingParams
 
@@ -42,7 +43,8 @@ def write_noise(bits, noise, keys, num_lanes, BLOCK: tl.constexpr, HAS_LIBDEVICE
 
 def keys_of(num_rows: int) -> torch.Tensor:
     seeds = [(-1) ** row * (row * 7919 + (row << 55)) for row in range(num_rows)]
-    return noise_keys(seeds, range(num_rows), range(5, 5 + num_rows), Purpose.TARGET_GUMBEL, DEVICE)
+    prefixes = key_prefixes(seeds, range(num_rows))
+    return noise_keys(prefixes, np.arange(5, 5 + num_rows), Purpose.TARGET_GUMBEL, DEVICE)
 
 
 def test_bits_are_the_contracts_and_noise_is_as_good_as_its_logarithms() -> None:
@@ -64,22 +66,23 @@ def test_tokens_are_those_of_scores_plus_noise_and_greedy_rows_get_none() -> Non
     expected = scores + gumbel(keys, NUM_TOKENS) * has_noise[:, None]
     top = expected.topk(2).values
     assert bool((top[:, 0] - top[:, 1] > 1e-4).all()), "no row hangs on a logarithm's last bits"
-    assert torch.equal(draw(scores, keys, has_noise), expected.argmax(dim=1))
+    assert torch.equal(draw(scores, RowNoise(keys, has_noise)), expected.argmax(dim=1))
 
 
 def test_among_equals_the_lowest_id_is_drawn_across_blocks_too() -> None:
     scores = torch.zeros(3, NUM_TOKENS, device=DEVICE)
     scores[1, 2000] = scores[1, 30] = scores[1, 1500] = 1.0
     scores[2] = float("-inf")
-    greedy = torch.zeros(3, dtype=torch.int8, device=DEVICE)
-    assert draw(scores, keys_of(3), greedy).tolist() == [0, 30, 0]
+    greedy = RowNoise(keys_of(3), torch.zeros(3, dtype=torch.int8, device=DEVICE))
+    for noise in (greedy, None):
+        assert draw(scores, noise).tolist() == [0, 30, 0]
 
 
 def test_rows_may_lie_apart_in_memory() -> None:
     wide = torch.randn(4, 2 * NUM_TOKENS, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     part = wide[:, :NUM_TOKENS]
-    noisy = torch.ones(4, dtype=torch.int8, device=DEVICE)
-    assert torch.equal(draw(part, keys_of(4), noisy), draw(part.contiguous(), keys_of(4), noisy))
+    noise = RowNoise(keys_of(4), torch.ones(4, dtype=torch.int8, device=DEVICE))
+    assert torch.equal(draw(part, noise), draw(part.contiguous(), noise))
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -172,11 +175,12 @@ edits = {"factors": "*fp32", "spans": "*i32", "ids": "*i32", "biases": "*fp32", 
 counted = {**edits, **numbers, "count_stride": "i32"}
 draw = {"peaks": "*fp32", "places": "*i32", "scores": "*fp32", "keys": "*i64", "has_noise": "*i8", **counted}
 edit = {"out": "*fp32", "scores": "*fp32", **counted}
-no_edits = dict.fromkeys(edits)
+no_edits, no_noise = dict.fromkeys(edits), dict.fromkeys(("keys", "has_noise"))
 nucleus = {"thresholds": "*fp32", "scores": "*fp32", "top_p": "*fp32", **numbers}
 for kernel, types, constants in (
     (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}),
     (draw_blocks, {**draw, **dict.fromkeys(edits, "constexpr")}, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_edits}),
+    (draw_blocks, {**draw, **dict.fromkeys(no_noise, "constexpr")}, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_noise}),
     (edit_blocks, edit, {"BLOCK": 1024}),
     (find_thresholds, nucleus, {"BLOCK": 4096}),
 ):

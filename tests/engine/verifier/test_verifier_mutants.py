@@ -253,8 +253,8 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 def noise_is_the_same_at_every_position(patch: pytest.MonkeyPatch) -> None:
     real = sampler.noise_keys
 
-    def unplaced(seeds, sample_indices, positions, purpose, device) -> Tensor:
-        return real(seeds, sample_indices, [0 for _ in positions], purpose, device)
+    def unplaced(prefixes, positions, purpose, device) -> Tensor:
+        return real(prefixes, 0 * positions, purpose, device)
 
     patch.setattr(sampler, "noise_keys", unplaced)
 
@@ -263,8 +263,8 @@ def noise_is_the_same_at_every_position(patch: pytest.MonkeyPatch) -> None:
 def draft_knows_the_noise_that_verifies_it(patch: pytest.MonkeyPatch) -> None:
     real = sampler.noise_keys
 
-    def purposeless(seeds, sample_indices, positions, purpose, device) -> Tensor:
-        return real(seeds, sample_indices, positions, Purpose.DRAFT, device)
+    def purposeless(prefixes, positions, purpose, device) -> Tensor:
+        return real(prefixes, positions, Purpose.DRAFT, device)
 
     patch.setattr(sampler, "noise_keys", purposeless)
 
