@@ -86,6 +86,12 @@ def build(
     return EngineCore.from_config(config, proposer)
 
 
+@pytest.fixture(scope="module")
+def plain_engine(folder: Path) -> EngineCore:
+    """An engine without a proposer; one for all tests, because each starts a process that compiles grammars."""
+    return build(folder)
+
+
 def draft_model(folder: Path) -> ModelProposer:
     cache = CacheConfig(num_blocks=512, memory_bytes=None)
     return ModelProposer.from_config(ModelConfig(str(folder), dtype="float32"), cache, SchedulerConfig())
@@ -151,9 +157,9 @@ def test_200_random_schemas_are_obeyed(folder: Path, tokenizer: Tokenizer) -> No
     assert engine.stats().drafts.num_accepted_tokens > 0
 
 
-def test_every_kind_of_grammar_is_obeyed(folder: Path, tokenizer: Tokenizer) -> None:
+def test_every_kind_of_grammar_is_obeyed(plain_engine: EngineCore, tokenizer: Tokenizer) -> None:
     for seed in range(5):
-        whole = run(build(folder), every_kind(seed=seed))
+        whole = run(plain_engine, every_kind(seed=seed))
         texts = {name: text_of(chunk, tokenizer) for name, chunk in whole.items()}
         assert re.fullmatch(REGEX, texts["regex"])
         assert texts["choice"] in CHOICES
@@ -169,31 +175,32 @@ SAMPLINGS = (
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_speculation_changes_no_token(sampling: dict[str, object], folder: Path, draft_folder: Path) -> None:
-    plain = token_ids(run(build(folder), every_kind(**sampling)))
+def test_speculation_changes_no_token(
+    sampling: dict[str, object], plain_engine: EngineCore, folder: Path, draft_folder: Path
+) -> None:
+    plain = token_ids(run(plain_engine, every_kind(**sampling)))
     for proposer in (NoProposer(), NgramProposer(min_size=1), draft_model(draft_folder)):
         assert token_ids(run(build(folder, proposer), every_kind(**sampling))) == plain
 
 
-def test_preemption_changes_no_token(folder: Path) -> None:
-    plain = token_ids(run(build(folder), every_kind()))
+def test_preemption_changes_no_token(plain_engine: EngineCore, folder: Path) -> None:
+    plain = token_ids(run(plain_engine, every_kind()))
     engine = build(folder, NgramProposer(min_size=1), num_blocks=14, block_size=4)
     assert token_ids(run(engine, every_kind())) == plain
     assert engine.stats().num_preemptions > 0
 
 
-def test_a_migrated_sequence_goes_on_in_its_grammar(folder: Path) -> None:
-    engine = build(folder)
+def test_a_migrated_sequence_goes_on_in_its_grammar(plain_engine: EngineCore) -> None:
     for each in every_kind():
-        whole = run(engine, [each])[each.request_id].token_ids
+        whole = run(plain_engine, [each])[each.request_id].token_ids
         for cut in {1, len(whole) // 2, len(whole) - 1}:
             moved = replace(each, output_token_ids=tuple(whole[:cut]))
-            assert run(engine, [moved])[each.request_id].token_ids == whole[cut:]
+            assert run(plain_engine, [moved])[each.request_id].token_ids == whole[cut:]
 
 
-def test_an_aborted_sequence_leaves_the_others_alone(folder: Path) -> None:
+def test_an_aborted_sequence_leaves_the_others_alone(plain_engine: EngineCore, folder: Path) -> None:
     requests = every_kind()
-    plain = token_ids(run(build(folder), requests))
+    plain = token_ids(run(plain_engine, requests))
     engine = build(folder, NoProposer())
     for each in requests:
         engine.add(each)
@@ -255,10 +262,10 @@ def test_a_draft_model_drafts_within_the_grammar(folder: Path) -> None:
     assert drafts.num_accepted_tokens >= 0.98 * drafts.num_draft_tokens
 
 
-def test_bad_words_yield_to_the_grammar(folder: Path, tokenizer: Tokenizer) -> None:
+def test_bad_words_yield_to_the_grammar(plain_engine: EngineCore, tokenizer: Tokenizer) -> None:
     a_ids = [token_id for token_id in range(BYTE_VOCAB_SIZE) if tokenizer.decode([token_id]) == "a"]
     only_a = Grammar(GrammarKind.REGEX, "a{5}", "guided_regex")
-    whole = run(build(folder), [request("x", only_a, bad_words=tuple((token_id,) for token_id in a_ids))])
+    whole = run(plain_engine, [request("x", only_a, bad_words=tuple((token_id,) for token_id in a_ids))])
     assert text_of(whole["x"], tokenizer) == "aaaaa"
 
 
@@ -291,13 +298,14 @@ def nested_schema(depth: int) -> str:
         (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES), "1001 rules or references; at most 1000"),
     ],
 )
-def test_a_bad_grammar_is_refused_with_its_fault(kind: GrammarKind, source: str, words: str, folder: Path) -> None:
-    engine = build(folder)
+def test_a_bad_grammar_is_refused_with_its_fault(
+    kind: GrammarKind, source: str, words: str, plain_engine: EngineCore
+) -> None:
     for _ in range(2):  # a failure that is remembered reads the same
         with pytest.raises(RequestError, match=re.escape(words)) as refused:
-            engine.add(request("x", Grammar(kind, source, "the_param")))
+            plain_engine.add(request("x", Grammar(kind, source, "the_param")))
         assert refused.value.param == "the_param"
-    assert not engine.has_work
+    assert not plain_engine.has_work
 
 
 @pytest.mark.parametrize(
@@ -307,9 +315,11 @@ def test_a_bad_grammar_is_refused_with_its_fault(kind: GrammarKind, source: str,
         (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES - 1)),
     ],
 )
-def test_rules_may_be_nested_as_deep_as_there_may_be_rules(kind: GrammarKind, source: str, folder: Path) -> None:
+def test_rules_may_be_nested_as_deep_as_there_may_be_rules(
+    kind: GrammarKind, source: str, plain_engine: EngineCore
+) -> None:
     """The library recurses over them: on a thread's usual stack the second of these ends the process."""
-    whole = run(build(folder), [request("x", Grammar(kind, source, "the_param"), max_tokens=8)])
+    whole = run(plain_engine, [request("x", Grammar(kind, source, "the_param"), max_tokens=8)])
     assert whole["x"].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -351,15 +361,14 @@ def test_a_tenant_leaves_places_at_the_compiler_to_others(folder: Path) -> None:
     assert compiler.prepare(more, "first") is None
 
 
-def test_parameters_that_contradict_a_grammar_are_refused(folder: Path) -> None:
-    engine = build(folder)
+def test_parameters_that_contradict_a_grammar_are_refused(plain_engine: EngineCore) -> None:
     grammar = Grammar(GrammarKind.REGEX, "a+", "guided_regex")
     with pytest.raises(RequestError, match="min_tokens is 3"):
-        engine.add(request("x", grammar, min_tokens=3))
+        plain_engine.add(request("x", grammar, min_tokens=3))
     with pytest.raises(RequestError, match="ignore_eos"):
-        engine.add(request("x", grammar, stop_token_ids=()))
+        plain_engine.add(request("x", grammar, stop_token_ids=()))
     with pytest.raises(RequestError, match="forbids the output generated so far"):
-        engine.add(replace(request("x", grammar), output_token_ids=(5,)))
+        plain_engine.add(replace(request("x", grammar), output_token_ids=(5,)))
 
 
 def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
@@ -373,6 +382,7 @@ def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
     [(None, (THOUGHT_END,), 4.0), (THOUGHT_BEGIN, (THOUGHT_END,), 4.0), (None, (THOUGHT_BEGIN, THOUGHT_END), 7.0)],
 )
 def test_a_grammar_begins_behind_a_thought(
+    plain_engine: EngineCore,
     folder: Path,
     draft_folder: Path,
     tokenizer: Tokenizer,
@@ -386,7 +396,7 @@ def test_a_grammar_begins_behind_a_thought(
         bias = ((THOUGHT_BEGIN, bias_each), (THOUGHT_END, bias_each))
         return [request(f"r{seed}", grammar, seed=seed, temperature=1.0, logit_bias=bias) for seed in range(12)]
 
-    plain = run(build(folder), requests())
+    plain = run(plain_engine, requests())
     num_thoughts = 0
     for chunk in plain.values():
         ids = list(chunk.token_ids)
@@ -402,7 +412,7 @@ def test_a_grammar_begins_behind_a_thought(
     for each in requests()[:4]:  # a migrated sequence goes on in its thought, or behind it
         whole = plain[each.request_id].token_ids
         for cut in {1, len(whole) // 2, len(whole) - 1}:
-            rest = run(build(folder), [replace(each, output_token_ids=whole[:cut])])[each.request_id].token_ids
+            rest = run(plain_engine, [replace(each, output_token_ids=whole[:cut])])[each.request_id].token_ids
             assert whole[:cut] + rest == whole
 
 
