@@ -31,6 +31,7 @@ from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE
 from tests.engine.fixtures.eagle3_fixtures import PlainEagle3, head_tensors, write_original
+from tests.engine.fixtures.forked_ranks import fork_ranks
 from tests.engine.fixtures.heads_fixtures import fit_medusa, transformers_mtp, write_deepseek, write_llama_with_mtp
 from tests.engine.fixtures.in_process_transport import InProcessTransport
 
@@ -293,8 +294,10 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
     world: World,
     reference: dict[str, tuple[int, ...]],
     oracles: dict[HeadKind, Oracle | PlainEagle3 | FirstLayer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trees move its keys and values, a small pool is preempted, and another engine reads them of exported blocks."""
+    fork_ranks(monkeypatch)
     engine = build(world, kind, Setup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
     try:
         drafted = record(engine)

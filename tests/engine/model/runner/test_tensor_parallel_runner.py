@@ -27,6 +27,7 @@ from protos.errors import ConfigError, EngineError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 from tests.engine.fixtures.families import SERVED, write_family
+from tests.engine.fixtures.forked_ranks import fork_ranks
 
 CACHE = CacheConfig(block_size=4, num_blocks=96)
 PROMPTS = [tuple(range(first, first + 9 + first)) for first in range(1, 5)]
@@ -157,9 +158,10 @@ def test_the_engine_shards_its_target_as_configured(folders: Folders) -> None:
 
 
 def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(
-    sharded: TensorParallelRunner, tmp_path: Path
+    sharded: TensorParallelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sharded.close()  # the shared one; its place is free now
+    fork_ranks(monkeypatch)
     write_family(tmp_path, SERVED["gemma2"]())
     expected = generate(load_runner(config(tmp_path, 1), CACHE), None)
     runner = load_runner(config(tmp_path, 2), CACHE)
