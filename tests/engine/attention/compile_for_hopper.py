@@ -1,4 +1,7 @@
-"""Run as a script, on any machine: compiles the attention kernels to machine code for an H200, or fails."""
+"""Run as a script, on any machine: compiles the kernels to machine code for an H200, or fails.
+
+All of them in one process, whose start takes as long as some compilations.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiling import Heads, choose_tiling
 from engine.model.decoders.triton_rows import norm_rows
 from engine.model.linear.triton_product import _LOW, _TALL, multiply
+from engine.sampling.triton_draw import draw_blocks, edit_blocks
+from engine.sampling.triton_nucleus import find_thresholds
 
 HEADS = Heads(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 MOST_SHARED_BYTES = 227 << 10
@@ -95,6 +100,29 @@ def compile_norm() -> None:
         compile_kernel(norm_rows, {**types, **numbers}, {**constants, "BLOCK": 4096}, num_warps=4)
 
 
+def compile_sampling() -> None:
+    numbers = {"num_tokens": "i32", "score_stride": "i32"}
+    edits = {"factors": "*fp32", "spans": "*i32", "ids": "*i32", "biases": "*fp32", "counts": "*i32"}
+    counted = {**edits, **numbers, "count_stride": "i32"}
+    draw = {"peaks": "*fp32", "places": "*i32", "scores": "*fp32", "keys": "*i64", "has_noise": "*i8", **counted}
+    edit = {"out": "*fp32", "scores": "*fp32", **counted}
+    no_edits, no_noise = dict.fromkeys(edits), dict.fromkeys(("keys", "has_noise"))
+    nucleus = {"thresholds": "*fp32", "scores": "*fp32", "top_p": "*fp32", **numbers}
+    for kernel, types, constants in (
+        (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}),
+        (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_edits}),
+        (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_noise}),
+        (edit_blocks, edit, {"BLOCK": 1024}),
+        (find_thresholds, nucleus, {"BLOCK": 4096}),
+    ):
+        source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+        assert compiled.asm["cubin"]
+        if kernel is edit_blocks:
+            assert "fma" not in compiled.asm["ptx"], "a product and a sum are rounded apart"
+            assert "div.rn" in compiled.asm["ptx"]
+
+
 if __name__ == "__main__":
     compile_attention(1, "*bf16", OPTIONAL)
     compile_attention(8, "*fp8e4nv", OPTIONAL)
@@ -103,3 +131,4 @@ if __name__ == "__main__":
     compile_merge()
     compile_product()
     compile_norm()
+    compile_sampling()
