@@ -58,7 +58,8 @@ class ServedPair:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over its samples with these labels, as `/metrics` has it now."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
+        text = httpx.get(f"{self.url}/metrics", timeout=30.0, verify=False).text  # no certificates, read for each call
+        text = "".join(line for line in text.splitlines(keepends=True) if name in line)  # parsing all takes long
         families = (family for family in text_string_to_metric_families(text) if family.name == name)
         samples = (sample for family in families for sample in family.samples)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
