@@ -59,7 +59,7 @@ $(SMOLLM2): | $(INSTALLED)
 	@$(BIN)/python -m models.published.smollm2
 
 test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster
-	@echo "$(JOBS) jobs side by side; each prints its output when it ends (a quarter of an hour or more on two cores)"
+	@echo "$(JOBS) jobs side by side; each prints its output when it ends (ten minutes or more on two cores)"
 	@mkdir -p .cache
 	@OMP_NUM_THREADS=1 $(MAKE) --jobs=$(JOBS) --output-sync=target --no-print-directory \
 		lint test-served test-engine test-models test-others type
