@@ -9,16 +9,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.sampling.logits_row import LogitsRow
+from engine.sampling.sampler import Sampler
 from engine.span import Span
+from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _MAX_ROWS = 128  # no tile of the attention kernel is higher
 _CONTEXT_TOKENS = 600  # enough that one sequence is read in splits
+_SAMPLINGS = (  # each has the sampler compile another kernel, or another variant of one
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+)
 
 
 def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_len: int) -> None:
-    """Run passes of 1, 2, 4 ... rows; call it before the pool holds anything, as they write to its first block."""
+    """Run passes of 1, 2, 4 ... rows, and draw from the last with each kernel of the sampler.
+
+    Call it before the pool holds anything, as they write to its first block.
+    """
     began_s = time.monotonic()
     num_rows = 1
     while num_rows <= min(_MAX_ROWS, max_model_len):
@@ -26,6 +39,13 @@ def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_
         table = [0] * (-(-(start + num_rows) // block_size))
         logits = forward([Span([0] * num_rows, start, table, 1)])
         num_rows *= 2
+    _draw(logits)
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
     logger.info("compiled and warmed up in %.1f s", time.monotonic() - began_s)
+
+
+def _draw(logits: Tensor) -> None:
+    sampler = Sampler()
+    for sampling in _SAMPLINGS:
+        sampler.draw(logits, [LogitsRow(sampling, [0], 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from engine.config import CacheConfig, ModelConfig
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.warm_up import warm_up
+from engine.sampling import sampler, truncation
 from engine.span import Span
 from tests.engine.fixtures.families import SERVED, write_family
 
@@ -24,7 +26,7 @@ class FakeRunner:
 
     def forward(self, spans: list[Span]) -> Tensor:
         self.spans += spans
-        return torch.zeros(1, 1)
+        return torch.zeros(1, 40)
 
 
 @pytest.mark.parametrize(("max_model_len", "max_rows"), [(4096, 128), (50, 32), (2, 2)])
@@ -46,3 +48,30 @@ def test_warming_up_changes_no_logit(tmp_path: Path) -> None:
     before = runner.forward([span])
     warm_up(runner.forward, runner.block_size, runner.max_model_len)
     assert torch.equal(runner.forward([span]), before)
+
+
+def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from engine.sampling import triton_draw, triton_nucleus
+
+    launched: list[tuple[object, ...]] = []
+
+    def note(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def noted(scores: Tensor, noise: object = None, edits: object = None) -> Tensor:
+            launched.append((name, noise is not None, edits is not None))
+            return function(scores, *(each for each in (noise, edits) if name == "draw" or each is not None))
+
+        monkeypatch.setattr(module, name, noted)
+
+    for module in (sampler, truncation):
+        monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
+    note(triton_draw, "draw")
+    note(triton_draw, "edit")
+    note(triton_nucleus, "nucleus_thresholds")
+    runner = FakeRunner(64)
+    warm_up(runner.forward, runner.block_size, runner.max_model_len)
+    variants = {launch[1:] for launch in launched if launch[0] == "draw"}
+    assert variants == {(False, False), (False, True), (True, False), (True, True)}
+    assert {launch[0] for launch in launched} == {"draw", "edit", "nucleus_thresholds"}
