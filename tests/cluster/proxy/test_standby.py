@@ -82,11 +82,8 @@ def standby_of(process: subprocess.Popen[bytes]) -> int:
     return found[0]
 
 
-def until_ended(pid: int) -> None:
-    until(lambda: standby._parent(pid) == 0)
-
-
-def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> None:
+def killed_with_a_stand_in(folder: Path) -> int:
+    """Start a HAProxy and kill it; return the process of the one that stands in."""
     first = start(folder)
     standby_of(first)
     first.kill()
@@ -94,6 +91,15 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
     until(lambda: standing_in(folder) is not None)
     stand_in = standing_in(folder)
     assert stand_in is not None
+    return stand_in
+
+
+def until_ended(pid: int) -> None:
+    until(lambda: standby._parent(pid) == 0)
+
+
+def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> None:
+    stand_in = killed_with_a_stand_in(folder)
     assert answering(folder) is None, "Serve would think that it has one, and start none"
     port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
@@ -106,13 +112,7 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
 
 def test_one_that_stands_in_and_is_killed_is_back_too(folder: Path) -> None:
     """Serve may need half a minute for its own: long enough for another fault."""
-    first = start(folder)
-    standby_of(first)
-    first.kill()
-    first.wait()
-    until(lambda: standing_in(folder) is not None)
-    killed = standing_in(folder)
-    assert killed is not None
+    killed = killed_with_a_stand_in(folder)
     os.kill(killed, signal.SIGKILL)
     until(lambda: standing_in(folder) not in (None, killed))
     second = start(folder)
