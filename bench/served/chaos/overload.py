@@ -111,7 +111,7 @@ class Load:
     def heavy_share(self) -> float:
         return self.tokens_per_second(["heavy"]) / max(self.tokens_per_second(), 1e-9)
 
-    def goodput_beside_clients(self, capacity: Load) -> float:
+    def beside_clients(self, capacity: Load) -> float:
         """Return the tokens over those of `capacity`, of which the cores that these clients took more have no part."""
         left = 1 - (self.client_cpu - capacity.client_cpu) / len(os.sched_getaffinity(0))
         return self.tokens_per_second() / (capacity.tokens_per_second() * left)
@@ -251,7 +251,7 @@ def _print(load: Load, capacity: Load, verdict: list[str]) -> None:
     num_by_proxy = sum(answer.is_by_proxy for answer in load.answers)
     print(
         f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[_OK]} | {statuses[_REFUSED]} | "
-        f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {load.goodput_beside_clients(capacity):.0%} | "
+        f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {load.beside_clients(capacity):.0%} | "
         f"{p50_ms:.0f} ms | {p99_ms:.0f} ms | {load.heavy_share:.0%} | {load.client_cpu:.0%} | {'; '.join(verdict)} |",
         flush=True,
     )
