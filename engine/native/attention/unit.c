@@ -40,6 +40,13 @@ VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, 
     }
 }
 
+/* Whether 16 slots follow each other; blocks of fewer tokens may begin and end like a run that they are not. */
+INLINE int are_run(const int64_t *slots) {
+    int are = 1;
+    for (int64_t i = 1; i < 16; i++) are &= slots[i] == slots[0] + i;
+    return are;
+}
+
 VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
     const int64_t item = IS_BF16(a) ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
@@ -56,7 +63,7 @@ VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_whole = first + 16 <= count;
-        const int is_run = is_whole && unit->slots[first + 15] == unit->slots[first] + 15;
+        const int is_run = is_whole && are_run(unit->slots + first);
         if (a->is_int8 && is_whole) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_width * 2;
         } else if (is_run && is_read_once && a->key_dim % 32 == 0) {

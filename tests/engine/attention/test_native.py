@@ -32,7 +32,7 @@ from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 def attend(world: AttentionWorld, options: LayerOptions = PLAIN) -> Tensor:
@@ -46,7 +46,8 @@ def check(world: AttentionWorld, options: LayerOptions = PLAIN) -> None:
     out = attend(world, options)
     assert out.dtype == world.query.dtype
     tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), world.expected(options), rtol=0, atol=tolerance)
+    half_a_place = 2**-9 if out.dtype is torch.bfloat16 else 0  # what rounding the result may cost
+    torch.testing.assert_close(out.double(), world.expected(options), rtol=half_a_place, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -62,6 +63,14 @@ def test_each_row_of_a_mixed_pass_sees_its_own_sequence_up_to_itself(
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None:
     check(AttentionWorld([Extent(300, 2), *MIXED], Heads(2, 2, 64, 64), block_size=block_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_blocks_that_begin_and_end_like_a_run_may_lie_anywhere_between(block_size: int, dtype: torch.dtype) -> None:
+    per_tile = 16 // block_size
+    order = [0, *range(per_tile - 2, 0, -1), per_tile - 1, per_tile, per_tile + 1, per_tile + 2]
+    check(AttentionWorld([Extent(16, 1)], Heads(1, 1, 32, 8), block_size=block_size, dtype=dtype, order=order))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
