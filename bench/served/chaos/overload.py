@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import json
 import os
-import random
-import re
 import signal
 import sys
 import time
@@ -28,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.served.chaos.load_client import OK, REFUSED, Answer, LoadClient
 from bench.served.chaos.world import MODEL, Args, World
 
 WEIGHTS = {"heavy": 3, "light": 1}
@@ -46,30 +43,12 @@ _HEAD = (
     "client's CPU",
     "verdict",
 )
-_OK, _REFUSED = 200, 503
 _NUM_CLOSED = 16  # requests at once of the load that just fills the pairs
 _PAUSE_S = 0.5  # of one of them after a refusal
-_ANSWER_TIMEOUT_S = 180.0
+_TICK_S = 0.01  # in which the requests that are due are sent at once
 _MARGIN = 0.1
 _MAX_REFUSAL_S = 0.05
 _WARM = 0.35  # of a run, which is not counted
-_OF_PROXY = b"The pairs are full"  # cluster/proxy/refusals.cfg
-_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request: its tenant, the status, the tokens of all choices, when it was sent and when it had its answer.
-
-    `is_by_proxy`: HAProxy has refused it by itself.
-    """
-
-    tenant: str
-    status: int
-    num_tokens: int
-    sent_s: float
-    ended_s: float
-    is_by_proxy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +74,7 @@ class Load:
 
     @property
     def requests_per_second(self) -> float:
-        return self.statuses[_OK] / (self.ended_s - self.began_s)
+        return self.statuses[OK] / (self.ended_s - self.began_s)
 
     @property
     def client_cpu(self) -> float:
@@ -104,7 +83,7 @@ class Load:
 
     def refusal_s(self, percentile: float) -> float:
         """Return a percentile of the time that a refusal took."""
-        times = [a.ended_s - a.sent_s for a in self.answers if a.status == _REFUSED]
+        times = [a.ended_s - a.sent_s for a in self.answers if a.status == REFUSED]
         return float(np.percentile(times, percentile)) if times else 0.0
 
     @property
@@ -120,7 +99,7 @@ class Load:
         """The promises that were not kept."""
         ratio = self.tokens_per_second() / capacity.tokens_per_second()
         fair = WEIGHTS["heavy"] / sum(WEIGHTS.values())
-        strange = {status: number for status, number in self.statuses.items() if status not in (_OK, _REFUSED)}
+        strange = {status: number for status, number in self.statuses.items() if status not in (OK, REFUSED)}
         return [
             *([f"goodput {ratio:.0%}"] if ratio < 1 - _MARGIN else []),
             *([f"answers {strange}"] if strange else []),
@@ -129,67 +108,7 @@ class Load:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A connection that the server keeps open between requests, since a new one costs more than a refusal."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @classmethod
-    async def open(cls, port: int) -> Connection:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
-
-    async def exchange(self, content: bytes) -> tuple[int, bytes]:
-        """Send a request, and return the status and the body of its answer."""
-        self.writer.write(content)
-        head = await self.reader.readuntil(b"\r\n\r\n")
-        length = _LENGTH.search(head)
-        return int(head.split(None, 2)[1]), await self.reader.readexactly(int(length[1]) if length else 0)
-
-
-class Client:
-    """Requests of two tenants in turn, on kept connections, of sizes that a seed fixes."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._random = random.Random(11)
-        self._tenants = itertools.cycle(WEIGHTS)
-        self._idle: list[Connection] = []
-
-    async def request(self) -> Answer:
-        """Send one request and await its answer; the status is 0 where there is none."""
-        tenant = next(self._tenants)
-        content = self._request_of(tenant)
-        sent_s = time.monotonic()
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                connection = self._idle.pop() if self._idle else await Connection.open(self._port)
-                status, body = await connection.exchange(content)
-            self._idle.append(connection)
-            num_tokens = json.loads(body)["usage"]["completion_tokens"] if status == _OK else 0
-        except (OSError, EOFError, ValueError, TimeoutError):
-            status, body, num_tokens = 0, b"", 0
-        return Answer(tenant, status, num_tokens, sent_s, time.monotonic(), _OF_PROXY in body)
-
-    def _request_of(self, tenant: str) -> bytes:
-        body = {
-            "model": MODEL,
-            "prompt": f"def function_{self._random.randrange(10**6)}(path):\n",
-            "n": self._random.choice((1, 2, 4)),
-            "max_tokens": self._random.choice((64, 128, 192)),
-            "ignore_eos": True,
-            "seed": 1,
-        }
-        content = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        return head.encode() + content
-
-
-async def closed_load(client: Client, seconds: float) -> Load:
+async def closed_load(client: LoadClient, seconds: float) -> Load:
     """Keep so many requests running that no place is free for long, and none has to be refused."""
     answers: list[Answer] = []
     began_s, began_cpu_s = time.monotonic(), time.process_time()
@@ -197,24 +116,29 @@ async def closed_load(client: Client, seconds: float) -> Load:
     async def go_on() -> None:
         while time.monotonic() < began_s + seconds:
             answers.append(await client.request())
-            if answers[-1].status == _REFUSED:
+            if answers[-1].status == REFUSED:
                 await asyncio.sleep(_PAUSE_S)
 
-    await asyncio.gather(*(go_on() for _ in range(_NUM_CLOSED)))
+    clients = [asyncio.create_task(go_on()) for _ in range(_NUM_CLOSED)]
+    await asyncio.sleep(seconds)
+    await client.settle()
+    await asyncio.gather(*clients)
     return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers), time.process_time() - began_cpu_s)
 
 
-async def open_load(client: Client, capacity: Load, times: float, seconds: float) -> Load:
+async def open_load(client: LoadClient, capacity: Load, times: float, seconds: float) -> Load:
     """Send requests at `times` the rate of `capacity`, then await what was accepted."""
     rate = times * capacity.requests_per_second
-    began_s, began_cpu_s = time.monotonic(), time.process_time()
-    tasks = []
-    for index in range(int(rate * seconds)):
-        await asyncio.sleep(began_s + index / rate - time.monotonic())
-        tasks.append(asyncio.create_task(client.request()))
+    answers: list[Answer] = []
+    began_s, began_cpu_s, num_sent = time.monotonic(), time.process_time(), 0
+    while (now_s := time.monotonic()) < began_s + seconds:
+        for _ in range(num_sent, int(rate * (now_s - began_s)) + 1):
+            client.send(answers.append)
+            num_sent += 1
+        await asyncio.sleep(_TICK_S)
     ended_s, cpu_s = time.monotonic(), time.process_time() - began_cpu_s
-    rate = len(tasks) / (ended_s - began_s)
-    return Load(times, rate, began_s, ended_s, tuple(await asyncio.gather(*tasks)), cpu_s)
+    await client.settle()
+    return Load(times, num_sent / (ended_s - began_s), began_s, ended_s, tuple(answers), cpu_s)
 
 
 def settings(folder: Path, args: Args) -> None:
@@ -230,7 +154,7 @@ def settings(folder: Path, args: Args) -> None:
 
 async def measure(world: World, all_times: Sequence[float], seconds: float) -> bool:
     """Print a row for each load; return whether every promise was kept."""
-    client = Client(world.port)
+    client = LoadClient(world.port, MODEL, tuple(WEIGHTS))
     await closed_load(client, seconds / 2)  # what is compiled and learnt at first
     capacity = await closed_load(client, seconds)
     print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
@@ -246,11 +170,11 @@ async def measure(world: World, all_times: Sequence[float], seconds: float) -> b
 
 def _print(load: Load, capacity: Load, verdict: list[str]) -> None:
     statuses = load.statuses
-    num_other = statuses.total() - statuses[_OK] - statuses[_REFUSED]
+    num_other = statuses.total() - statuses[OK] - statuses[REFUSED]
     p50_ms, p99_ms = 1000 * load.refusal_s(50), 1000 * load.refusal_s(99)
     num_by_proxy = sum(answer.is_by_proxy for answer in load.answers)
     print(
-        f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[_OK]} | {statuses[_REFUSED]} | "
+        f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[OK]} | {statuses[REFUSED]} | "
         f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {load.beside_clients(capacity):.0%} | "
         f"{p50_ms:.0f} ms | {p99_ms:.0f} ms | {load.heavy_share:.0%} | {load.client_cpu:.0%} | {'; '.join(verdict)} |",
         flush=True,
