@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import LlamaForCausalLM
 
-from engine.model.checkpoint.dtype import resolve_dtype
+from models.training.product_dtype import product_dtype
 
 WARMUP_FRACTION = 0.02
 DECAY_FRACTION = 0.35
@@ -30,7 +30,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     """Return the semi-orthogonal matrix nearest to `matrix` [rows, columns], by five Newton-Schulz steps."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if is_tall else matrix).to(resolve_dtype("auto", matrix.device))
+    x = (matrix.T if is_tall else matrix).to(product_dtype(matrix.device))
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.T

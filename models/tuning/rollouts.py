@@ -24,10 +24,10 @@ from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
 
 _NUM_STREAMS = 64
-_POOL_BYTES = 256 << 20
+_POOL_BYTES = 1 << 30  # holds all prompts of a small target, each of which is read once and written behind often
 _MAX_LOG_BYTES = 1 << 30
 _MIN_TOKENS = 64
-_OF_GREEDY = 0.7  # temperature behind the prompts of greedy requests, whose own text is in the log
+_OF_GREEDY = 0.3  # temperature behind the prompts of greedy requests: texts like theirs, and not the same again
 _MAX_PROMPT_SHARE = 0.75  # of the model's context; behind a longer prompt there is no room
 
 

@@ -69,9 +69,10 @@ def test_rollouts_go_on_from_the_stream_half_of_them_greedily() -> None:
     assert not torch.equal(windows[0][2:], windows[1][2:])
 
 
-def test_products_are_in_bfloat16_only_where_the_processor_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_in_bfloat16_only_where_the_processor_is_faster_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 4)
-    for has_units, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("engine.model.checkpoint.dtype._has_bfloat16_units", lambda has=has_units: has)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    for has_amx, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has=has_amx: has)
         with autocast(torch.device("cpu")):
             assert (x @ x).dtype is dtype

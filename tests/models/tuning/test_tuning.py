@@ -160,7 +160,7 @@ def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_o
     assert written
     assert shares == sorted(shares)
     assert not {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in written} & measuring
-    assert {round(request.temperature, 3) for request in written} == {0.7, 1.0}
+    assert {round(request.temperature, 3) for request in written} == {0.3, 1.0}
     assert all(min(request.positions) == NUM_PROMPT_TOKENS for request in written)
     monkeypatch.setattr("models.tuning.rollouts._write", None)
     again = write_rollouts(str(pair.target), log, tmp_path / "rollouts", 0.05, shares.append)
@@ -218,6 +218,20 @@ def test_windows_hold_each_position_once_with_the_tokens_before_it() -> None:
         window.chosen_ids.tolist() == [int(window.token_ids[row]) + 1 for row in window.rows] for window in windows
     )
     assert all(min(window.rows.tolist()) >= 7 for window in windows[1:])
+
+
+def test_a_text_behind_a_long_prompt_is_one_window_with_all_of_the_prompt() -> None:
+    logits = np.random.default_rng(0).normal(size=(1200 - NUM_PROMPT_TOKENS, VOCAB_SIZE)).astype(np.float32)
+    answered = logged(np.arange(1200), logits, 0.0)
+    request = replace(
+        answered,
+        positions=answered.positions[-96:],
+        top_ids=answered.top_ids[-96:],
+        top_logprobs=answered.top_logprobs[-96:],
+    )
+    (window,) = windows_of(request)
+    assert len(window.token_ids) == 1199
+    assert len(window.rows) == 96
 
 
 def test_expected_passes_are_those_of_a_decoder_and_of_its_mean() -> None:
