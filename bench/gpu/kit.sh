@@ -17,7 +17,8 @@ export PYTHONPATH=$WORK/site:. PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$WORK/triton
 
 TESTS="tests/engine/attention/test_triton_attention.py tests/engine/kv_cache/test_float8_pool.py
     tests/engine/model/cuda_graphs/test_graph_runner.py tests/engine/model/runner/test_async_scheduling_runner.py
-    tests/engine/sampling/test_noise.py tests/engine/sampling/test_triton_sampling.py"
+    tests/engine/sampling/test_noise.py tests/engine/sampling/test_triton_sampling.py
+    tests/engine/attention/test_batch_invariant_triton.py tests/engine/model/test_triton_rows.py"
 if [ "${1:-}" = --rehearse ]; then
     SMOKE="--device cpu --smoke" LOOK="--device cpu --smoke" TABLE="--device cpu --smoke"
     SMOKE_S=300 TESTS_S=400 LOOK_S=200 TABLE_S=300  # a processor shares its cores with its drafts, and others

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 RECORDS = Path(__file__).parent / "topologies"
 
@@ -30,7 +31,7 @@ class RecordedNvml:
         return index
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return self._record["name"].encode()
+        return self._of(handle)["name"].encode()
 
     def nvmlDeviceGetUUID(self, handle: int | tuple[int, int]) -> str:
         return f"GPU-{handle}" if isinstance(handle, int) else f"MIG-{handle[0]}-{handle[1]}"
@@ -47,9 +48,14 @@ class RecordedNvml:
         return self._record.get("cuda_version", 13000)
 
     def nvmlDeviceGetMemoryInfo(self, handle: int | tuple[int, int]) -> SimpleNamespace:
-        whole = self._record["memory_bytes"]
-        return SimpleNamespace(total=whole if isinstance(handle, int) else whole // self._record["num_instances"])
+        if isinstance(handle, int):
+            return SimpleNamespace(total=self._of(handle)["memory_bytes"])
+        return SimpleNamespace(total=self._record["memory_bytes"] // self._record["num_instances"])
 
     def nvmlDeviceGetP2PStatus(self, left: int, right: int, capability: int) -> int:
         assert capability == self.NVML_P2P_CAPS_INDEX_NVLINK
         return 0 if [left, right] in self._record["nvlinks"] else 6
+
+    def _of(self, index: int) -> dict[str, Any]:
+        """The record of one device: that of all, but where it is of another kind."""
+        return self._record.get("other_kinds", {}).get(str(index), self._record)

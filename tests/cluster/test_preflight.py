@@ -8,8 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.ports import free_port
@@ -162,6 +165,18 @@ def test_a_driver_older_than_torchs_cuda_is_refused_and_any_newer_one_is_not():
     check_driver(old, "2.11.0+cu121")
     check_driver(H100S, "2.11.0+cu130")
     check_driver(NO_GPU, "2.11.0+cu130")
+
+
+def test_a_driver_that_is_too_old_is_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """By `outrider serve` here, and by `serve deploy` where the application is built."""
+    old = read_topology(RecordedNvml("divided"))
+    monkeypatch.setattr("cluster.preflight.version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr("cluster.app.read_topology", lambda: old)
+    with pytest.raises(ConfigError, match=r"CUDA up to 12\.4, and torch 2\.11\.0\+cu130"):
+        check_memory(sharded(model, 16, 1), old)
+    save_file({"weight": np.zeros(4)}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"CUDA up to 12\.4, and torch 2\.11\.0\+cu130"):
+        build({"model_id": "m", "target": {"path": str(model)}})
 
 
 def test_a_log_needs_a_folder_and_room(model: Path, tmp_path: Path):

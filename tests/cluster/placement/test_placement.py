@@ -1,11 +1,9 @@
 """The cores and devices of each process, on recorded machines."""
 
-from dataclasses import replace
-
 import pytest
 
 from actors.settings import PairDevices
-from cluster.placement.devices import choose_devices
+from cluster.placement.devices import choose_devices, pin_devices
 from cluster.placement.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
 from cluster.placement.topology import NodeTopology, read_topology
 from cluster.schema.models import DraftProcess
@@ -214,10 +212,11 @@ def test_an_instance_of_a_divided_gpu_serves_a_pair_and_no_sharded_target():
         choose_devices(("MIG-0-0", "MIG-0-1"), topology, 2)
 
 
-def test_ranks_on_cards_of_different_kinds_are_refused_with_both():
-    switch = recorded("nvswitch_8")
-    small = replace(switch.devices[1], name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
-    mixed = replace(switch, devices=(switch.devices[0], small, *switch.devices[2:]))
-    assert choose_devices(("0", "2"), mixed, 2).targets == ("0", "2")
-    with pytest.raises(ConfigError, match=r"GPUs 0 and 1 of different kinds \(NVIDIA A100-SXM4-40GB with 40 GiB, "):
-        choose_devices(("0", "1"), mixed, 2)
+def test_ranks_on_cards_of_different_kinds_are_refused_with_both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cluster.placement.devices.read_topology", lambda: recorded("mixed_cards"))
+    assert pin_devices(("0", "2"), num_ranks=2).targets == ("0", "2")
+    with pytest.raises(
+        ConfigError,
+        match=r"GPUs 0 and 1 of different kinds \(NVIDIA A100-SXM4-40GB with 40 GiB, NVIDIA A100-SXM4-80GB with 80 GiB",
+    ):
+        pin_devices(("0", "1"), num_ranks=2)

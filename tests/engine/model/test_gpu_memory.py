@@ -65,6 +65,34 @@ def test_a_gpu_without_room_for_a_block_is_refused_with_all_figures() -> None:
         pool_gib(CacheConfig(gpu_memory_utilization=0.9), (1, 71, 75))
 
 
+@pytest.mark.parametrize(
+    ("place", "purpose", "remedy"),
+    [
+        ("transformers.PreTrainedModel.to", r"the weights of '.*', 0\.0 GiB", "raise target.tensor_parallel_size"),
+        ("engine.model.runner.model_runner.leave_checkpoint", "the weights of '.*', packed or sharded", "raise target"),
+        (
+            "engine.model.runner.model_runner.ShardedKVLayout",
+            "the KV pool",
+            "lower cache.memory_gib or cache.num_blocks",
+        ),
+    ],
+)
+def test_memory_that_ends_while_a_model_is_loaded_is_told_with_the_figures(
+    place: str, purpose: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else is on the GPU is known only now: weights of which the plan said that they fit find others there."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80")
+
+    model = ModelConfig(str(write_pair(tmp_path, noise=0.05).target), "float32", "cpu")
+    monkeypatch.setattr(place, fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 80 << 30))
+    figures = r"\(tried to allocate 2\.00 gib\): 0\.50 of 80\.00 GiB are free"
+    with pytest.raises(ConfigError, match=f"no memory for {purpose} {figures}; {remedy}"):
+        ModelRunner(model, CacheConfig(4, num_blocks=64))
+
+
 def test_a_share_is_above_none_and_at_most_all() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization is 1\.5; it must be above 0 and at most 1"):
         CacheConfig(gpu_memory_utilization=1.5)
