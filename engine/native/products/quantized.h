@@ -11,7 +11,8 @@ enum {
     HALF_BLOCK = 512, /* bytes of a group of 16 outputs, as int8 */
     PAD = 64,         /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,  /* bytes ahead of the reader */
-    BLOCK_ROWS = 128, /* that share a block of W in the first cache */
+    TILED_ROWS = 128, /* that share a block of W in the first cache: whole tiles, */
+    BLOCK_ROWS = 132, /* or without AMX as many as are read together on AVX-512 and on AVX2 */
 };
 
 struct quantized {
@@ -28,8 +29,8 @@ struct quantized {
     int is_gated, is_bf16; /* rows and results are bfloat16, or else float32 */
 };
 
-/* What a few rows read of one pair: `num_groups` groups. On AVX2 the lines [from, to) of each group of W are fetched for
-   later, `ahead` bytes further on; on AVX-512 the first reader fetches whole groups. */
+/* What a few rows read of one pair: `num_groups` groups. The lines [from, to) of each group of W are fetched for later,
+   `ahead` bytes further on. */
 struct part {
     const int8_t *x; /* rows `stride` bytes apart */
     int64_t stride;
@@ -40,7 +41,7 @@ struct part {
     const uint16_t *tables;
     int64_t num_groups;
     int64_t ahead;
-    int from, to, is_first_reader;
+    int from, to;
 };
 
 /* One row of `from` to numbers of 8 bits, by AVX-512 or AVX2. The latter's products by 8 bits take the low halves of a

@@ -21,7 +21,7 @@ enum { QUANTIZED_ROWS = 8 /* in one part of the work */ };
 struct cut {
     struct quantized product;
     const void *x;
-    int64_t pairs, row_blocks;
+    int64_t pairs, rows, row_blocks;
 };
 
 static void quantize_part(const void *work, int64_t part) {
@@ -36,8 +36,8 @@ static void quantize_part(const void *work, int64_t part) {
 static void multiply_part(const void *work, int64_t part) {
     const struct cut *cut = work;
     const struct quantized *p = &cut->product;
-    const int64_t row = part % cut->row_blocks * BLOCK_ROWS, pair = part / cut->row_blocks * cut->pairs;
-    const int64_t rows = min(BLOCK_ROWS, p->num_rows - row), last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
+    const int64_t rows = min(cut->rows, p->num_rows - row), last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
     FITTING(multiply)(p, row, rows, pair, last);
 }
 
@@ -51,7 +51,8 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     p.x = scratch;
     p.row_scales = (float *)(scratch + p.num_rows * p.stride);
     p.row_bases = p.row_scales + p.num_rows * p.num_groups;
-    const struct cut cut = {p, x, pairs, (p.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
+    const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
+    const struct cut cut = {p, x, pairs, rows, (p.num_rows + rows - 1) / rows};
     share_out(quantize_part, &cut, (p.num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS);
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }

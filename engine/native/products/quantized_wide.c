@@ -40,13 +40,12 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
         for (int half = 0; half < 2; half++) total[i][half] = _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
     for (int64_t group = 0; group < p.num_groups; group++) {
         const int is_end = pairs > 1 && group + PREFETCH / (2 * HALF_BLOCK) >= p.num_groups;
-        const int64_t next = PREFETCH + (is_end ? (pairs - 1) * pair_bytes : 0);
+        const int64_t next = p.ahead + (is_end ? (pairs - 1) * pair_bytes : 0);
 #pragma GCC unroll 4
-        for (int i = 0; i < pairs; i++)
-            if (p.is_first_reader) {
-                fetch_lines(p.w + i * pair_bytes + next, 0, bits == 8 ? 16 : 8);
-                if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
-            }
+        for (int i = 0; i < pairs; i++) {
+            fetch_lines(p.w + i * pair_bytes + next, p.from, p.to);
+            if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
+        }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
         for (int i = 0; i < rows * pairs; i++) sum[i][0] = sum[i][1] = _mm512_setzero_si512();
@@ -127,7 +126,7 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
 AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *sums) {
     int32_t numbers[2][16 * 16] __attribute__((aligned(64)));
     for (int64_t group = 0; group < p.num_groups; group++) {
-        if (p.is_first_reader && bits == 8) fetch_lines(p.w + PREFETCH, 0, 16);
+        if (bits == 8) fetch_lines(p.w + p.ahead, p.from, p.to);
         _tile_zero(0);
         _tile_zero(1);
         _tile_loadd(4, p.x, p.stride);
@@ -187,7 +186,7 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
-                        .table_stride = groups, .num_groups = groups, .is_first_reader = 1};
+                        .table_stride = groups, .num_groups = groups, .ahead = PREFETCH, .to = 16};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
         part.w = p->weight + pair * groups * 2 * HALF_BLOCK;
@@ -196,6 +195,11 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
         add_pairs(rows, pairs, part, groups, sums);
         for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
     }
+}
+
+/* The rows to be read together of those that are left: as many as fit, or about the same number twice. */
+static int64_t height_of(int64_t rows) {
+    return rows > VECTOR_ROWS && rows < 2 * VECTOR_ROWS ? (rows + 1) / 2 : min(rows, VECTOR_ROWS);
 }
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a block of a pair stays in the cache while the rows go by. */
@@ -211,16 +215,17 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
         for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
             struct part part = {.stride = p->stride, .table_stride = p->num_groups};
             part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
+            part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
             part.w = p->weight + (pair * p->num_groups + group) * group_bytes;
             part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;
             if (has_tiles && p->bits == 4) {
                 unpack(part.w, part.num_groups, unpacked);
                 part.w = unpacked;
             }
-            for (int64_t i = 0; i < rows; i += max_rows) {
-                const int64_t height = min(max_rows, rows - i);
+            for (int64_t i = 0, height, lines = 16 * p->bits / 8; i < rows; i += height) {
+                height = has_tiles ? min(max_rows, rows - i) : height_of(rows - i);
                 set_rows(&part, p, row + i, group, GROUP);
-                part.is_first_reader = i == 0;
+                part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 float *onto = sums + i * OUTPUTS;
                 if (!has_tiles) {
                     add_any_rows(height, p->bits, part, onto);
