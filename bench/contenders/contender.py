@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from bench.contenders.event_streams import Event, Streams
 from engine.stats.step_times import StepTimes
 
 Prompts = list[list[int]]
@@ -34,6 +36,14 @@ class Run:
     channel_times: ChannelTimes | None = None
     arrivals: list[list[float]] | None = None
     num_timed_tokens: int | None = None
+
+    @classmethod
+    def of_streams(cls, streams: Streams, token_ids_of: Callable[[Event], list[int]]) -> Run:
+        """Return the run of some streams; `token_ids_of` reads the tokens of an event, of which some have none."""
+        came = [[(event.seconds, token_ids_of(event)) for event in events] for events in streams.events]
+        outputs = [[token for _, token_ids in events for token in token_ids] for events in came]
+        arrivals = [[seconds for seconds, token_ids in events if token_ids] for events in came]
+        return cls(outputs, streams.seconds, arrivals=arrivals)
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,23 +1,14 @@
-"""Outrider served: the whole application, driven by the OpenAI client over HTTP with streaming."""
+"""Outrider served: the whole application, driven over HTTP with streaming."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from dataclasses import dataclass, field, replace
-
-from openai import AsyncOpenAI
+from dataclasses import replace
 
 from bench.contenders.contender import ChannelTimes, Prompts, Run
+from bench.contenders.event_streams import Body, Event, run_streams
 from bench.contenders.served_times import read_served_times
 
-
-@dataclass(slots=True)
-class Answer:
-    """The tokens of one stream, and the times of their arrival."""
-
-    token_ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
+_TIMEOUT_S = 600.0
 
 
 class HttpContender:
@@ -35,43 +26,32 @@ class HttpContender:
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
         self._num_runs += 1
         before = read_served_times(self._root_url)
-        run = asyncio.run(self._run(prompts, num_tokens))
+        bodies = [self._body(prompt, num_tokens) for prompt in prompts]
+        streams = run_streams(f"{self._base_url}/completions", bodies, _TIMEOUT_S)
         after = read_served_times(self._root_url)
         channel = ChannelTimes(
             after.channel.drafting_s - before.channel.drafting_s, after.channel.channel_s - before.channel.channel_s
         )
+        run = Run.of_streams(streams, _token_ids)
         return replace(run, step_times=after.steps - before.steps, channel_times=channel)
 
-    async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
-        async with AsyncOpenAI(base_url=self._base_url, api_key="none", max_retries=0) as client:
-            began = time.perf_counter()
-            streams = (self._stream(client, prompt, num_tokens, began) for prompt in prompts)
-            answers = await asyncio.gather(*streams)
-            seconds = time.perf_counter() - began
-        return Run([answer.token_ids for answer in answers], seconds, arrivals=[answer.arrivals for answer in answers])
-
-    async def _stream(self, client: AsyncOpenAI, prompt: list[int], num_tokens: int, began: float) -> Answer:
-        stream = await client.completions.create(
-            model=self._model,
-            prompt=prompt,
-            max_tokens=num_tokens,
-            temperature=0.0,
-            stream=True,
-            extra_body={
-                "ignore_eos": True,
-                "repetition_penalty": self._repetition_penalty,
-                "return_token_ids": True,
-                "cache_salt": f"{self.name} {self._num_runs}",
-                "speculation": {"enabled": self._is_speculating},
-            },
-        )
-        answer = Answer()
-        async for chunk in stream:
-            token_ids = [token for choice in chunk.choices for token in getattr(choice, "token_ids", None) or ()]
-            if token_ids:
-                answer.token_ids.extend(token_ids)
-                answer.arrivals.append(time.perf_counter() - began)
-        return answer
+    def _body(self, prompt: list[int], num_tokens: int) -> Body:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "ignore_eos": True,
+            "repetition_penalty": self._repetition_penalty,
+            "return_token_ids": True,
+            "cache_salt": f"{self.name} {self._num_runs}",
+            "speculation": {"enabled": self._is_speculating},
+        }
 
     def close(self) -> None:
         pass
+
+
+def _token_ids(event: Event) -> list[int]:
+    return [token for choice in event.data.get("choices", ()) for token in choice.get("token_ids") or ()]

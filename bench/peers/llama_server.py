@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-import httpx
-
 from bench.contenders.contender import Contender, Prompts, Run
-from bench.contenders.http_contender import Answer
+from bench.contenders.event_streams import Body, run_streams
 from bench.peers.process_tree import ProcessTree
 from bench.peers.system import Limits, Mode, Pair
 
@@ -31,38 +27,9 @@ class LlamaServerContender:
         self._timeout_s = timeout_s
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        return asyncio.run(self._run(prompts, num_tokens))
-
-    async def _run(self, prompts: Prompts, num_tokens: int) -> Run:
-        limits = httpx.Limits(max_connections=len(prompts))
-        async with httpx.AsyncClient(base_url=self._base_url, timeout=self._timeout_s, limits=limits) as client:
-            began = time.perf_counter()
-            streams = (self._stream(client, prompt, num_tokens, began) for prompt in prompts)
-            answers = await asyncio.gather(*streams)
-            seconds = time.perf_counter() - began
-        return Run([answer.token_ids for answer in answers], seconds, arrivals=[answer.arrivals for answer in answers])
-
-    async def _stream(self, client: httpx.AsyncClient, prompt: list[int], num_tokens: int, began: float) -> Answer:
-        """Return a message of the server carries one token, also of those that were accepted together."""
-        body = {
-            "prompt": prompt,
-            "n_predict": num_tokens,
-            "temperature": 0.0,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "cache_prompt": False,
-            "return_tokens": True,
-            "stream": True,
-        }
-        answer = Answer()
-        async with client.stream("POST", "/completion", json=body) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                token_ids = json.loads(line[6:]).get("tokens") if line.startswith("data: {") else None
-                if token_ids:
-                    answer.token_ids.extend(token_ids)
-                    answer.arrivals.append(time.perf_counter() - began)
-        return answer
+        bodies = [_body(prompt, num_tokens) for prompt in prompts]
+        streams = run_streams(f"{self._base_url}/completion", bodies, self._timeout_s)
+        return Run.of_streams(streams, lambda event: event.data.get("tokens") or [])
 
     def close(self) -> None:
         pass
@@ -114,6 +81,20 @@ class LlamaServerSystem:
             self._tree.close()
             self._process.wait()
             self._tree = None
+
+
+def _body(prompt: list[int], num_tokens: int) -> Body:
+    """Return a request, whose events carry one token each, also those of tokens that were accepted together."""
+    return {
+        "prompt": prompt,
+        "n_predict": num_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+        "stream": True,
+    }
 
 
 def _options(pair: Pair, mode: Mode, limits: Limits) -> list[str]:
