@@ -39,7 +39,7 @@ def run_streams(url: str, bodies: Seq[Body], timeout_s: float) -> Streams:
     """POST all bodies to `url` at once, each on a connection of its own, and read the answers' events.
 
     Raises:
-        RuntimeError: An answer has a status other than 200; the message has its body.
+        RuntimeError: An answer has a status other than 200, or an event is an error; the message has it.
         h11.RemoteProtocolError: An answer is cut short.
         TimeoutError: They have not all ended within `timeout_s`.
     """
@@ -86,7 +86,7 @@ class _Request(asyncio.Protocol):
     def events(self, began: float) -> Iterator[Event]:
         """Yield the events of an answer that has ended."""
         status, text = 0, b""
-        for arrival, data in [*self._received, (0.0, b"")]:
+        for arrival, data in [*self._received, (0.0, b"")]:  # nothing, at last: the connection's end
             self._http.receive_data(data)
             while (part := self._http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
                 if isinstance(part, h11.Response):
@@ -98,6 +98,9 @@ class _Request(asyncio.Protocol):
             *lines, text = text.split(b"\n") if status == 200 else [text]
             for line in lines:
                 if line.startswith(b"data: {"):
-                    yield Event(arrival - began, json.loads(line[6:]))
+                    event = Event(arrival - began, json.loads(line[6:]))
+                    if "error" in event.data:
+                        raise RuntimeError(f"{self.path}: {event.data['error']}")
+                    yield event
         if status != 200:
             raise RuntimeError(f"{self.path}: status {status}: {text.decode(errors='replace')}")

@@ -27,7 +27,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        for part in (b'data: {"tokens": [1', b", 2]}\n\n", b'data: {"tokens": []}\n\ndata: {"tokens": [3]}\n\n'):
+        parts = [b'data: {"tokens": [1', b", 2]}\n\n", b'data: {"tokens": []}\n\ndata: {"tokens": [3]}\n\n']
+        if self.path == "/failed":
+            parts.append(b'data: {"error": {"message": "no pair is left"}}\n\n')
+        for part in parts:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             time.sleep(PAUSE_S)
         if self.path != "/cut":
@@ -59,8 +62,10 @@ def test_events_have_the_time_of_their_last_byte_and_streams_run_side_by_side(ur
     assert run.seconds >= 3 * PAUSE_S
 
 
-def test_another_status_and_an_answer_that_is_cut_are_errors(url: str) -> None:
+def test_another_status_an_error_in_a_stream_and_an_answer_that_is_cut_are_errors(url: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)/refused: status 503: .*no place"):
         run_streams(f"{url}/refused", [{}], timeout_s=20.0)
+    with pytest.raises(RuntimeError, match=r"/failed: .*no pair is left"):
+        run_streams(f"{url}/failed", [{}], timeout_s=20.0)
     with pytest.raises(h11.RemoteProtocolError, match="peer closed connection"):
         run_streams(f"{url}/cut", [{}], timeout_s=20.0)
