@@ -52,6 +52,7 @@ class RequestTokens(TokenBlocks):
         self.num_guess_tokens = rule.num_guess_tokens
         self.has_fixed_length = rule.has_fixed_length
         self.draft_allowance = rule.num_draft_tokens  # K of its next pass, never more
+        self.least_chance = 0.0  # of standing, for those drafts of its next pass whose chance is known
         self.num_matched = 0  # drafts of its next pass that are made already, where it may have more of them than K
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold

@@ -11,6 +11,9 @@ The cost of drafts is the time that their rows add to a pass, and a prompt that 
 reading the weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts
 themselves are work that no draft saves or adds to, so their time counts for no draft.
 
+Suffixes know the chance of each of their drafts. They have no planned length but a price, the least chance that is
+worth a row (`engine.proposer.adaptive.row_price`), and are as long as their chances are above it.
+
 No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
 for probes: one draft of one token now and then, in two passes running, since the first time of the two is that of a
 draft which reads what it missed. While there are some, now and then a pass goes without, to keep the baseline measured,
@@ -29,8 +32,10 @@ from engine.proposer.adaptive.acceptance import AcceptanceTable, Floats, Ints
 from engine.proposer.adaptive.draft_costs import AskedDrafts, DraftCosts
 from engine.proposer.adaptive.forward_cost import ForwardCost
 from engine.proposer.adaptive.goodput import Allocation, allocate
+from engine.proposer.adaptive.row_price import RowPrice
 from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from engine.sequence.sequence import Sequence
+from protos.messages import SpeculationMethod
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
@@ -43,7 +48,9 @@ _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than the
 _MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
 _NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
 _LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
-_WAKE_GAIN = 1.02  # drafts begin where they promise this much; once begun they go on while they gain at all
+_REST = 8  # steps: so often it is asked again whether drafts pay for the sequences that have none
+_WAKE_GAIN = 1.05  # drafts begin where they promise this much
+_LEAST_GAIN = 1.02  # and end where they promise less: what they gain then costs clients longer waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,9 @@ class PassTime:
 class DraftBudget:
     """Plans draft lengths in [0, what the sequence may have]; state of the engine's thread.
 
-    `first_length` is the length until there is something to plan by. Drafts are not to make a pass longer than
-    `max_pass_s`, where it is given: what is longer without them has none.
+    `first_length` is the length until there is something to plan by, and the longest one until it is known what drafts
+    cost. Drafts are not to make a pass longer than `max_pass_s`, where it is given: what is longer without them has
+    none.
     """
 
     def __init__(self, first_length: int, max_length: int, max_pass_s: float = np.inf) -> None:
@@ -77,11 +85,14 @@ class DraftBudget:
         self._max_length = max_length
         self._positions = np.arange(max_length)
         self._acceptance = AcceptanceTable(max_length)
-        self._row_cost = ForwardCost()
+        self._row_cost = ForwardCost()  # of passes of about so many sequences as the last
+        self._row_costs: dict[int, ForwardCost] = {}  # by the bits of that number
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_costs = DraftCosts()
+        self._row_price = RowPrice()
         self._gates: dict[str, SpeculationGate] = {}
         self._num_steps_since_plain = _PLAIN_PERIOD
+        self._num_rested = 0  # steps since the last plan
         self._is_speculating = False
         self._expected_gain = 1.0  # tokens per second of the last plan, against none
         self._probe_credit_s = 0.0
@@ -119,6 +130,7 @@ class DraftBudget:
         self._prompt_rows.append(num_prompt_rows)
         if not passes:
             return
+        self._set_row_cost(len(passes))
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
         reads_missed = not all(map(self._is_up_to_date, drafted_ids))
@@ -129,6 +141,9 @@ class DraftBudget:
             np.array([each.num_accepted for each in passes]),
         )
         self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
+        priced = [each for each in passes if _is_priced(each.sequence)]
+        num_accepted = sum(each.num_accepted for each in priced)
+        self._row_price.observe(len(priced), sum(each.num_proposed for each in priced), num_accepted)
         is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
         if time is not None and is_comparable:
             self._observe_time(passes, time, num_prompt_rows, reads_missed)
@@ -136,10 +151,27 @@ class DraftBudget:
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
         request_ids = [sequence.request_id for sequence in sequences]
+        has_new = not self._last_drafted.keys() >= set(request_ids)
         self._acceptance.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return
+        self._set_row_cost(len(sequences))
+        self._num_rested += 1
+        is_resting = not self._is_speculating and self._probed is None and self._num_rested < _REST
+        if is_resting and not has_new and all(each.draft_allowance == 0 for each in sequences):
+            return
+        self._set_lengths(sequences)
+        self._num_rested = 0
+
+    def _set_row_cost(self, num_sequences: int) -> None:
+        """Turn to the costs of passes of about so many sequences: a row of one more reads a context of its own."""
+        bits = num_sequences.bit_length()
+        if bits not in self._row_costs:
+            self._row_costs[bits] = self._row_cost.first_guess()
+        self._row_cost = self._row_costs[bits]
+
+    def _set_lengths(self, sequences: Seq[Sequence]) -> None:
         for sequence, length in zip(sequences, self._lengths(sequences).tolist(), strict=True):
             if not sequence.has_fixed_length:
                 sequence.draft_allowance = length
@@ -157,16 +189,40 @@ class DraftBudget:
         if self._num_steps_since_plain > period or room <= 0:
             self._num_steps_since_plain = 0
             return np.zeros_like(num_possible)
-        acceptance = self._acceptance_of(sequences, num_possible)
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
-        best = self._best_allocation(sequences, acceptance, row_seconds)
-        self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
-        needed = 1.0 if self._is_speculating else _WAKE_GAIN
-        lengths = best.lengths if best.tokens_per_s > needed * best.plain_tokens_per_s else np.zeros_like(best.lengths)
+        is_priced = np.array([_is_priced(each) for each in sequences])
+        lengths = self._planned(sequences, np.where(is_priced, 0, num_possible), row_seconds)
+        lengths += self._priced(sequences, np.where(is_priced, num_possible, 0), row_seconds)
         self._is_speculating = bool(lengths.any())
         self._leave_one(sequences, lengths)
-        self._probe(sequences, lengths, num_possible, float(row_seconds[0]))
+        self._probe(sequences, lengths, np.where(is_priced, 0, num_possible), float(row_seconds[0]))
         return lengths
+
+    def _planned(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
+        """Return the lengths, of at most `num_possible`, that promise the most tokens per second."""
+        self._expected_gain = 1.0
+        if not num_possible.any():
+            return np.zeros_like(num_possible)
+        acceptance = self._acceptance_of(sequences, num_possible)
+        best = self._best_allocation(sequences, acceptance, row_seconds)
+        self._expected_gain = best.tokens_per_s / best.plain_tokens_per_s
+        needed = _LEAST_GAIN if self._is_speculating else _WAKE_GAIN
+        return best.lengths if self._expected_gain > needed else np.zeros_like(best.lengths)
+
+    def _priced(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
+        """Set the price of a row for all, and return the lengths that those may have whose drafts are priced."""
+        num_priced = int(np.count_nonzero(num_possible))
+        price = self._row_price.of(len(sequences), num_priced, row_seconds)
+        for sequence in sequences:
+            sequence.least_chance = price
+        if price >= 1.0 or num_priced == 0:
+            return np.zeros_like(num_possible)
+        tokens_per_s = self._row_price.tokens_per_s(len(sequences), num_priced, row_seconds)
+        self._expected_gain = max(self._expected_gain, tokens_per_s * float(row_seconds[0]) / len(sequences))
+        num_rows = int(np.searchsorted(row_seconds, self._max_pass_s, side="right")) - 1
+        most = num_rows if num_rows == len(row_seconds) - 1 else num_rows // num_priced
+        is_open = [self._gate(class_of(each)).is_open for each in sequences]
+        return np.where(is_open, np.minimum(num_possible, max(0, most)), 0)
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
@@ -217,7 +273,9 @@ class DraftBudget:
 
         The same sequence has the next pass's too, which costs what a draft costs while drafts are made.
         """
-        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s)
+        self._probe_credit_s = min(
+            self._probe_credit_s + self._num_rested * _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s
+        )
         idle = np.flatnonzero((lengths == 0) & (num_possible > 0)).tolist()
         probed, self._probed = self._probed, None
         if not idle:
@@ -246,9 +304,9 @@ class DraftBudget:
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
         self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
-        if not asked:
+        if num_proposed == 0:
             self._num_steps_since_plain = 0
-        else:
+        if asked:
             if not self._is_speculating:  # a probe
                 self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
             if not reads_missed:
@@ -289,7 +347,8 @@ class DraftBudget:
     def _num_possible(self, sequence: Sequence) -> int:
         if sequence.has_fixed_length:
             return 0
-        return max(0, min(sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
+        limit = self._max_length if self._draft_costs.knows(method_of(sequence)) else self._first_length
+        return max(0, min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
 
     def _gate(self, name: str) -> SpeculationGate:
         if name not in self._gates:
@@ -300,6 +359,11 @@ class DraftBudget:
 def method_of(sequence: Sequence) -> str:
     """Return the source of a sequence's drafts."""
     return "prediction" if sequence.request.prediction_token_ids else sequence.method
+
+
+def _is_priced(sequence: Sequence) -> bool:
+    """True where the drafts of a sequence know their chances."""
+    return method_of(sequence) == SpeculationMethod.SUFFIX
 
 
 def class_of(sequence: Sequence) -> str:

@@ -27,6 +27,10 @@ class DraftCosts:
         self._costs: dict[str, DraftCost] = defaultdict(DraftCost)
         self._known: set[str] = set()
 
+    def knows(self, method: str) -> bool:
+        """True if a pass has told what this method's drafts cost, alone or beside others."""
+        return self._costs[method].is_known
+
     def prices(self, methods: Sequence[str]) -> tuple[float, float]:
         """Return the seconds per step and per token of a pass whose sequences draft by these methods, one for each."""
         counts = Counter(methods)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
 import numpy as np
 
@@ -28,8 +28,11 @@ _NOISE_STEP = 1.05  # the usual deviation is moved by so much until as many pass
 _REACH = 2.0  # sizes are known up to so many times the largest one seen
 # 1, 2, 3, 4, 6, 8, 12, 16 ... rows: near enough to each other for a straight line between two.
 _GRID = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+_BEYOND = 2  # grid points behind the largest one seen that the curve has too, to `_REACH` times that
 _HARDLY = 0.01  # of a pass: what a pass counts for that cannot be what its size costs
 _FAMILIAR = 0.5  # a size with a pass or more
+_APART = 1.5  # times a size is another that is far enough from it to tell what a row costs
+_RISE = 0.5  # of what a row has cost, for each row of a size that was never seen
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
@@ -40,8 +43,8 @@ class ForwardCost:
     So a common drift follows the last few passes, while the grid points, which hold the shape, move slowly. Some passes
     take several times what they should, for reasons outside the engine: the drift is a median, and a grid point
     believes no surprise beyond a few usual ones. Between grid points the curve is straight; it never falls. A grid
-    point that was never seen is taken to cost what the next smaller one does, the least it can, so that it is tried
-    once.
+    point that was never seen is taken to cost little, so that it is tried once: what the next smaller one does, and for
+    each row more a part of what the rows below have cost, since further rows seldom cost less than that.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,15 @@ class ForwardCost:
         self._drift = 0.0
         self._noise = _FIRST_NOISE  # the usual deviation of known sizes: half of all passes are within 0.67 of it
         self._expected: list[float] = []  # the curve as it is now, empty until it is needed
+
+    def first_guess(self) -> ForwardCost:
+        """Return the same curve, as one that has seen each of its sizes once at most."""
+        guess = ForwardCost()
+        guess._log_s = list(self._log_s)
+        guess._num_seen = [min(number, 1.0) for number in self._num_seen]
+        guess._num_known, guess._drift, guess._noise = self._num_known, self._drift, self._noise
+        guess._recent = self._recent.copy()
+        return guess
 
     @property
     def max_rows(self) -> int:
@@ -127,7 +139,8 @@ class ForwardCost:
             return 0.0
         if not self._expected:
             self._expected = self._curve(0.0)
-        return sum(share * self._expected[min(point, self._num_known - 1)] for point, share in _neighbours(num_rows))
+        last = len(self._expected) - 1
+        return sum(share * self._expected[min(point, last)] for point, share in _neighbours(num_rows))
 
     def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
         """Return the expected seconds of passes of `num_rows` rows, 0 for none; needs one observed pass.
@@ -136,30 +149,24 @@ class ForwardCost:
         pass was a hiccup as never seen, so that a size that one slow pass made look dear, or that was not seen for
         long, is tried again.
         """
-        seconds = np.interp(num_rows, _GRID_ARRAY[: self._num_known], self._curve(optimism))
-        return np.where(num_rows > 0, seconds, 0.0)
+        curve = self._curve(optimism)
+        return np.where(num_rows > 0, np.interp(num_rows, _GRID_ARRAY[: len(curve)], curve), 0.0)
 
     def _curve(self, optimism: float) -> list[float]:
-        """Return the seconds at each grid point up to the largest that was seen.
+        """Return the seconds at each grid point up to `max_rows`.
 
         Where they would fall, neighbours are averaged, weighted with their passes (pool adjacent violators).
         """
         doubt, enough = optimism * self._noise, _HARDLY if optimism > 0.0 else 0.0
         levels: list[_Level] = []
-        num_points = 0  # unseen before the first
-        for log_s, number in zip(self._log_s[: self._num_known], self._num_seen, strict=False):
-            num_points += 1
+        for point, (log_s, number) in enumerate(zip(self._log_s[: self._num_known], self._num_seen, strict=False)):
             if number <= enough and (levels or number == 0.0):
-                if levels:
-                    levels[-1].num_points += 1
-                    num_points = 0
                 continue
-            level = _Level(exp(log_s + self._drift - doubt / sqrt(number)), number, num_points)
+            level = _Level(exp(log_s + self._drift - doubt / sqrt(number)), number, [point])
             while levels and levels[-1].seconds > level.seconds:
                 level.absorb(levels.pop())
             levels.append(level)
-            num_points = 0
-        return [level.seconds for level in levels for _ in range(level.num_points)]
+        return _through([(point, level.seconds) for level in levels for point in level.points])
 
 
 @dataclass(slots=True)
@@ -168,13 +175,32 @@ class _Level:
 
     seconds: float
     num_seen: float
-    num_points: int
+    points: list[int]
 
     def absorb(self, other: _Level) -> None:
         num_seen = self.num_seen + other.num_seen
         self.seconds = (self.num_seen * self.seconds + other.num_seen * other.seconds) / num_seen
         self.num_seen = num_seen
-        self.num_points += other.num_points
+        self.points = other.points + self.points
+
+
+def _through(known: list[tuple[int, float]]) -> list[float]:
+    """Return the seconds at all grid points up to twice the last known one: they rise on behind each as before it."""
+    curve = [known[0][1]] * known[0][0]
+    ends = [*(point for point, _ in known[1:]), min(known[-1][0] + 1 + _BEYOND, len(_GRID))]
+    limits = [*(seconds for _, seconds in known[1:]), inf]
+    far = 0  # the last known point that is far enough from the current one
+    for (point, seconds), end, limit in zip(known, ends, limits, strict=True):
+        curve.append(seconds)
+        if end == point + 1:
+            continue
+        rows = _GRID[point]
+        while far + 1 < len(known) and _GRID[known[far + 1][0]] * _APART <= rows:
+            far += 1
+        below, below_s = known[far]
+        row_s = _RISE * (seconds - below_s) / (rows - _GRID[below]) if _GRID[below] * _APART <= rows else 0.0
+        curve += [min(seconds + row_s * (_GRID[unseen] - rows), limit) for unseen in range(point + 1, end)]
+    return curve
 
 
 def _neighbours(num_rows: int) -> list[tuple[int, float]]:
@@ -207,6 +233,11 @@ class DraftCost:
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=self._NUM_RECENT)  # steps, tokens, seconds
         self.per_step_s = 0.0
         self.per_token_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True once a pass was observed."""
+        return bool(self._recent)
 
     def observe(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Take in one pass that asked for `num_tokens` drafts, the longest of `num_steps`."""

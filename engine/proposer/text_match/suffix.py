@@ -36,9 +36,10 @@ class _IndexedSequence:
 class SuffixProposer:
     """Drafts from the request's own text and from its tenant's finished ones.
 
-    A draft goes on while it has a chance of `min_chance` to stand so far; where anything is known, it has a token at
-    least, from which more is learned. A step costs the tokens it committed, not the context; `max_shared_tokens` bounds
-    what is kept of finished requests, at about 0.5 KB per token.
+    A draft goes on while it has a chance of `min_chance` to stand so far, and of the sequence's `least_chance`, below
+    which its row is worth more. A match that is not drafted is compared with the text as well, so that more is learned.
+    A step costs the tokens it committed, not the context; `max_shared_tokens` bounds what is kept of finished requests,
+    at about 0.5 KB per token.
     """
 
     source = DraftSource.SUFFIX
@@ -97,14 +98,16 @@ class SuffixProposer:
             occurrences += shared.occurrences(suffix)
         chances = self._chances if sequence.is_matched else _UNTAUGHT
         matched: list[VotedToken] = []
-        chance = 1.0
+        chance, num_worth = 1.0, 0
         for token in continuation(occurrences):
             chance *= chances.of(token.match_len, token.share)
             if matched and (chance < self._min_chance or len(matched) == max_tokens):
                 break
             matched.append(token)
+            num_worth += chance >= sequence.least_chance
         indexed.matched, indexed.matched_at = matched, len(sequence.token_ids)
-        return TextMatch(tuple(token.token_id for token in matched), matched[0].match_len) if matched else None
+        drafted = matched[:num_worth]
+        return TextMatch(tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None
 
     def _learn(self, indexed: _IndexedSequence) -> None:
         """Learn what became of the last match, drafted or not, up to its first wrong token."""

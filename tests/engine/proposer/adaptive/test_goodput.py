@@ -11,7 +11,7 @@ from engine.proposer.adaptive.goodput import allocate
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
+def test_of_lengths_that_are_nearly_the_best_the_shortest_pass_is_taken(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sequences, num_positions = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     acceptance = np.cumprod(rng.uniform(0.2, 1.0, (num_sequences, num_positions)), axis=1)
@@ -19,17 +19,23 @@ def test_no_other_lengths_make_more_tokens_per_second(seed: int) -> None:
     row_seconds = 1.0 + np.cumsum(rng.exponential(rng.choice([0.05, 0.4]), max_drafts + 1))
     step_s, token_s = rng.exponential(0.1, 2)
 
-    def goodput(lengths: tuple[int, ...]) -> float:
-        if sum(lengths) > max_drafts:
-            return 0.0
-        tokens = num_sequences + sum(acceptance[r, :length].sum() for r, length in enumerate(lengths))
-        return tokens / (row_seconds[sum(lengths)] + step_s * max(lengths) + token_s * sum(lengths))
+    def seconds(lengths: tuple[int, ...]) -> float:
+        return float(row_seconds[sum(lengths)] + step_s * max(lengths) + token_s * sum(lengths))
 
-    best = max(goodput(lengths) for lengths in product(range(num_positions + 1), repeat=num_sequences))
+    def goodput(lengths: tuple[int, ...]) -> float:
+        tokens = num_sequences + sum(acceptance[r, :length].sum() for r, length in enumerate(lengths))
+        return tokens / seconds(lengths)
+
+    every = [each for each in product(range(num_positions + 1), repeat=num_sequences) if sum(each) <= max_drafts]
+    best = max(map(goodput, every))
+    plain = num_sequences / row_seconds[0]
+    near = [each for each in every if goodput(each) >= max(0.99 * best, plain) and (any(each) or best == plain)]
     found = allocate(acceptance, row_seconds, step_s, token_s)
-    assert goodput(tuple(found.lengths.tolist())) == pytest.approx(best)
-    assert found.tokens_per_s == pytest.approx(best)
-    assert found.plain_tokens_per_s == pytest.approx(num_sequences / row_seconds[0])
+    lengths = tuple(found.lengths.tolist())
+    assert lengths in near
+    assert seconds(lengths) == pytest.approx(min(map(seconds, near)))
+    assert found.tokens_per_s == pytest.approx(goodput(lengths))
+    assert found.plain_tokens_per_s == pytest.approx(plain)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

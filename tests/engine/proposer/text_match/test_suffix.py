@@ -74,6 +74,33 @@ def test_the_budget_limits_a_draft_and_a_known_token_has_one_at_least() -> None:
     assert draft_after(*text, min_chance=1.0) == (4,)
 
 
+def test_a_draft_ends_where_its_row_is_worth_more_than_its_chance() -> None:
+    proposer = SuffixProposer()
+    sequence = opened(proposer, new_sequence(*range(10, 20), 1, 2, *range(10, 20)))
+    lengths = []
+    for sequence.least_chance in (0.0, 0.5, 0.8, 1.0):
+        lengths.append(len(drafts(proposer, sequence)))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] > lengths[-1] == 0
+
+
+def test_matches_that_were_not_worth_a_row_are_learned_from() -> None:
+    proposer = SuffixProposer()
+    sequence = opened(proposer, new_sequence(1, 2, 3, 1, 2))
+    sequence.least_chance = 0.6  # a match of two tokens has 0.5 before anything is known
+    assert drafts(proposer, sequence) == ()
+    for _ in range(12):
+        sequence.token_ids += [3, 1, 2]
+        proposer.commit([sequence])
+        drafts(proposer, sequence)
+    short = opened(proposer, new_sequence(4, 5, 6, 4, 5, name="b"))
+    short.least_chance = 0.6
+    assert drafts(proposer, short) == ()  # of matches as short nothing is known yet
+    long = opened(proposer, new_sequence(*range(30, 40), 7, *range(30, 40), name="c"))
+    long.least_chance = 0.9
+    assert drafts(proposer, long)[:1] == (7,)
+
+
 def test_more_context_outweighs_more_places_and_of_equals_the_later_ones_win() -> None:
     assert draft_after(7, 8, 1, 5, 7, 8, 1, 6, 7, 8, 2, 9, 7, 8)[0] == 1
     assert draft_after(7, 8, 1, 5, 7, 8, 2, 9, 7, 8)[0] == 2
