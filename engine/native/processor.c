@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 int outrider_has_wide_floats = 0, outrider_has_vectors = 0, outrider_has_tiles = 0;
+int outrider_splits_pairs = 0;
 
 static int has_vectors(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -34,5 +35,6 @@ int outrider_start(int limit) {
     outrider_has_wide_floats = limit >= WITH_AVX512 && __builtin_cpu_supports("avx512f");
     outrider_has_vectors = used >= WITH_AVX512;
     outrider_has_tiles = used >= WITH_AMX;
+    outrider_splits_pairs = used == WITH_AVX512 && __builtin_cpu_is("intel");
     return used;
 }

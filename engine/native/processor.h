@@ -23,6 +23,10 @@ enum instructions { NONE, WITH_AVX2, WITH_AVX512, WITH_AMX };
    set by `outrider_start`. */
 extern int outrider_has_wide_floats, outrider_has_vectors, outrider_has_tiles;
 
+/* Whether two products of float32 take the place of one of pairs of bfloat16, the odd numbers' first: with denormals as
+   zeros they have its bits, and on Intel's processors half its time. Set by `outrider_start`; tests set it too. */
+extern int outrider_splits_pairs;
+
 /* The variant of a function that this processor runs; lanes.h says which there are. */
 #define FITTING(name) (outrider_has_vectors ? name##_wide : name##_narrow)
 
@@ -40,6 +44,13 @@ AVX INLINE __m512i broadcast(const void *four_bytes) {
     __builtin_memcpy(&bits, four_bytes, 4);
     return _mm512_set1_epi32(bits);
 }
+
+/* The numbers of pairs of bfloat16 as floats: of each pair the second, and the first. */
+AVX INLINE __m512 odd_numbers(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+AVX INLINE __m512 even_numbers(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 
 /* Tiles for sums (0 1: of low rows, 2 3: of high ones), for rows of `row_bytes` (4: low, 5: high) and for a pair of
    others (6 7), of as many inputs. */

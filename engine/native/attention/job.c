@@ -14,7 +14,8 @@ struct work {
     float *states;          /* of the split that is read */
     struct visibility *visibilities;
     char *room;
-    bf16 *values;
+    bf16 *values; /* of a unit, transposed */
+    float *wide;  /* or its keys and values as floats */
     struct unit units[2]; /* this one and the next */
 };
 
@@ -84,7 +85,7 @@ static int has_few(const struct attention *a, int64_t num_lanes) {
     (void)a;
     return num_lanes <= LANES / 2;
 #else
-    return num_lanes <= FEW_LANES && a->is_bf16 && !outrider_has_tiles;
+    return num_lanes <= (outrider_splits_pairs ? FEW_SPLIT : FEW_LANES) && a->is_bf16 && !outrider_has_tiles;
 #endif
 }
 
@@ -120,7 +121,9 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         if (has_next) load_unit(a, w->job, begin + UNIT, end, path, next);
         copy_to_room(a, unit, w->room, last - first <= FEW_TILES);
 #ifndef NARROW
-        if (a->is_bf16 && !is_few)
+        if (a->is_bf16 && !is_few && outrider_splits_pairs)
+            widen_rows(a, unit, has_next ? next : NULL, w->wide);
+        else if (a->is_bf16 && !is_few)
             transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
 #endif
         for (int64_t tile = first; tile < last; tile += 2) {
@@ -231,9 +234,11 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
     float states[2 * num_numbers] __attribute__((aligned(64)));
     struct visibility visibilities[MAX_TILES];
     char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
-    bf16 values[UNIT * width] __attribute__((aligned(64)));
+    const int is_wide = IS_BF16(a) && outrider_splits_pairs;
+    bf16 values[is_wide ? 1 : UNIT * width] __attribute__((aligned(64)));
+    float wide[is_wide ? UNIT * (key_width + width) : 1] __attribute__((aligned(64)));
     float *merged = states + num_numbers;
-    w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values;
+    w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values, w.wide = wide;
     load_queries(&w);
     for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear(states + tile * size, width, mask_of(0xffff));
     if (job->span->nodes >= 0) {

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "attention/few_lanes.h"
+#include "attention/products_split.h"
 #include "attention/unit.h"
 
 /* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
@@ -88,17 +90,7 @@ AVX INLINE void score_few(const int lanes, const struct unit *unit, int64_t num_
                     sums[lane] = _mm512_dpbf16_ps(sums[lane], query, (__m512bh)pairs[i]);
                 }
         }
-        const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
-        const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
-        float fours[16 * FEW_LANES] __attribute__((aligned(64))); /* of each fourth key: 0 4 8 12, 1 5 9 13, ... */
-        _mm512_store_ps(fours, _mm512_shuffle_ps(a, c, 0x44));
-        _mm512_store_ps(fours + 16, _mm512_shuffle_ps(a, c, 0xee));
-        _mm512_store_ps(fours + 32, _mm512_shuffle_ps(b, d, 0x44));
-        _mm512_store_ps(fours + 48, _mm512_shuffle_ps(b, d, 0xee));
-        for (int i = 0; i < 16; i++) {
-            const __m128 four = _mm_load_ps(fours + i % 4 * 16 + i / 4 * 4);
-            _mm512_storeu_ps(scores + (key + i) * LANES, _mm512_zextps128_ps512(four));
-        }
+        store_few(lanes, sums, scores + key * LANES);
     }
 }
 
@@ -226,14 +218,30 @@ AVX INLINE void add_few(const int lanes, const struct unit *unit, const struct u
 AVX static void score_some(int64_t lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
                            float *scores) {
 #define LANES_OF(n) case n: score_few(n, unit, num_keys, queries, width, scores); break;
-    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+    if (!outrider_splits_pairs)
+        switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+#define LANES_OF(n) case n: score_few_split(n, unit, num_keys, queries, width, scores); break;
+    else
+        switch (lanes) {
+            LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) LANES_OF(5) LANES_OF(6)
+            LANES_OF(7) LANES_OF(8) LANES_OF(9) LANES_OF(10) LANES_OF(11) LANES_OF(12)
+        }
 #undef LANES_OF
 }
 
 AVX static void add_some(int64_t lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
                          const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
 #define LANES_OF(n) case n: add_few(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
-    switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+    if (!outrider_splits_pairs)
+        switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
+#undef LANES_OF
+#define LANES_OF(n) case n: add_few_split(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
+    else
+        switch (lanes) {
+            LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) LANES_OF(5) LANES_OF(6)
+            LANES_OF(7) LANES_OF(8) LANES_OF(9) LANES_OF(10) LANES_OF(11) LANES_OF(12)
+        }
 #undef LANES_OF
 }
 
@@ -274,6 +282,7 @@ AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, i
     const int64_t width = round_up(a->key_dim, 32);
     if (!values) score_some(few_lanes, unit, num_keys, queries, width, scores);
     else if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, width, scores, is_pair);
+    else if (a->is_bf16 && outrider_splits_pairs) score_split(unit, num_keys, queries, width, scores, is_pair);
     else if (a->is_bf16) score_vectors(unit, num_keys, queries, width, scores, is_pair);
     else score_f32(unit, num_keys, queries, a->key_dim, width, scores, is_pair);
 }
@@ -285,6 +294,7 @@ AMX INLINE void add_unit(const struct attention *a, const struct unit *unit, con
     const int64_t width = round_up(a->value_dim, 32), size = (width + 2) * LANES;
     if (!values) add_some(few_lanes, unit, next, value_bytes(a), weights, num_keys, a->value_dim, sums);
     else if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
+    else if (a->is_bf16 && outrider_splits_pairs) add_split(unit, weights, num_keys, width, sums, size, is_pair);
     else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
     else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);
 }

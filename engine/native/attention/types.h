@@ -10,7 +10,8 @@ enum {
     UNIT = 128,
     SPLIT = 1024,
     MAX_TILES = 16,  /* of a job */
-    FEW_LANES = 4,   /* of a job, up to which keys and dims lie side by side in registers in place of lanes */
+    FEW_LANES = 4,   /* of a job, up to which keys and dims lie side by side in registers in place of lanes, */
+    FEW_SPLIT = 12,  /* and where pairs are split */
     FEW_TILES = 2,   /* up to which the splits of a job are jobs of their own */
     MAX_DIM = 256,   /* of a head */
     SMALL = 1 << 14, /* lanes of whole tiles x keys below which one thread does all */

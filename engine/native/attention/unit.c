@@ -105,4 +105,28 @@ AVX void transpose_values(const struct unit *unit, int64_t dim, const struct uni
             }
         }
 }
+
+/* The numbers of a row as floats: pairs of 16 halves of 32, as `transpose_values` has them, where `is_value`. */
+AVX INLINE void widen_row(const char *row, int64_t dim, int64_t width, const int is_value, float *to) {
+    const __m512i zero = _mm512_setzero_si512();
+    for (int64_t d = 0; d < width; d += 32) {
+        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
+        __m512i numbers = _mm512_maskz_loadu_epi16(dims, row + 2 * d);
+        if (!is_value) numbers = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), numbers);
+        _mm512_store_si512(to + d, _mm512_unpacklo_epi16(zero, numbers));
+        _mm512_store_si512(to + d + 16, _mm512_unpackhi_epi16(zero, numbers));
+    }
+}
+
+AVX void widen_rows(const struct attention *a, struct unit *unit, const struct unit *next, float *wide) {
+    const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
+    float *wide_values = wide + UNIT * key_width;
+    for (int64_t i = 0; i < unit->count; i++) {
+        if (next && i % 2 == 0) fetch(next->values + i, value_bytes(a));
+        widen_row(unit->keys[i], a->key_dim, key_width, 0, wide + i * key_width);
+        widen_row(unit->values[i], a->value_dim, value_width, 1, wide_values + i * value_width);
+        unit->keys[i] = (const char *)(wide + i * key_width);
+        unit->values[i] = (const char *)(wide_values + i * value_width);
+    }
+}
 #endif

@@ -37,4 +37,8 @@ WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *roo
    `next`, if there is one, are fetched meanwhile. */
 WITHIN void transpose_values(const struct unit *unit, int64_t dim, const struct unit *next, int64_t num_bytes,
                                bf16 *tiles);
+
+/* Keys and values of the unit, in bfloat16, to `wide` as floats, zeros up to whole widths: `unit` has those from then
+   on. Parts of `next`, if there is one, are fetched meanwhile. */
+WITHIN void widen_rows(const struct attention *a, struct unit *unit, const struct unit *next, float *wide);
 #endif

@@ -28,7 +28,7 @@ from tests.engine.fixtures.attention_fixtures import (
     logits_by,
 )
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.fixtures.native_kernels import needs_float_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels, pairs_split
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
@@ -192,6 +192,38 @@ def test_any_pass_equals_the_oracle(
 ) -> None:
     world = AttentionWorld(extents, heads, block_size=block_size, dtype=dtype, seed=seed)
     check(world, LayerOptions(scaling=heads.key_dim**-0.5, window=window))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    extents=st.one_of(EXTENTS, st.just(TREES), st.just(MIXED)),
+    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.integers(1, 70)),
+    window=st.one_of(st.none(), st.integers(1, 300)),
+    scale=st.sampled_from([1.0, 1e-19, 1e-38]),
+)
+def test_split_pairs_have_the_bits_of_whole_ones(
+    extents: list[Extent], heads: Heads, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
+) -> None:
+    outs = []
+    for are_split in (False, True):
+        world = AttentionWorld(extents, heads, dtype=dtype, kind=kind)
+        if kind is KVDtype.AUTO:
+            world.cache.keys[0].mul_(scale)
+            world.cache.values[0].mul_(scale)
+        options = LayerOptions(scaling=heads.key_dim**-0.5, window=window)
+        slots = torch.cat([world.slots(span, span.start, span.end) for span in world.spans])
+        generator = torch.Generator().manual_seed(1)
+        key, value = (
+            (scale * torch.randn(1, heads.num_kv_heads, len(slots), dim, generator=generator)).to(dtype)
+            for dim in (heads.key_dim, heads.value_dim)
+        )
+        with pairs_split(are_split):
+            whole = NativeAttention(world.spans, world.cache).whole(slots)
+            outs.append(whole.attend(0, world.query.transpose(0, 1)[None], key, value, options)[0])
+    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
