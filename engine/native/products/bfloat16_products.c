@@ -9,6 +9,7 @@
    A row of a tile, which is a vector too, holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ...
    K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
 
+#include "lanes/lanes.h"
 #include "processor.h"
 #include "products/products.h"
 #include "products/silu.h"
@@ -21,7 +22,8 @@ enum {
     FEW_ROWS = 16,      /* of a tile, that read W as one stream */
     FEW_PAIRS = 4,      /* read side by side without AMX, at most */
     VECTOR_SUMS = 14,   /* of a row and a pair, in registers, as are two vectors of W and one of x */
-    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, half a tile */
+    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, half a tile, */
+    SPLIT_ROWS = 7,     /* and where pairs are split: more are worth floats of their own */
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
     BLOCK_INPUTS = 384, /* of a pair, and of a tile of rows, that share the first cache */
     BLOCK_PAIRS = 8,
@@ -111,6 +113,40 @@ AVX INLINE void add_vectors(const int rows, const int pairs, struct part p, int6
             _mm512_storeu_ps(sums + i / rows * TILE + i % rows * 16 + half * 256, sum[i][half]);
 }
 
+/* `add_vectors` for one pair where pairs of numbers are split: x are floats, 32 inputs of each row of a tile after the
+   other. */
+AVX INLINE void add_split(const int rows, struct part p, const float *x, float *sums, int is_first) {
+    __m512 sum[VECTOR_ROWS][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++)
+            sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
+    for (int64_t k = 0; k < p.steps; k++, x += TILE, p.w += 2 * TILE) {
+        fetch_lines(p.w + p.ahead, p.from, p.to);
+        for (int line = 0; line < 16; line++) {
+            const __m512i first = _mm512_loadu_si512(p.w + line * 32);
+            const __m512i second = _mm512_loadu_si512(p.w + TILE + line * 32);
+            const __m512 odds = odd_numbers(first), second_odds = odd_numbers(second);
+            const __m512 evens = even_numbers(first), second_evens = even_numbers(second);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const __m512 number = _mm512_set1_ps(x[row * 32 + line * 2 + 1]);
+                sum[row][0] = _mm512_fmadd_ps(odds, number, sum[row][0]);
+                sum[row][1] = _mm512_fmadd_ps(second_odds, number, sum[row][1]);
+            }
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const __m512 number = _mm512_set1_ps(x[row * 32 + line * 2]);
+                sum[row][0] = _mm512_fmadd_ps(evens, number, sum[row][0]);
+                sum[row][1] = _mm512_fmadd_ps(second_evens, number, sum[row][1]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
+}
+
 /* Pairs of which so many rows have their sums in registers. */
 static int64_t pairs_at_once(int64_t rows) {
     static const int64_t pairs[VECTOR_ROWS + 1] = {1, 4, 4, 4, 3, 2, 2, 2, 1};
@@ -138,8 +174,20 @@ AVX static void add_halves(int64_t rows, struct part part, float *sums, int is_f
 #undef ROWS
 }
 
-AMX INLINE void add(int64_t rows, struct part part, float *sums, int is_first) {
+AVX static void add_split_halves(int64_t rows, struct part part, const float *x, float *sums, int is_first) {
+#define ROWS(n) case n: add_split(n, part, x, sums, is_first); break;
+    for (; rows > 0; rows -= VECTOR_ROWS, x += VECTOR_ROWS * 32, sums += VECTOR_ROWS * 16) {
+        switch (min(VECTOR_ROWS, rows)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+        part.from = part.to;
+    }
+#undef ROWS
+}
+
+/* A tile of up to 16 rows of x as `to_tiles` or `to_numbers` has left it. */
+AMX INLINE void add(int64_t rows, struct part part, const void *x, float *sums, int is_first) {
+    part.x = x;
     if (outrider_has_tiles) add_tiles(part, sums, is_first);
+    else if (outrider_splits_pairs) add_split_halves(rows, part, x, sums, is_first);
     else add_halves(rows, part, sums, is_first);
 }
 
@@ -184,30 +232,45 @@ AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int
         }
 }
 
+/* The same as floats. */
+AVX static void to_numbers(const struct product *p, int64_t row, int64_t rows, int64_t k, int64_t steps,
+                           float *numbers) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t step = 0; step < steps; step++) {
+            const bf16 *from = p->x + (row + i) * p->num_inputs + k + step * 32;
+            float *to = numbers + ((i / 16) * steps + step) * TILE + (i % 16) * 32;
+            for (int half = 0; half < 32; half += 16) _mm512_store_ps(to + half, load_numbers(from, half, 1));
+        }
+}
+
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
 AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    bf16 x[BLOCK_ROWS * BLOCK_INPUTS] __attribute__((aligned(64)));
+    char x[BLOCK_ROWS * BLOCK_INPUTS * sizeof(bf16)] __attribute__((aligned(64)));
+    const int64_t item = outrider_splits_pairs ? sizeof(float) : sizeof(bf16);
+    const int64_t block_inputs = BLOCK_INPUTS * sizeof(bf16) / item;
     if (outrider_has_tiles) configure_tiles(16, 0);
     for (int64_t pairs = first; pairs < last; pairs += BLOCK_PAIRS) {
         const int64_t num_pairs = min(BLOCK_PAIRS, last - pairs);
-        for (int64_t k = 0; k < p->num_inputs; k += BLOCK_INPUTS) {
-            const int64_t steps = min(BLOCK_INPUTS, p->num_inputs - k) / 32;
-            if (pairs == first || p->num_inputs > BLOCK_INPUTS) to_tiles(p, row, rows, k, steps, x);
+        for (int64_t k = 0; k < p->num_inputs; k += block_inputs) {
+            const int64_t steps = min(block_inputs, p->num_inputs - k) / 32;
+            const int is_new = pairs == first || p->num_inputs > block_inputs;
+            if (is_new && outrider_splits_pairs) to_numbers(p, row, rows, k, steps, (float *)x);
+            else if (is_new) to_tiles(p, row, rows, k, steps, (bf16 *)x);
             for (int64_t pair = 0; pair < num_pairs; pair++) {
                 const int64_t at = (pair * p->num_inputs + k) * OUTPUTS;
                 const bf16 *w = p->weight + pairs * p->num_inputs * OUTPUTS + at;
                 int64_t next = at + p->num_inputs * OUTPUTS; /* the same inputs of the next pair, */
                 if (pair == num_pairs - 1) { /* or the first pair's next, or the first ones of the next pairs */
-                    const int is_last = k + BLOCK_INPUTS >= p->num_inputs;
-                    next = (is_last ? num_pairs * p->num_inputs : k + BLOCK_INPUTS) * OUTPUTS;
+                    const int is_last = k + block_inputs >= p->num_inputs;
+                    next = (is_last ? num_pairs * p->num_inputs : k + block_inputs) * OUTPUTS;
                 }
                 struct part part = {.stride = 32, .step = TILE, .w = w, .steps = steps, .ahead = next - at};
                 for (int64_t i = 0; i < rows; i += 16) {
                     const int64_t height = min(16, rows - i);
-                    part.x = x + i * steps * 32;
                     part.from = LINES * i / rows, part.to = LINES * (i + height) / rows; /* of the next ones */
-                    add(height, part, sums + (pair * BLOCK_ROWS + i) * OUTPUTS, k == 0);
+                    float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
+                    add(height, part, x + i * steps * 32 * item, onto, k == 0);
                 }
             }
         }
@@ -229,14 +292,17 @@ AMX static void multiply_part(const void *work, int64_t part) {
     const struct product *p = &cut->product;
     const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
     const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    const unsigned mode = _mm_getcsr();
+    if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* denormals are zeros, as they are to vdpbf16ps */
     if (cut->is_few) multiply_few(p, pair, last);
     else multiply_many(p, row, min(cut->rows, p->num_rows - row), pair, last);
+    _mm_setcsr(mode);
     if (outrider_has_tiles) _tile_release();
 }
 
 static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
-    const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : VECTOR_ROWS);
+    const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : outrider_splits_pairs ? SPLIT_ROWS : VECTOR_ROWS);
     /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
     int64_t pairs = min((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
     if (!is_few) { /* at least BLOCK_PAIRS, or the fewer that give all threads the same */

@@ -17,12 +17,12 @@ from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import Instructions, native_instructions, native_library
-from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels, pairs_split
 from tests.engine.native.native_switch import instructions_used
 
 # Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
 # and of float32 (512); more pairs of outputs than a block's, by one, and inputs that end within their third block.
-ROWS = (0, 1, 2, 3, 4, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 131, 133, 300)
+ROWS = (0, 1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 127, 128, 129, 131, 133, 300)
 SHAPES = ((32, 32), (64, 352), (96, 384), (320, 544), (2336, 800))  # outputs, inputs
 
 
@@ -134,6 +134,21 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     weight = _weight(*shape)
     for multiply in (NativeProduct(weight, None), NativeGate(weight, weight.flip(0), None, None)):
         _check_company(multiply, shape[1], torch.bfloat16)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1.0, 1e-19])  # of rows and weights: their products are denormal in part
+def test_split_pairs_have_the_bits_of_whole_ones(shape: tuple[int, int], scale: float) -> None:
+    weight, bias = scale * _weight(*shape), (scale * torch.randn(shape[0])).bfloat16()
+    for multiply in (NativeProduct(weight, bias), NativeGate(weight, weight.flip(0), bias, None)):
+        for num_rows in ROWS:
+            x = (scale * torch.randn(num_rows, shape[1])).bfloat16()
+            with pairs_split(False):
+                whole = multiply(x)
+            with pairs_split(True):
+                assert torch.equal(multiply(x).view(torch.int16), whole.view(torch.int16)), num_rows
 
 
 @needs_float_kernels
