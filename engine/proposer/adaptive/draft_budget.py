@@ -48,6 +48,7 @@ _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than the
 _MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
 _NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
 _LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
+_LONGEST = 6.0  # plain passes: how long a client waits at most where drafts pay
 _REST = 8  # steps: so often it is asked again whether drafts pay for the sequences that have none
 _WAKE_GAIN = 1.05  # drafts begin where they promise this much
 _LEAST_GAIN = 1.02  # and end where they promise less: what they gain then costs clients longer waits
@@ -226,16 +227,17 @@ class DraftBudget:
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
+        limit_s = min(self._max_pass_s, _LONGEST * float(row_seconds[0]))
         names = [method_of(sequence) for sequence in sequences]
         if len(different := set(names)) == 1:
-            return allocate(acceptance, row_seconds, *self._draft_costs.prices(names[:1]), self._max_pass_s)
+            return allocate(acceptance, row_seconds, *self._draft_costs.prices(names[:1]), limit_s)
         methods = np.array(list(map(str, names)))
         by_price = sorted(map(str, different), key=lambda method: (*self._draft_costs.prices([method]), method))
         allocations = []
         for number in range(1, len(by_price) + 1):
             is_in = np.isin(methods, by_price[:number])
             prices = self._draft_costs.prices(methods[is_in].tolist())
-            allocations.append(allocate(acceptance * is_in[:, None], row_seconds, *prices, self._max_pass_s))
+            allocations.append(allocate(acceptance * is_in[:, None], row_seconds, *prices, limit_s))
         return max(allocations, key=lambda each: each.tokens_per_s)
 
     def _leave_one(self, sequences: Seq[Sequence], lengths: Ints) -> None:
