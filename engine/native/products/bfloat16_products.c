@@ -121,9 +121,10 @@ AVX INLINE void add_split(const int rows, struct part p, const float *x, float *
     for (int row = 0; row < rows; row++)
         for (int half = 0; half < 2; half++)
             sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
+    const int num_fetched = p.to - p.from; /* a few at a time: together they would hold up the loads of W */
     for (int64_t k = 0; k < p.steps; k++, x += TILE, p.w += 2 * TILE) {
-        fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++) {
+            fetch_lines(p.w + p.ahead, p.from + num_fetched * line / 16, p.from + num_fetched * (line + 1) / 16);
             const __m512i first = _mm512_loadu_si512(p.w + line * 32);
             const __m512i second = _mm512_loadu_si512(p.w + TILE + line * 32);
             const __m512 odds = odd_numbers(first), second_odds = odd_numbers(second);
@@ -208,7 +209,7 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
 }
 
 /* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
-AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
+__attribute__((noinline)) AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
     float sums[16 * OUTPUTS * FEW_PAIRS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, stride = p->num_inputs, size = stride * OUTPUTS;
     if (outrider_has_tiles) configure_tiles(rows, 0);
@@ -244,7 +245,7 @@ AVX static void to_numbers(const struct product *p, int64_t row, int64_t rows, i
 }
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
-AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+__attribute__((noinline)) AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     char x[BLOCK_ROWS * BLOCK_INPUTS * sizeof(bf16)] __attribute__((aligned(64)));
     const int64_t item = outrider_splits_pairs ? sizeof(float) : sizeof(bf16);
@@ -293,7 +294,7 @@ AMX static void multiply_part(const void *work, int64_t part) {
     const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
     const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
     const unsigned mode = _mm_getcsr();
-    if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* denormals are zeros, as they are to vdpbf16ps */
+    if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* denormals are zeros to what is called, as to vdpbf16ps */
     if (cut->is_few) multiply_few(p, pair, last);
     else multiply_many(p, row, min(cut->rows, p->num_rows - row), pair, last);
     _mm_setcsr(mode);

@@ -28,7 +28,12 @@ from tests.engine.fixtures.attention_fixtures import (
     logits_by,
 )
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels, pairs_split
+from tests.engine.fixtures.native_kernels import (
+    needs_float_kernels,
+    needs_kernels,
+    pairs_split,
+    skip_unless_pairs_are_split,
+)
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
@@ -207,6 +212,7 @@ def test_any_pass_equals_the_oracle(
 def test_split_pairs_have_the_bits_of_whole_ones(
     extents: list[Extent], heads: Heads, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
 ) -> None:
+    skip_unless_pairs_are_split()
     outs = []
     for are_split in (False, True):
         world = AttentionWorld(extents, heads, dtype=dtype, kind=kind)

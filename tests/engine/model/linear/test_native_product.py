@@ -17,7 +17,12 @@ from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.native_product import NativeGate, NativeProduct
 from engine.model.linear.packed_linear import linear_of
 from engine.native.library import Instructions, native_instructions, native_library
-from tests.engine.fixtures.native_kernels import needs_float_kernels, needs_kernels, pairs_split
+from tests.engine.fixtures.native_kernels import (
+    needs_float_kernels,
+    needs_kernels,
+    pairs_split,
+    skip_unless_pairs_are_split,
+)
 from tests.engine.native.native_switch import instructions_used
 
 # Rows around a group of float32 (3, 12), a tile (16), two (32), a block (128, 132); inputs around one of bfloat16 (384)
@@ -141,6 +146,7 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [1.0, 1e-19])  # of rows and weights: their products are denormal in part
 def test_split_pairs_have_the_bits_of_whole_ones(shape: tuple[int, int], scale: float) -> None:
+    skip_unless_pairs_are_split()
     weight, bias = scale * _weight(*shape), (scale * torch.randn(shape[0])).bfloat16()
     for multiply in (NativeProduct(weight, bias), NativeGate(weight, weight.flip(0), bias, None)):
         for num_rows in ROWS:
