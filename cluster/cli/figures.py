@@ -77,13 +77,12 @@ def figures_between(before: Reading, now: Reading, seconds: float) -> Figures:
     )
 
 
-def survival_between(before: Reading, now: Reading) -> tuple[float, ...]:
-    """Return per position the share of passes with a draft there that accepted it and all before it."""
+def drafts_between(before: Reading, now: Reading) -> tuple[float, float]:
+    """Return the draft tokens that were verified, and those of them that were accepted."""
     growth = _Growth(before, now)
     drafted = growth.by("outrider_spec_decode_class_draft_tokens_per_pos", "position")
     accepted = growth.by("outrider_spec_decode_class_accepted_tokens_per_pos", "position")
-    positions = sorted((int(position), number) for (position,), number in drafted.items() if number)
-    return tuple(accepted[str(position),] / number for position, number in positions)
+    return sum(drafted.values()), sum(accepted.values())
 
 
 class _Growth:

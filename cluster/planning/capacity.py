@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.planning.roofline import pass_cost
-from cluster.planning.speed_up import Deployment, SpeedUp, best_speed_up
+from cluster.planning.speed_up import Deployment, SpeedUp, best_speed_up, prefill_seconds
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
 _USABLE = 0.9  # of a device's memory, as `cache.gpu_memory_utilization`
 _BUSY = 0.8  # of a replica's capacity that traffic may take: arrivals are not even
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_PREFILL_CHUNK = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +109,3 @@ def _at(deployment: Deployment, num_streams: int, rate: float | None, has_drafts
         num_replicas=ceil(rate / (_BUSY * requests_per_s)) if rate else None,
         usd_per_million_tokens=1e6 * usd_per_s / (_BUSY * tokens_per_s),
     )
-
-
-def prefill_seconds(deployment: Deployment) -> float:
-    """Return the seconds of reading one prompt, by the target and by the draft, with nothing cached."""
-    total_s, start = 0.0, 0
-    while start < deployment.prompt_tokens:
-        rows = min(_PREFILL_CHUNK, deployment.prompt_tokens - start)
-        context = start + rows // 2
-        models = [(deployment.target, deployment.num_devices)]
-        models += [(deployment.draft, 1)] if deployment.draft else []
-        total_s += sum(
-            pass_cost(shape, deployment.device, number, rows, 1, context).seconds for shape, number in models
-        )
-        start += rows
-    return total_s

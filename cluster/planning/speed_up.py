@@ -13,6 +13,8 @@ from cluster.planning.roofline import PassCost, pass_cost
 from engine.proposer.adaptive.goodput import allocate
 from protos.errors import ConfigError
 
+_PREFILL_CHUNK = 2_048
+
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
@@ -76,13 +78,33 @@ def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
     return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s)
 
 
-def fixed_speed_up(deployment: Deployment, num_streams: int) -> float:
-    """Return the speed-up of as many drafts as there are chances, for every stream in every pass."""
-    num_drafts = len(deployment.acceptance)
-    tokens = 1.0 + float(np.cumprod(deployment.acceptance).sum())
-    plain_s = deployment.target_pass(num_streams).seconds
-    pass_s = deployment.target_pass(num_streams, num_streams * num_drafts).seconds
-    return tokens * plain_s / (pass_s + num_drafts * deployment.draft_step_s(num_streams))
+def replayed_speed_up(
+    deployment: Deployment, num_streams: int, tokens_per_pass: float, drafts_per_pass: float, max_drafts: int
+) -> float:
+    """Return the speed-up of whole requests whose passes are known: means per stream, passes without drafts included.
+
+    The prompts are read in both; a draft model makes `max_drafts` steps for every pass.
+    """
+    prompts_s = num_streams * prefill_seconds(deployment)
+    drafted_s = deployment.target_pass(num_streams, round(num_streams * drafts_per_pass)).seconds
+    drafted_s += max_drafts * deployment.draft_step_s(num_streams)
+    plain_s = deployment.target_pass(num_streams).seconds * deployment.output_tokens
+    return (prompts_s + plain_s) / (prompts_s + drafted_s * deployment.output_tokens / tokens_per_pass)
+
+
+def prefill_seconds(deployment: Deployment) -> float:
+    """Return the seconds of reading one prompt, by the target and by the draft, with nothing cached."""
+    total_s, start = 0.0, 0
+    while start < deployment.prompt_tokens:
+        rows = min(_PREFILL_CHUNK, deployment.prompt_tokens - start)
+        context = start + rows // 2
+        models = [(deployment.target, deployment.num_devices)]
+        models += [(deployment.draft, 1)] if deployment.draft else []
+        total_s += sum(
+            pass_cost(shape, deployment.device, number, rows, 1, context).seconds for shape, number in models
+        )
+        start += rows
+    return total_s
 
 
 def acceptance_per_position(given: Sequence[float], max_drafts: int) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ from cluster.cli.trial.replay_traffic import Measured, Trial, run_trial
 from cluster.cli.trial.traffic import LoggedRequest, read_traffic
 from cluster.planning.hardware import Device
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.speed_up import Deployment, fixed_speed_up
+from cluster.planning.speed_up import Deployment, replayed_speed_up
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
@@ -31,7 +31,6 @@ _PAYS = 1.03  # below, a gain may be noise
 _MOST = 256  # K and streams
 _WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
 _UNPLANNED = ("self", "mtp")  # their cost is a part of the target's, which a plan does not know
-_CONTEXT_TOKENS = 512  # of a planned sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def _speed_table(measured: list[Measured], planned: Callable[[Measured], str]) -
     for each in measured:
         mark = " *" if each is best and each.sure_speedup >= _PAYS else " noise" if each.is_noisy else ""
         factor = f"{each.speedup:.2f}{mark}"
-        tokens = f"{each.tokens_per_pass:.2f}" if each.survival else "no drafts"
+        tokens = f"{each.tokens_per_pass:.2f}" if each.drafts_per_pass else "no drafts"
         row = (each.draft, str(each.num_tokens), each.verify, tokens, f"{each.tokens_per_s:.1f}", factor, planned(each))
         table.add_row(*map(escape, row))
     return table
@@ -171,25 +170,24 @@ def _acceptance_table(measured: list[Measured]) -> Table:
 
 
 def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[Measured], str]:
-    """Return a function that plans the speed-up of what was measured, on a device of `outrider plan`."""
+    """Return a function that plans the speed-up of passes as they were measured, on a device of `outrider plan`."""
     if hardware is None:
         return lambda _: ""
     device, shape = Device.of(hardware), ModelShape.of(_folder(target), "bf16")
     shapes = {name: None if name in _WAYS else ModelShape.of(_folder(name), "bf16") for name in drafts}
 
     def planned(each: Measured) -> str:
-        if each.draft not in shapes or not each.survival or each.draft in _UNPLANNED:
+        if each.draft not in shapes or not each.drafts_per_pass or each.draft in _UNPLANNED:
             return ""
-        chances = tuple(_conditional(each.survival))
-        deployment = Deployment(shape, shapes[each.draft], device, 1, chances, _CONTEXT_TOKENS, 1)
-        return f"{fixed_speed_up(deployment, each.num_streams):.2f}"
+        deployment = Deployment(
+            shape, shapes[each.draft], device, 1, (), max(1, each.prompt_tokens), max(1, each.output_tokens)
+        )
+        factor = replayed_speed_up(
+            deployment, each.num_streams, each.tokens_per_pass, each.drafts_per_pass, each.num_tokens
+        )
+        return f"{factor:.2f}"
 
     return planned
-
-
-def _conditional(survival: tuple[float, ...]) -> list[float]:
-    before = (1.0, *survival[:-1])
-    return [share / earlier if earlier else 0.0 for share, earlier in zip(survival, before, strict=True)]
 
 
 def _folder(model: str) -> str:

@@ -14,7 +14,7 @@ import httpx
 
 from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.cli.figures import ClassFigures, Reading, figures_between, read_metrics, survival_between
+from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
 from cluster.cli.trial.traffic import LoggedRequest
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
@@ -44,7 +44,8 @@ class Trial:
 class Measured:
     """A draft's K and verification at a number of streams: tokens per second, and over plain decoding beside it.
 
-    `survival` is the share of passes that accepted the drafts up to each position; `classes` tell it by class.
+    Tokens, drafts and accepted drafts are means of a pass of a sequence, those without drafts included; prompt and
+    output tokens are those of a request. `classes` tell acceptance by class and position.
     """
 
     draft: str
@@ -53,13 +54,11 @@ class Measured:
     num_streams: int
     tokens_per_s: float
     speedup: float
-    survival: tuple[float, ...]
+    tokens_per_pass: float
+    drafts_per_pass: float
+    prompt_tokens: int
+    output_tokens: int
     classes: tuple[ClassFigures, ...]
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens of a pass with drafts, on average."""
-        return 1.0 + sum(self.survival)
 
     @property
     def is_noisy(self) -> bool:
@@ -76,6 +75,8 @@ class Measured:
 class Run:
     """The traffic once: its generated tokens, their time, and the metrics around them."""
 
+    num_requests: int
+    num_prompt_tokens: int
     num_tokens: int
     before: Reading
     after: Reading
@@ -119,6 +120,8 @@ async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -
 
 def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequence[Run], speedup: float) -> Measured:
     last = runs[-1]
+    num_drafts, num_accepted = drafts_between(last.before, last.after)
+    num_passes = last.num_tokens - num_accepted
     return Measured(
         draft=draft,
         num_tokens=length,
@@ -126,7 +129,10 @@ def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequ
         num_streams=num_streams,
         tokens_per_s=median(run.tokens_per_s for run in runs),
         speedup=speedup,
-        survival=survival_between(last.before, last.after),
+        tokens_per_pass=last.num_tokens / num_passes,
+        drafts_per_pass=num_drafts / num_passes,
+        prompt_tokens=round(last.num_prompt_tokens / last.num_requests),
+        output_tokens=round(last.num_tokens / last.num_requests),
         classes=tuple(
             each
             for each in figures_between(last.before, last.after, last.seconds).classes
@@ -155,11 +161,15 @@ class Replay:
         free = asyncio.Semaphore(num_streams)
         before = await self._metrics()
         began_s = time.perf_counter()
-        counts = await asyncio.gather(*(self._send(request, speculation, free) for request in requests))
-        seconds, num_generated = time.perf_counter() - began_s, sum(counts)
-        return Run(num_generated, before, await self._metrics(), seconds)
+        usages = await asyncio.gather(*(self._send(request, speculation, free) for request in requests))
+        seconds = time.perf_counter() - began_s
+        num_prompt_tokens = sum(int(usage["prompt_tokens"]) for usage in usages)
+        num_tokens = sum(int(usage["completion_tokens"]) for usage in usages)
+        return Run(len(usages), num_prompt_tokens, num_tokens, before, await self._metrics(), seconds)
 
-    async def _send(self, request: LoggedRequest, speculation: dict[str, Any], free: asyncio.Semaphore) -> int:
+    async def _send(
+        self, request: LoggedRequest, speculation: dict[str, Any], free: asyncio.Semaphore
+    ) -> dict[str, Any]:
         salt = f"trial {self._num_runs} {request.body.get('cache_salt', '')}"
         body = {**request.body, "speculation": speculation, "cache_salt": salt}
         async with free, asyncio.timeout(_REQUEST_TIMEOUT_S):
@@ -168,7 +178,8 @@ class Replay:
         if response.status_code != 200:
             message = answer.get("error", {}).get("message", response.text)
             raise RequestError(f"line {request.line} of the traffic is refused: {message}")
-        return int(answer["usage"]["completion_tokens"])
+        usage: dict[str, Any] = answer["usage"]
+        return usage
 
     async def _metrics(self) -> Reading:
         return read_metrics((await self._client.get("/metrics")).text)

@@ -12,7 +12,7 @@ from cluster.cli.__main__ import main
 from cluster.planning.capacity import capacity_of, memory_of
 from cluster.planning.hardware import Device
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.speed_up import Deployment, acceptance_per_position, best_speed_up
+from cluster.planning.speed_up import Deployment, acceptance_per_position, best_speed_up, replayed_speed_up
 from cluster.planning.tables import read_table
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +76,17 @@ def test_drafts_pay_less_in_larger_batches():
     factors = [best_speed_up(deployment(draft=None), streams).factor for streams in (1, 32, 256)]
     assert factors == sorted(factors, reverse=True)
     assert factors[0] > 2 * factors[2]
+
+
+def test_a_replay_pays_for_its_prompts_and_for_the_drafts_of_every_pass():
+    without_prompts = replace(deployment(), prompt_tokens=1)
+    assert replayed_speed_up(without_prompts, 1, 1.0, 0.0, 0) == pytest.approx(1.0)
+    assert replayed_speed_up(without_prompts, 1, 2.0, 0.0, 0) == pytest.approx(2.0, rel=0.02)
+    step_s, plain_s = without_prompts.draft_step_s(1), without_prompts.target_pass(1).seconds
+    with_steps = replayed_speed_up(without_prompts, 1, 2.0, 0.0, 4)
+    assert with_steps == pytest.approx(2.0 * plain_s / (plain_s + 4 * step_s), rel=0.02)
+    assert replayed_speed_up(without_prompts, 256, 2.0, 4.0, 0) < replayed_speed_up(without_prompts, 1, 2.0, 4.0, 0)
+    assert replayed_speed_up(replace(deployment(), prompt_tokens=20_000), 1, 2.0, 0.0, 0) < 1.9
 
 
 def test_replicas_carry_the_rate_and_cost_goes_with_the_price():

@@ -19,7 +19,8 @@ from tests.serve.tiny_models import write_pair
 
 
 def measured(draft: str, num_tokens: int, num_streams: int, speedup: float, survival: float = 0.9) -> Measured:
-    return Measured(draft, num_tokens, "coupled", num_streams, 10.0, speedup, (survival,) * num_tokens, ())
+    tokens_per_pass = 1.0 + num_tokens * survival
+    return Measured(draft, num_tokens, "coupled", num_streams, 10.0, speedup, tokens_per_pass, num_tokens, 9, 9, ())
 
 
 def test_bodies_and_lines_of_batch_files_are_read(tmp_path: Path):
