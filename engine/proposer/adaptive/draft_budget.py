@@ -211,11 +211,15 @@ class DraftBudget:
         return best.lengths if self._expected_gain > needed else np.zeros_like(best.lengths)
 
     def _priced(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
-        """Set the price of a row for all, and return the lengths that those may have whose drafts are priced."""
+        """Set the price of a row, and return the lengths that those may have whose drafts are priced.
+
+        A sequence of fixed length pays none: a price follows a clock.
+        """
         num_priced = int(np.count_nonzero(num_possible))
         price = self._row_price.of(len(sequences), num_priced, row_seconds)
         for sequence in sequences:
-            sequence.least_chance = price
+            if not sequence.has_fixed_length:
+                sequence.least_chance = price
         if price >= 1.0 or num_priced == 0:
             return np.zeros_like(num_possible)
         tokens_per_s = self._row_price.tokens_per_s(len(sequences), num_priced, row_seconds)

@@ -78,6 +78,13 @@ def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_seq
     assert matches.speed(400, budget) >= 0.93 * best
 
 
+def test_a_sequence_of_fixed_length_pays_no_price_that_follows_a_clock() -> None:
+    matches, budget = Matches(8, PROCESSOR), DraftBudget(4, MAX_DRAFTS)
+    matches.sequences[0].has_fixed_length = True
+    matches.speed(50, budget)
+    assert [each.least_chance > 0.0 for each in matches.sequences] == [False] + 7 * [True]
+
+
 def test_a_pass_with_matches_keeps_to_the_limit_of_its_time() -> None:
     matches, budget = Matches(4, PROCESSOR), DraftBudget(4, MAX_DRAFTS, max_pass_s=PROCESSOR.target_s(8))
     matches.speed(200, budget)
