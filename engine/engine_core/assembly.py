@@ -55,7 +55,8 @@ def load_parts(
     source = None
     if transport is not None:
         source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
-    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, config.speculation.tree)
+    tree = config.speculation.tree
+    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, tree, rates=rates)
     speculation = load_speculation(config, runner, scheduler, proposer, step_writer, models)
     grammars = GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids)
     position_log = None

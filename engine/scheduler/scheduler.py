@@ -28,6 +28,7 @@ from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.stats.histogram import WAIT_BUCKETS_S, Histogram
+from engine.stats.rates import RateMeter
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_weights
@@ -47,7 +48,8 @@ class Scheduler:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
        of a `tree`. Every last token gets its slot before any draft does; drafts shrink to what budget and pool leave.
-    2. Prefill chunks fill the budget, running sequences before new ones.
+    2. Prefill chunks fill the budget, running sequences before new ones; while others decode, only as much of it as
+       `rates` say they can wait for.
     3. New sequences are admitted in order of urgency, none overtakes, while there are blocks for all their tokens and
        one to spare per running sequence. An idle pool holds whatever `add` accepts: admission cannot deadlock.
     4. When a slot is missing, blocks kept for drafts are given back first; then the least urgent running sequence is
@@ -64,6 +66,7 @@ class Scheduler:
         source: PrefillSource | None = None,
         tree: TreeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rates: RateMeter | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.queue_times, self.prefill_times = Histogram(WAIT_BUCKETS_S), Histogram(WAIT_BUCKETS_S)
@@ -73,6 +76,7 @@ class Scheduler:
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
         self._blocks = blocks
         self._source = source or NoPrefillSource()
+        self._rates = rates or RateMeter()
         self._clock = clock
         self._arrivals = count()
         self._turns = FairQueue()
@@ -164,6 +168,8 @@ class Scheduler:
         ready, behind = self._secure_ready()
         decodes = self._schedule_decodes([each for each in ready if not each.is_held])
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
+        if decodes:
+            budget = int(min(budget, self._rates.chunk_tokens))
         prefills = self._schedule_prefills(budget, behind)
         return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 
 from engine.sequence.batch import ScheduledSequence
 
@@ -24,6 +25,8 @@ _MIN_CHUNK_TOKENS = 16  # below, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
 _DECODE_DECAY = 0.99  # per step with a decoding sequence
 _OUTLIER_FACTOR = 4.0  # a step slower than this many times the expected one counts as so many times
+_STALL_PASSES = 6.0  # passes without prompts that sequences wait at most for one with a chunk
+_LEAST_CHUNK_TOKENS = 32  # a block or two, however fast the passes
 _PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from nearly equal D is no slope
 
 
@@ -71,6 +74,8 @@ class RateMeter:
         self._seconds_d = 0.0
         self._committed = 0.0  # decayed sums over decode steps: of tokens, and of seconds times sequences
         self._sequence_seconds = 0.0
+        self._passes = 0.0  # decayed sums over steps that decode and prefill nothing: their number, and seconds
+        self._pass_seconds = 0.0
 
     def observe(self, work: StepWork) -> None:
         """Take one step in; chunks of fewer than 16 tokens do not tell prefill speed and are left out."""
@@ -79,11 +84,22 @@ class RateMeter:
         if work.num_decode_sequences > 0:
             self._committed = _DECODE_DECAY * self._committed + work.num_committed_tokens
             self._sequence_seconds = _DECODE_DECAY * self._sequence_seconds + work.seconds * work.num_decode_sequences
+        if work.num_decode_sequences > 0 and work.num_prefill_tokens == 0:
+            self._passes = _DECODE_DECAY * self._passes + 1.0
+            self._pass_seconds = _DECODE_DECAY * self._pass_seconds + work.seconds
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens per second with nothing decoding; 0 until measured."""
         return 1.0 / self._line()[0] if self._tokens > 0 else 0.0
+
+    @property
+    def chunk_tokens(self) -> float:
+        """Prompt tokens whose time running sequences can wait for: that of a few passes; infinite until measured."""
+        if self._tokens == 0 or self._passes == 0:
+            return inf
+        stall_s = _STALL_PASSES * self._pass_seconds / self._passes
+        return max(_LEAST_CHUNK_TOKENS, stall_s * self._tokens / self._seconds)
 
     @property
     def decode_slowdown(self) -> float:

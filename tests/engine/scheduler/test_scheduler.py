@@ -18,6 +18,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.stats.rates import RateMeter, StepWork
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
@@ -61,7 +62,8 @@ class Bench:
         self.blocks = BlockManager(self.num_blocks, P, "m", enable_prefix_caching=self.enable_prefix_caching)
         self.kv = PagedTokens(self.num_blocks, P)
         config = SchedulerConfig(self.max_num_sequences, self.max_tokens_per_step)
-        self.scheduler = Scheduler(config, self.blocks, self.max_model_len, clock=lambda: self.now_s)
+        self.rates = RateMeter()
+        self.scheduler = Scheduler(config, self.blocks, self.max_model_len, clock=lambda: self.now_s, rates=self.rates)
         self.names = count()
 
     def add(
@@ -161,6 +163,16 @@ def test_prefill_is_cut_into_chunks_of_the_budget() -> None:
     assert sequence.num_computed_tokens == 16
     assert len(bench.step()) == 1
     assert sequence.num_output_tokens == 1
+
+
+def test_a_prompt_holds_up_running_sequences_for_a_few_passes_and_nobody_else() -> None:
+    bench = Bench(num_blocks=256, max_tokens_per_step=200)
+    bench.rates.observe(StepWork(100, 0, 0, 0, seconds=0.100))
+    bench.rates.observe(StepWork(0, 1, 10, 1, seconds=0.010))
+    bench.add(range(150), max_tokens=50)
+    assert len(bench.step()) == 1
+    bench.add(range(300, 500))
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 150, 1, 0), ("1", 0, 60, 0)]  # six passes, 1 ms a token
 
 
 def test_verification_rows_come_before_prefill_chunks() -> None:
