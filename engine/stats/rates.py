@@ -25,7 +25,7 @@ _MIN_CHUNK_TOKENS = 16  # below, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
 _DECODE_DECAY = 0.99  # per step with a decoding sequence
 _OUTLIER_FACTOR = 4.0  # a step slower than this many times the expected one counts as so many times
-_STALL_PASSES = 6.0  # passes without prompts that sequences wait at most for one with a chunk
+_STALL_PASSES = 4.0  # passes without prompts that sequences wait at most for one with a chunk
 _LEAST_CHUNK_TOKENS = 32  # a block or two, however fast the passes
 _PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from nearly equal D is no slope
 

@@ -35,7 +35,7 @@ def test_a_chunk_takes_as_long_as_a_few_passes_without_prompts() -> None:
         assert meter.chunk_tokens == math.inf  # how long a pass without prompts takes is not known yet
     for _ in range(20):
         meter.observe(StepWork(0, 4, 1000, 4, 0.02))
-    assert meter.chunk_tokens == pytest.approx(6 * 0.02 * RATE / (1.0 + SLOWDOWN * 1000))
+    assert meter.chunk_tokens == pytest.approx(4 * 0.02 * RATE / (1.0 + SLOWDOWN * 1000))
     for _ in range(2000):
         meter.observe(StepWork(0, 4, 1000, 4, 1e-6))
     assert meter.chunk_tokens == 32
