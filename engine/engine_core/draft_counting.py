@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from engine.config import SpeculationConfig
+from engine.proposer.adaptive.request_limits import is_adaptive
 from engine.proposer.checked_draft import CheckedDraft
 from engine.sequence.request_tokens import RequestTokens
 from engine.stats.class_acceptance import ClassCounters, ClassKey, ClassStats, class_name
@@ -24,6 +25,8 @@ class DraftCounting:
     def __init__(self, config: SpeculationConfig) -> None:
         own = (each for each in config.methods if each in _OWN_METHODS)
         self._own_method = next(own, SpeculationMethod.MODEL)
+        # Where a draft must be worth its row, which of them are made follows the load, and so does their acceptance.
+        self._priced = (SpeculationMethod.SUFFIX,) if is_adaptive(config) else ()
         self._drafts = DraftCounters()
         self._classes = ClassCounters()
         self._drift = DriftMonitor()
@@ -72,5 +75,6 @@ class DraftCounting:
             if (num_own := depth - num_forced) > 0:
                 key = ClassKey(method, class_name(is_greedy=is_greedy, is_structured=has_grammar))
                 self._classes.record(key, num_own, min(num_accepted, num_own), count)
-                self._drift.record(f"{key.method}-{key.name}", num_accepted > 0, count)
+                if method not in self._priced:
+                    self._drift.record(f"{key.method}-{key.name}", num_accepted > 0, count)
         self._drift.end_step()

@@ -224,14 +224,14 @@ class DraftBudget:
             return np.zeros_like(num_possible)
         tokens_per_s = self._row_price.tokens_per_s(len(sequences), num_priced, row_seconds)
         self._expected_gain = max(self._expected_gain, tokens_per_s * float(row_seconds[0]) / len(sequences))
-        num_rows = int(np.searchsorted(row_seconds, self._max_pass_s, side="right")) - 1
+        num_rows = int(np.searchsorted(row_seconds, self._limit_s, side="right")) - 1
         most = num_rows if num_rows == len(row_seconds) - 1 else num_rows // num_priced
         is_open = [self._gate(class_of(each)).is_open for each in sequences]
         return np.where(is_open, np.minimum(num_possible, max(0, most)), 0)
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
-        limit_s = min(self._max_pass_s, _LONGEST * float(row_seconds[0]))
+        limit_s = min(self._limit_s, _LONGEST * float(row_seconds[0]))
         names = [method_of(sequence) for sequence in sequences]
         if len(different := set(names)) == 1:
             return allocate(acceptance, row_seconds, *self._draft_costs.prices(names[:1]), limit_s)
@@ -257,12 +257,18 @@ class DraftBudget:
             self._last_alone[alone] = self._step
             lengths[[method != alone for method in methods]] = 0
 
+    @property
+    def _limit_s(self) -> float:
+        """The longest pass to expect, so that most are within the limit of what is given."""
+        return self._max_pass_s / (1.0 + self._row_cost.noise)
+
     def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`."""
+        optimism = _OPTIMISM if np.isinf(self._max_pass_s) else 0.0  # a limit is no place for trials
         beside = np.unique(self._prompt_rows)[:, None]
         weights = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
-        whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), _OPTIMISM)
-        added = np.maximum(whole - self._row_cost.seconds(beside, _OPTIMISM), _LEAST_SHARE * whole)
+        whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
+        added = np.maximum(whole - self._row_cost.seconds(beside, optimism), _LEAST_SHARE * whole)
         return weights @ added
 
     def _acceptance_of(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:

@@ -66,6 +66,11 @@ class ForwardCost:
         return guess
 
     @property
+    def noise(self) -> float:
+        """The usual deviation of a pass from the curve, relative."""
+        return self._noise
+
+    @property
     def max_rows(self) -> int:
         """The largest pass that the curve covers: twice the largest that was seen, 0 before any was."""
         return int(_REACH * _GRID[self._num_known - 1]) if self._num_known else 0

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from bench.speculation.drift import LITTLE, PROSE, passes, run
+from engine.config import SpeculationConfig
+from engine.draft import Draft
+from engine.engine_core.draft_counting import DraftCounting
+from engine.proposer.checked_draft import CheckedDraft
 from engine.stats.drift import DriftDetector, DriftMonitor
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
+from protos.messages import SamplingParams, SpeculationMethod
+from tests.builders import make_sequence
 
 
 def traffic(mean: float, num_steps: int, seed: int = 1) -> Iterator[tuple[int, int]]:
@@ -75,3 +83,18 @@ def test_classes_are_judged_apart_and_an_alarm_is_logged(caplog: pytest.LogCaptu
     assert stats["model-greedy-free"].is_alarming
     assert not stats["model-sampled-free"].is_alarming
     assert [record.args[0] for record in caplog.records] == ["model-greedy-free"]
+
+
+@pytest.mark.parametrize(
+    ("is_adaptive", "watched"), [(True, {"model-greedy-free"}), (False, {"model-greedy-free", "suffix-greedy-free"})]
+)
+def test_suffixes_that_are_made_where_they_pay_are_not_held_to_what_was_usual(
+    is_adaptive: bool, watched: set[str]
+) -> None:
+    counting = DraftCounting(SpeculationConfig(adaptive=is_adaptive))
+    draft, outcome = CheckedDraft(Draft((1,)), 1), VerifyResult((1, 2), 1)
+    for method in (SpeculationMethod.SUFFIX, SpeculationMethod.MODEL):
+        sequence = make_sequence("r", (1,), SamplingParams(temperature=0.0), num_drafts=1, method=method)
+        for _ in range(200):
+            counting.count([VerifyTask(sequence, draft.draft, 1)], [draft], [outcome])
+    assert {each.name for each in counting.drift} == watched
