@@ -44,8 +44,8 @@ class Trial:
 class Measured:
     """A draft's K and verification at a number of streams: tokens per second, and over plain decoding beside it.
 
-    Tokens, drafts and accepted drafts are means of a pass of a sequence, those without drafts included; prompt and
-    output tokens are those of a request. `classes` tell acceptance by class and position.
+    Tokens and drafts are means of a pass of a sequence, passes without drafts included; prompt and output tokens are
+    means of a request. `classes` tell acceptance by class and position.
     """
 
     draft: str

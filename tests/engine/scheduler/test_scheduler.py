@@ -165,7 +165,7 @@ def test_prefill_is_cut_into_chunks_of_the_budget() -> None:
     assert sequence.num_output_tokens == 1
 
 
-def test_a_prompt_holds_up_running_sequences_for_a_few_passes_and_nobody_else() -> None:
+def test_a_prompt_holds_up_running_sequences_for_a_few_passes_at_most() -> None:
     bench = Bench(num_blocks=256, max_tokens_per_step=200)
     bench.rates.observe(StepWork(100, 0, 0, 0, seconds=0.100))
     bench.rates.observe(StepWork(0, 1, 10, 1, seconds=0.010))
