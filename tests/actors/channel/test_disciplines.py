@@ -23,6 +23,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
+from engine.proposer.adaptive.draft_budget import DraftBudget, PassTime
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -73,6 +74,16 @@ def slow_down(
         return forward(spans)
 
     monkeypatch.setattr(engine.runner, "forward", slow)
+
+
+def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft budget is told that drafts take a hundredth of a pass, whatever a busy machine makes of them."""
+    observe = DraftBudget.observe
+
+    def observe_quiet(budget: DraftBudget, passes, time: PassTime | None, num_prompt_rows: int = 0) -> None:
+        observe(budget, passes, time and PassTime(draft_s=0.01, target_s=1.0), num_prompt_rows)
+
+    monkeypatch.setattr(DraftBudget, "observe", observe_quiet)
 
 
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
@@ -190,6 +201,7 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
         channel, prose = connected(folder / "draft.sock"), connected(folder / "prose.sock")
         engine = EngineCore.from_config(config, proposer_of(methods, channel, others={"prose": prose}))
         slow_down(engine, channel, [server], monkeypatch)
+        charge_little_for_drafts(monkeypatch)
         for number, batch in enumerate(batches):
             texts = generate(engine, batch, channel)
             assert all(text == reference[name.partition(",")[0]] for name, text in texts.items())
