@@ -2,7 +2,7 @@
 
    A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
    Everything is computed with lanes side by side in registers: no sum crosses a register. (Where a job has few lanes,
-   and no AMX, keys and then dims lie side by side in their place: the same sums in the same order.)
+   and no AMX, keys and then dims lie side by side in their place: few_lanes.h.)
 
        scores [keys x 16 lanes] = K [keys x D] Q^T [D x 16 lanes]        K as it lies in the pool
        sums   [D x 16 lanes]   += V^T [D x keys] P [keys x 16 lanes]     V^T transposed once per job and unit of keys
@@ -14,8 +14,8 @@
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
    types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h the softmax of some lanes,
-   tiles.c lanes over a unit, products_*.h its products on each width of registers, job.c a job; here are the jobs of a
-   pass. */
+   tiles.c lanes over a unit, few_lanes.c few of them, products_*.h the products of tiles on each width of registers,
+   job.c a job; here are the jobs of a pass. */
 
 #include "attention/attention.h"
 #include "attention/job.h"
@@ -24,12 +24,15 @@
 
 #include <stdlib.h>
 
+enum { PARTS_EACH = 4 /* of a thread, so that all end about together */ };
+
 struct jobs {
     struct job *jobs;
     struct merge *merges;
     float *partials;
     int64_t num_jobs, num_merges, num_partials; /* numbers of all partials */
-    double work; /* lanes of whole tiles x keys of one head */
+    int64_t max_lanes; /* of a job */
+    double work;       /* lanes of whole tiles x keys of one head */
 };
 
 /* The jobs of one span and `lanes` of it; with `jobs->jobs` NULL they are only counted. */
@@ -45,6 +48,7 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
     } else {
         jobs->work += (double)whole * (span->tree_start + span->num_rows);
     }
+    jobs->max_lanes = max(jobs->max_lanes, lanes);
     const int64_t num_tiles = (lanes + LANES - 1) / LANES, num_splits = last_split - first_split;
     const int64_t size = num_tiles * state_size(round_up(a->value_dim, 32));
     const int is_split = num_splits > 1 && num_tiles <= FEW_TILES;
@@ -78,6 +82,9 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
     }
 }
 
+/* The jobs of a part where all have few lanes: while one ends, the first keys of the next are fetched. */
+static int64_t few_each(int64_t num_jobs) { return max(1, num_jobs / (PARTS_EACH * team_size())); }
+
 /* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
 int outrider_attend(const struct attention *a) {
     struct jobs jobs = {0};
@@ -94,7 +101,7 @@ int outrider_attend(const struct attention *a) {
     jobs.merges = (struct merge *)(jobs.jobs + jobs.num_jobs);
     jobs.partials = (float *)(jobs.merges + jobs.num_merges);
     plan(a, &jobs, block);
-    const int64_t jobs_each = is_small ? jobs.num_jobs : 1;
+    const int64_t jobs_each = is_small ? jobs.num_jobs : jobs.max_lanes <= FEW_LANES ? few_each(jobs.num_jobs) : 1;
     const struct pass pass = {a, jobs.jobs, jobs.num_jobs, jobs_each};
     share_out(FITTING(keep_part), &pass, (a->num_rows + KEPT_ROWS - 1) / KEPT_ROWS);
     share_out(FITTING(run_part), &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);

@@ -2,21 +2,30 @@
 
 #include "attention/job.h"
 
+#include "attention/few_lanes.h"
 #include "attention/state.h"
 #include "attention/tiles.h"
+
+/* Two units of keys and values: the one that is read, and what comes behind it, perhaps of the next job of the part. */
+struct reader {
+    struct unit units[2], *unit;
+    const struct job *ahead; /* of which `unit` is the first already, and on its way to the cache */
+};
 
 /* The state of a job; lanes are those of the job, in tiles. */
 struct work {
     const struct attention *a;
     const struct job *job;
-    int64_t num_tiles, end; /* keys that any lane sees: [0, end) */
-    char *queries;          /* [tiles, D, LANES] */
+    const struct job *following; /* of the part, whose first unit is fetched behind the last of this one; or NULL */
+    int64_t num_tiles;
+    int has_few;            /* lanes, as few_lanes.h has them */
+    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them */
     float *states;          /* of the split that is read */
     struct visibility *visibilities;
     char *room;
     bf16 *values; /* of a unit, transposed */
     float *wide;  /* or its keys and values as floats */
-    struct unit units[2]; /* this one and the next */
+    struct reader *reader;
 };
 
 static int64_t token_of(const struct work *w, int64_t lane) {
@@ -38,9 +47,22 @@ static int64_t query_head(const struct work *w, int64_t lane) {
     return w->job->head * w->a->group_size + (w->job->first_lane + lane) % w->a->group_size;
 }
 
+/* Where a lane's query lies. */
+static const char *query_of(const struct work *w, int64_t lane) {
+    const struct attention *a = w->a;
+    const int64_t row = w->job->span->first_row + token_of(w, lane);
+    const int64_t number = row * a->query_row + query_head(w, lane) * a->query_head;
+    return (const char *)a->query + number * (a->is_bf16 ? 2 : 4);
+}
+
 /* Queries of the job's lanes to [tiles, D, LANES], pairs of dims side by side in bfloat16; zeros up to whole widths. */
 VECTOR_CODE static void load_queries(struct work *w) {
     const struct attention *a = w->a;
+#ifndef NARROW
+    for (int64_t lane = 0; w->has_few && lane < w->job->num_lanes; lane++)
+        load_few(a, query_of(w, lane), lane, w->queries);
+    if (w->has_few) return;
+#endif
     const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
     for (int64_t tile = 0; tile < w->num_tiles; tile++)
         for (int64_t at = 0; at < width; at += 64) {
@@ -52,9 +74,7 @@ VECTOR_CODE static void load_queries(struct work *w) {
                     rows[i] = lanes_as_ints(lanes_zero());
                     continue;
                 }
-                const int64_t row = w->job->span->first_row + token_of(w, lane);
-                const int64_t number = row * a->query_row + query_head(w, lane) * a->query_head;
-                rows[i] = lanes_load_bytes(kept, (const char *)a->query + number * item + at);
+                rows[i] = lanes_load_bytes(kept, query_of(w, lane) + at);
             }
             transpose(rows);
             char *to = w->queries + (tile * width + at) * LANES;
@@ -79,14 +99,14 @@ VECTOR_CODE static void set_visibility(struct work *w, int64_t token, int64_t fi
     }
 }
 
-/* True where `attend_few` takes the one tile of a job. */
-static int has_few(const struct attention *a, int64_t num_lanes) {
-#ifdef NARROW
-    (void)a;
-    return num_lanes <= LANES / 2;
-#else
-    return num_lanes <= (outrider_splits_pairs ? FEW_SPLIT : FEW_LANES) && a->is_bf16 && !outrider_has_tiles;
-#endif
+/* The first keys of a job that is no tree, as `attend_range` will read them. */
+static void load_first(const struct attention *a, const struct job *job, struct unit *unit) {
+    const struct span *span = job->span;
+    const int64_t first = job->first_lane / a->group_size;
+    const int64_t last = (job->first_lane + job->num_lanes - 1) / a->group_size;
+    const int64_t oldest = a->window ? max(0, span->start + first - a->window + 1) : 0;
+    const int64_t begin = max(job->first_split * SPLIT, oldest / UNIT * UNIT);
+    load_unit(a, job, begin, min((job->first_split + 1) * SPLIT, span->start + last + 1), NULL, unit);
 }
 
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
@@ -106,37 +126,76 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         }
     }
     begin = max(begin, oldest / UNIT * UNIT);
-    const int64_t num_lanes = w->job->num_lanes;
-    const int is_few = has_few(a, num_lanes);
-    struct unit *unit = w->units, *next = unit + 1;
-    if (begin < end) {
+    struct reader *reader = w->reader;
+    struct unit *unit = reader->unit, *next = unit == reader->units ? unit + 1 : reader->units;
+    if (begin < end && reader->ahead != w->job) {
         load_unit(a, w->job, begin, end, path, unit);
-        for (int64_t i = 0; i < UNIT; i += 2) {
+        for (int64_t i = 0; i < unit->count; i += 2) {
             fetch(unit->keys + i, key_bytes(a));
             fetch(unit->values + i, value_bytes(a));
         }
     }
+    reader->ahead = begin < end ? w->following : NULL;
     for (; begin < end; begin += UNIT) {
-        const int has_next = begin + UNIT < end;
-        if (has_next) load_unit(a, w->job, begin + UNIT, end, path, next);
-        copy_to_room(a, unit, w->room, last - first <= FEW_TILES);
+        const int has_next = begin + UNIT < end || w->following;
+        if (begin + UNIT < end) load_unit(a, w->job, begin + UNIT, end, path, next);
+        else if (w->following) load_first(a, w->following, next);
+        copy_to_room(a, unit, w->room, w->has_few, last - first <= FEW_TILES);
 #ifndef NARROW
-        if (a->is_bf16 && !is_few && outrider_splits_pairs)
+        if (w->has_few) {
+            const struct unit *later = has_next ? next : NULL;
+            attend_few(a, unit, later, w->job->num_lanes, w->queries, w->visibilities, w->states);
+        } else if (a->is_bf16 && outrider_splits_pairs)
             widen_rows(a, unit, has_next ? next : NULL, w->wide);
-        else if (a->is_bf16 && !is_few)
+        else if (a->is_bf16)
             transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
 #endif
-        for (int64_t tile = first; tile < last; tile += 2) {
+        for (int64_t tile = first; tile < last && !w->has_few; tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
             const struct unit *later = has_next && tile == first ? next : NULL;
-            if (is_few) attend_few(a, unit, later, num_lanes, queries, w->visibilities + tile, states);
-            else if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
+#ifdef NARROW
+            if (w->job->num_lanes <= LANES / 2) {
+                attend_half(a, unit, later, w->job->num_lanes, queries, w->visibilities + tile, states);
+                continue;
+            }
+#endif
+            if (tile + 1 < last) attend_two(a, unit, later, w->values, queries, w->visibilities + tile, states);
             else attend_one(a, unit, later, w->values, queries, w->visibilities + tile, states);
         }
         struct unit *done = unit;
         unit = next, next = done;
     }
+    reader->unit = unit;
+}
+
+/* The lanes of a tile that count: few lanes have no others. */
+static uint16_t all_lanes(const struct work *w) { return w->has_few ? (1 << w->job->num_lanes) - 1 : 0xffff; }
+
+/* Set some lanes of a tile's state back, and add to it what `later` has seen. */
+VECTOR_CODE static void clear_lanes(const struct work *w, float *state, uint16_t lanes) {
+    const int64_t width = round_up(w->a->value_dim, 32);
+#ifndef NARROW
+    if (w->has_few) clear_few(state, width, lanes);
+    else
+#endif
+        clear(state, width, mask_of(lanes));
+}
+
+VECTOR_CODE static void merge_lanes(const struct work *w, float *state, const float *later, uint16_t lanes) {
+    const int64_t width = round_up(w->a->value_dim, 32);
+#ifndef NARROW
+    if (w->has_few) merge_few(state, later, width, lanes);
+    else
+#endif
+        merge(state, later, width, mask_of(lanes));
+}
+
+/* Where a lane's result begins. */
+static int64_t place_of(const struct work *w, int64_t lane) {
+    const struct attention *a = w->a;
+    const int64_t row = w->job->span->first_row + token_of(w, lane);
+    return (row * a->num_heads * a->group_size + query_head(w, lane)) * a->value_dim;
 }
 
 /* A tile's result to its rows. */
@@ -152,6 +211,15 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
         total = lanes_fma(total, kept, power_of_two(lanes_sub(sink, top), 0));
     }
     const floats factor = lanes_div(kept, total);
+#ifndef NARROW
+    if (w->has_few) {
+        float factors[LANES];
+        lanes_store(factors, factor);
+        for (int64_t lane = 0; lane < w->job->num_lanes; lane++)
+            store_few(a, state, lane, factors[lane], place_of(w, lane));
+        return;
+    }
+#endif
     for (int64_t d = 0; d < width; d += 32) {
         ints low[16], high[16];
         for (int64_t i = 0; i < 16; i++) {
@@ -165,9 +233,7 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t lane = tile * LANES + i;
             if (lane >= w->job->num_lanes) break;
-            const int64_t row = w->job->span->first_row + token_of(w, lane);
-            const int64_t at = (row * a->num_heads * a->group_size + query_head(w, lane)) * dim + d;
-            store_dims(a->out, at, dims, low[i], high[i], IS_BF16(a));
+            store_dims(a->out, place_of(w, lane) + d, dims, low[i], high[i], IS_BF16(a));
         }
     }
 }
@@ -176,11 +242,11 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
 VECTOR_CODE static void merge_partials(const struct work *w, float *states) {
     struct merge *m = w->job->merge;
     if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return;
-    const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
+    const int64_t size = state_size(round_up(w->a->value_dim, 32));
     for (int64_t tile = 0; tile < w->num_tiles; tile++) {
-        clear(states + tile * size, width, mask_of(0xffff));
+        clear_lanes(w, states + tile * size, all_lanes(w));
         for (int64_t i = 0; i < m->num_partials; i++)
-            merge(states + tile * size, m->partials + i * m->size + tile * size, width, mask_of(0xffff));
+            merge_lanes(w, states + tile * size, m->partials + i * m->size + tile * size, all_lanes(w));
         store(w, tile, states + tile * size);
     }
 }
@@ -190,16 +256,16 @@ static uint16_t lanes_of(const struct work *w, int64_t token, int64_t tile) {
     uint16_t lanes = 0;
     for (int64_t i = 0; i < LANES; i++)
         if (token < 0 || token_of(w, tile * LANES + i) == token) lanes |= 1 << i;
-    return lanes;
+    return lanes & all_lanes(w);
 }
 
 /* End a split for the lanes of `token`, or for all where it is -1. */
 VECTOR_CODE static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
-    const int64_t width = round_up(w->a->value_dim, 32), size = state_size(width);
+    const int64_t size = state_size(round_up(w->a->value_dim, 32));
     for (int64_t tile = first; tile < last; tile++) {
-        const mask lanes = mask_of(lanes_of(w, token, tile));
-        merge(merged + tile * size, w->states + tile * size, width, lanes);
-        clear(w->states + tile * size, width, lanes);
+        const uint16_t lanes = lanes_of(w, token, tile);
+        merge_lanes(w, merged + tile * size, w->states + tile * size, lanes);
+        clear_lanes(w, w->states + tile * size, lanes);
     }
 }
 
@@ -226,11 +292,16 @@ VECTOR_CODE static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-VECTOR_CODE static void compute(const struct attention *a, const struct job *job) {
-    struct work w = {.a = a, .job = job, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
+VECTOR_CODE static void compute(const struct attention *a, const struct job *job, const struct job *following,
+                                struct reader *reader) {
+    struct work w = {.a = a, .job = job, .reader = reader, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
+#ifndef NARROW
+    w.has_few = are_few(a, job->num_lanes);
+#endif
     const int64_t item = IS_BF16(a) ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
-    char queries[w.num_tiles * key_width * LANES * item] __attribute__((aligned(64)));
+    const int64_t query_bytes = w.has_few ? FEW_LANES * (int64_t)sizeof(float) : w.num_tiles * LANES * item;
+    char queries[key_width * query_bytes] __attribute__((aligned(64)));
     float states[2 * num_numbers] __attribute__((aligned(64)));
     struct visibility visibilities[MAX_TILES];
     char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
@@ -240,13 +311,14 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
     float *merged = states + num_numbers;
     w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values, w.wide = wide;
     load_queries(&w);
-    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear(states + tile * size, width, mask_of(0xffff));
+    for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
     if (job->span->nodes >= 0) {
         attend_tree(&w, merged);
     } else {
         set_visibility(&w, -1, 0, w.num_tiles);
         const int64_t end = position_of(&w, token_of(&w, job->num_lanes - 1)) + 1;
         for (int64_t split = job->first_split; split < job->last_split; split++) {
+            if (w.has_few && split + 1 == job->last_split) w.following = following;
             attend_range(&w, split * SPLIT, min((split + 1) * SPLIT, end), NULL, 0, w.num_tiles);
             if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
         }
@@ -259,13 +331,6 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
     for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
 }
 
-static void run_job(const struct attention *a, const struct job *job) {
-    const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
-    compute(a, job);
-    _mm_setcsr(mode);
-}
-
 TILE_CODE void PART(run_part)(const void *work, int64_t part) {
     const struct pass *pass = work;
     const int64_t first = part * pass->jobs_each;
@@ -273,8 +338,15 @@ TILE_CODE void PART(run_part)(const void *work, int64_t part) {
     const int has_tiles = pass->attention->is_bf16 && outrider_has_tiles;
     if (has_tiles) configure_tiles(16, 16);
 #endif
-    for (int64_t i = first; i < min(first + pass->jobs_each, pass->num_jobs); i++)
-        run_job(pass->attention, pass->jobs + i);
+    const int64_t last = min(first + pass->jobs_each, pass->num_jobs);
+    struct reader reader = {.unit = reader.units};
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
+    for (int64_t i = first; i < last; i++) {
+        const struct job *job = pass->jobs + i, *next = i + 1 < last && job[1].span->nodes < 0 ? job + 1 : NULL;
+        compute(pass->attention, job, next, &reader);
+    }
+    _mm_setcsr(mode);
 #ifndef NARROW
     if (has_tiles) _tile_release();
 #endif

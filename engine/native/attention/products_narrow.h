@@ -71,7 +71,7 @@ AVX2 INLINE void add_all(const int at_once, const int registers, const struct un
     for (; d < dim; d++) add_dims(1, registers, unit, d, weights, num_keys, sums, size);
 }
 
-/* The same scores of up to FEW_LANES lanes, with `8 * blocks` keys side by side in place of lanes: three lanes would use
+/* The same scores of up to FEW_HALF lanes, with `8 * blocks` keys side by side in place of lanes: three lanes would use
    three eighths of a register. Each sum's order is that of the dims, as above. */
 AVX2 INLINE void score_few(const int lanes, const int blocks, const struct unit *unit, int64_t num_keys,
                            const float *queries, int64_t dim, float *scores) {
@@ -100,17 +100,17 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const struct unit 
     }
 }
 
-/* Sums of up to FEW_LANES lanes over all keys, `8 * registers` dims from `d` on side by side. */
+/* Sums of up to FEW_HALF lanes over all keys, `8 * registers` dims from `d` on side by side. */
 AVX2 INLINE void add_block(const int lanes, const int registers, const struct unit *unit, int64_t d,
                            const float *weights, int64_t num_keys, float *sums) {
     const __m256i apart = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES));
-    __m256 kept[FEW_LANES][8];
+    __m256 kept[FEW_HALF][8];
     for (int lane = 0; lane < lanes; lane++)
         for (int i = 0; i < registers; i++)
             kept[lane][i] = _mm256_i32gather_ps(sums + (d + i * 8) * LANES + lane, apart, 4);
     for (int64_t key = 0; key < num_keys; key++) {
         const float *row = (const float *)unit->values[key] + d;
-        __m256 weight[FEW_LANES];
+        __m256 weight[FEW_HALF];
         for (int lane = 0; lane < lanes; lane++) weight[lane] = _mm256_set1_ps(weights[key * LANES + lane]);
 #pragma GCC unroll 8
         for (int i = 0; i < registers; i++) {
@@ -135,37 +135,37 @@ AVX2 INLINE void add_few(const int lanes, const int registers, const struct unit
     for (; d < dim; d += 8) add_block(lanes, 1, unit, d, weights, num_keys, sums);
 }
 
-AVX2 INLINE int has_side_by_side(int64_t few_lanes, int64_t dim) {
-    return few_lanes > 0 && few_lanes <= FEW_LANES && dim % 8 == 0;
+AVX2 INLINE int has_side_by_side(int64_t half_lanes, int64_t dim) {
+    return half_lanes > 0 && half_lanes <= FEW_HALF && dim % 8 == 0;
 }
 
-/* scores [tiles, UNIT, LANES] of one or two tiles, or of the first half of one where it has `few_lanes`. */
+/* scores [tiles, UNIT, LANES] of one or two tiles, or of the first half of one where it has `half_lanes`. */
 AVX2 INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
-                            const void *queries, float *scores, int is_pair, int64_t few_lanes) {
+                            const void *queries, float *scores, int is_pair, int64_t half_lanes) {
     (void)values;
     const int64_t dim = a->key_dim, width = round_up(dim, 32);
-    if (has_side_by_side(few_lanes, dim)) {
-        if (few_lanes == 1) score_few(1, 2, unit, num_keys, queries, dim, scores);
-        else if (few_lanes == 2) score_few(2, 2, unit, num_keys, queries, dim, scores);
-        else if (few_lanes == 3) score_few(3, 1, unit, num_keys, queries, dim, scores);
+    if (has_side_by_side(half_lanes, dim)) {
+        if (half_lanes == 1) score_few(1, 2, unit, num_keys, queries, dim, scores);
+        else if (half_lanes == 2) score_few(2, 2, unit, num_keys, queries, dim, scores);
+        else if (half_lanes == 3) score_few(3, 1, unit, num_keys, queries, dim, scores);
         else score_few(4, 1, unit, num_keys, queries, dim, scores);
     } else if (is_pair) score_all(2, 4, unit, num_keys, queries, dim, width, scores);
-    else if (few_lanes) score_all(8, 1, unit, num_keys, queries, dim, width, scores);
+    else if (half_lanes) score_all(8, 1, unit, num_keys, queries, dim, width, scores);
     else score_all(4, 2, unit, num_keys, queries, dim, width, scores);
 }
 
 /* sums += V^T P likewise. */
 AVX2 INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
                           const bf16 *values, const float *weights, const bf16 *pairs, float *sums, int is_pair,
-                          int64_t few_lanes) {
+                          int64_t half_lanes) {
     (void)next, (void)values, (void)pairs;
     const int64_t dim = a->value_dim, size = (round_up(dim, 32) + 2) * LANES;
-    if (has_side_by_side(few_lanes, dim)) {
-        if (few_lanes == 1) add_few(1, 8, unit, num_keys, dim, weights, sums);
-        else if (few_lanes == 2) add_few(2, 4, unit, num_keys, dim, weights, sums);
-        else if (few_lanes == 3) add_few(3, 4, unit, num_keys, dim, weights, sums);
+    if (has_side_by_side(half_lanes, dim)) {
+        if (half_lanes == 1) add_few(1, 8, unit, num_keys, dim, weights, sums);
+        else if (half_lanes == 2) add_few(2, 4, unit, num_keys, dim, weights, sums);
+        else if (half_lanes == 3) add_few(3, 4, unit, num_keys, dim, weights, sums);
         else add_few(4, 2, unit, num_keys, dim, weights, sums);
     } else if (is_pair) add_all(2, 4, unit, num_keys, dim, weights, sums, size);
-    else if (few_lanes) add_all(8, 1, unit, num_keys, dim, weights, sums, size);
+    else if (half_lanes) add_all(8, 1, unit, num_keys, dim, weights, sums, size);
     else add_all(4, 2, unit, num_keys, dim, weights, sums, size);
 }

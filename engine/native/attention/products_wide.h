@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "attention/few_lanes.h"
 #include "attention/products_split.h"
 #include "attention/unit.h"
 
@@ -65,32 +64,6 @@ AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const b
             _mm512_storeu_ps(scores + (key + i) * LANES, sums[i][0]);
             if (is_pair) _mm512_storeu_ps(scores + (UNIT + key + i) * LANES, sums[i][1]);
         }
-    }
-}
-
-/* `score_vectors` for the first lanes of one tile, keys side by side in place of lanes: the same products, each sum in
-   the same order. */
-AVX INLINE void score_few(const int lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries,
-                          int64_t width, float *scores) {
-    const int64_t last_tile = (unit->count - 1) / 16;
-    for (int64_t key = 0; key < num_keys; key += 16) {
-        const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
-        const char *keys = unit->key_tiles[tile];
-        __m512 sums[FEW_LANES];
-        for (int lane = 0; lane < FEW_LANES; lane++) sums[lane] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < width; d += 32) {
-            __m512i pairs[16];
-            for (int i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(keys + i * stride + d * 2);
-            transpose(pairs);
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++)
-#pragma GCC unroll 4
-                for (int lane = 0; lane < lanes; lane++) {
-                    const __m512bh query = (__m512bh)broadcast(queries + (d + 2 * i) * LANES + lane * 2);
-                    sums[lane] = _mm512_dpbf16_ps(sums[lane], query, (__m512bh)pairs[i]);
-                }
-        }
-        store_few(lanes, sums, scores + key * LANES);
     }
 }
 
@@ -182,69 +155,6 @@ AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num
     }
 }
 
-/* `add_vectors` for the first lanes of one tile, dims side by side in place of lanes, from the values as they lie: the
-   same products, each sum in the same order. `num_bytes` of each value of `next` are fetched meanwhile. */
-AVX INLINE void add_few(const int lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
-                        const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
-    const __m512i places = _mm512_slli_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4); /* of dims, LANES apart */
-    for (int64_t d = 0; d < dim; d += 32) {
-        const __mmask32 dims = dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1;
-        float *onto = sums + d * LANES;
-        __m512 kept[FEW_LANES][2];
-        for (int lane = 0; lane < lanes; lane++)
-            for (int half = 0; half < 2; half++)
-                kept[lane][half] = _mm512_i32gather_ps(places, onto + half * 16 * LANES + lane, 4);
-        for (int64_t key = 0; key < num_keys; key += 2) {
-            if (next && d == 0) fetch(next->values + key, num_bytes);
-            const __m512i first = _mm512_maskz_loadu_epi16(dims, unit->values[key] + 2 * d);
-            const __m512i second = _mm512_maskz_loadu_epi16(dims, unit->values[key + 1] + 2 * d);
-            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
-            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
-#pragma GCC unroll 4
-            for (int lane = 0; lane < lanes; lane++) {
-                const __m512bh weight = (__m512bh)broadcast(weights + key * LANES + lane * 2);
-                kept[lane][0] = _mm512_dpbf16_ps(kept[lane][0], weight, low);
-                kept[lane][1] = _mm512_dpbf16_ps(kept[lane][1], weight, high);
-            }
-        }
-        for (int lane = 0; lane < lanes; lane++)
-            for (int half = 0; half < 2; half++)
-                _mm512_i32scatter_ps(onto + half * 16 * LANES + lane, places, kept[lane][half], 4);
-    }
-}
-
-/* Each number of lanes has code of its own, whose sums stay in registers. */
-AVX static void score_some(int64_t lanes, const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
-                           float *scores) {
-#define LANES_OF(n) case n: score_few(n, unit, num_keys, queries, width, scores); break;
-    if (!outrider_splits_pairs)
-        switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
-#undef LANES_OF
-#define LANES_OF(n) case n: score_few_split(n, unit, num_keys, queries, width, scores); break;
-    else
-        switch (lanes) {
-            LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) LANES_OF(5) LANES_OF(6)
-            LANES_OF(7) LANES_OF(8) LANES_OF(9) LANES_OF(10) LANES_OF(11) LANES_OF(12)
-        }
-#undef LANES_OF
-}
-
-AVX static void add_some(int64_t lanes, const struct unit *unit, const struct unit *next, int64_t num_bytes,
-                         const bf16 *weights, int64_t num_keys, int64_t dim, float *sums) {
-#define LANES_OF(n) case n: add_few(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
-    if (!outrider_splits_pairs)
-        switch (lanes) { LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) }
-#undef LANES_OF
-#define LANES_OF(n) case n: add_few_split(n, unit, next, num_bytes, weights, num_keys, dim, sums); break;
-    else
-        switch (lanes) {
-            LANES_OF(1) LANES_OF(2) LANES_OF(3) LANES_OF(4) LANES_OF(5) LANES_OF(6)
-            LANES_OF(7) LANES_OF(8) LANES_OF(9) LANES_OF(10) LANES_OF(11) LANES_OF(12)
-        }
-#undef LANES_OF
-}
-
 /* The same in float32, for `dims` of the sums from `d` on. */
 AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
                              float *sums, int64_t size, int is_pair) {
@@ -276,12 +186,12 @@ AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weigh
     for (; d < dim; d++) add_dims_f32(unit, d, 1, weights, num_keys, sums, size, is_pair);
 }
 
-/* scores [tiles, UNIT, LANES] of one or two tiles; without `values`, of the first `few_lanes` lanes of one. */
+/* scores [tiles, UNIT, LANES] of one or two tiles. */
 AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
-                           const void *queries, float *scores, int is_pair, int64_t few_lanes) {
+                           const void *queries, float *scores, int is_pair, int64_t half_lanes) {
+    (void)values, (void)half_lanes;
     const int64_t width = round_up(a->key_dim, 32);
-    if (!values) score_some(few_lanes, unit, num_keys, queries, width, scores);
-    else if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, width, scores, is_pair);
+    if (a->is_bf16 && outrider_has_tiles) score_tiles(unit, num_keys, queries, width, scores, is_pair);
     else if (a->is_bf16 && outrider_splits_pairs) score_split(unit, num_keys, queries, width, scores, is_pair);
     else if (a->is_bf16) score_vectors(unit, num_keys, queries, width, scores, is_pair);
     else score_f32(unit, num_keys, queries, a->key_dim, width, scores, is_pair);
@@ -290,10 +200,10 @@ AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, i
 /* sums += V^T P likewise; P are the `weights`, or the scores where the model is of float32. */
 AMX INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
                          const bf16 *values, const float *scores, const bf16 *weights, float *sums, int is_pair,
-                         int64_t few_lanes) {
+                         int64_t half_lanes) {
+    (void)next, (void)half_lanes;
     const int64_t width = round_up(a->value_dim, 32), size = (width + 2) * LANES;
-    if (!values) add_some(few_lanes, unit, next, value_bytes(a), weights, num_keys, a->value_dim, sums);
-    else if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
+    if (a->is_bf16 && outrider_has_tiles) add_tiles(values, weights, num_keys, width, sums, size, is_pair);
     else if (a->is_bf16 && outrider_splits_pairs) add_split(unit, weights, num_keys, width, sums, size, is_pair);
     else if (a->is_bf16) add_vectors(values, weights, num_keys, width, sums, size, is_pair);
     else add_f32(unit, a->value_dim, scores, num_keys, sums, size, is_pair);

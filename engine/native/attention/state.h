@@ -23,6 +23,19 @@ VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {
     return lanes_scale(lanes_fma(sum, rest, lanes_set(1.0f)), x);
 }
 
+/* cap tanh(score * scaling / cap), to 1e-7 of the cap. */
+VECTOR_CODE INLINE void cap(float *scores, int64_t count, float scaling, float softcap) {
+    const floats one = lanes_set(1.0f), factor = lanes_set(2 * LOG2_E * scaling / softcap);
+    const floats bound = lanes_set(60.0f);
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats x = lanes_mul(lanes_load(scores + i), factor);
+        x = lanes_max(lanes_min(x, bound), lanes_sub(lanes_zero(), bound));
+        floats grown = power_of_two(x, 0);
+        floats ratio = lanes_div(lanes_sub(grown, one), lanes_add(grown, one));
+        lanes_store(scores + i, lanes_mul(ratio, lanes_set(softcap)));
+    }
+}
+
 static inline int64_t state_size(int64_t width) { return (width + 2) * LANES; }
 
 VECTOR_CODE INLINE void clear(float *state, int64_t width, mask lanes) {

@@ -18,7 +18,8 @@ WITHIN void attend_one(const struct attention *a, const struct unit *unit, const
 WITHIN void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
 
-/* `attend_one` for few lanes, as most of a tile would compute nothing: on AVX-512 in bfloat16 for at most FEW_LANES, on
-   AVX2 for half a tile. */
-WITHIN void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
+#ifdef NARROW
+/* `attend_one` for at most half a tile, as the other half would compute nothing. (On AVX-512: few_lanes.h.) */
+WITHIN void attend_half(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
                          const void *queries, const struct visibility *visibilities, float *states);
+#endif

@@ -10,8 +10,10 @@ enum {
     UNIT = 128,
     SPLIT = 1024,
     MAX_TILES = 16,  /* of a job */
-    FEW_LANES = 4,   /* of a job, up to which keys and dims lie side by side in registers in place of lanes, */
-    FEW_SPLIT = 12,  /* and where pairs are split */
+    TOTALS = 16,     /* of weights, each of every 16th key */
+    FEW_LANES = 12,  /* of a job, up to which keys and dims lie side by side in registers in place of lanes, */
+    FEW_PAIRS = 4,   /* and up to which where pairs of bfloat16 are multiplied at once */
+    FEW_HALF = 4,    /* and up to which on AVX2 */
     FEW_TILES = 2,   /* up to which the splits of a job are jobs of their own */
     MAX_DIM = 256,   /* of a head */
     SMALL = 1 << 14, /* lanes of whole tiles x keys below which one thread does all */

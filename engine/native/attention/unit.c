@@ -23,10 +23,11 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     const char *keys = (const char *)a->keys + job->head * key_bytes(a);
     const char *values = (const char *)a->values + job->head * value_bytes(a);
     const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
-    for (int64_t i = 0; i < UNIT; i++) {
-        unit->keys[i] = i < unit->count ? keys + unit->slots[i] * key_stride : zeros;
-        unit->values[i] = i < unit->count ? values + unit->slots[i] * value_stride : zeros;
+    for (int64_t i = 0; i < unit->count; i++) {
+        unit->keys[i] = keys + unit->slots[i] * key_stride;
+        unit->values[i] = values + unit->slots[i] * value_stride;
     }
+    for (int64_t i = unit->count; i % 32; i++) unit->keys[i] = unit->values[i] = zeros;
 }
 
 /* A stored head of int8 as numbers of the model's type, zeros up to `width`. */
@@ -47,7 +48,7 @@ INLINE int are_run(const int64_t *slots) {
     return are;
 }
 
-VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once) {
+VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once) {
     const int64_t item = IS_BF16(a) ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
     const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
     char *room_values = room + UNIT * key_width * item;
@@ -59,7 +60,7 @@ VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char
             unit->keys[i] = room + i * key_width * item;
             unit->values[i] = room_values + i * value_width * item;
         }
-    if (!IS_BF16(a)) return;
+    if (!IS_BF16(a) || is_few) return;
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_whole = first + 16 <= count;
@@ -90,7 +91,7 @@ AVX void transpose_values(const struct unit *unit, int64_t dim, const struct uni
             __m512i low[16], high[16];
             for (int64_t i = 0; i < 16; i++) {
                 const char *const *rows = unit->values + key + 2 * i;
-                if (next && d == 0) fetch(next->values + key + 2 * i, num_bytes);
+                if (next && d == 0 && key + 2 * i < next->count) fetch(next->values + key + 2 * i, num_bytes);
                 __m512i first = _mm512_maskz_loadu_epi16(dims, rows[0] + 2 * d);
                 __m512i second = _mm512_maskz_loadu_epi16(dims, rows[1] + 2 * d);
                 low[i] = _mm512_unpacklo_epi16(first, second);
@@ -122,7 +123,7 @@ AVX void widen_rows(const struct attention *a, struct unit *unit, const struct u
     const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
     float *wide_values = wide + UNIT * key_width;
     for (int64_t i = 0; i < unit->count; i++) {
-        if (next && i % 2 == 0) fetch(next->values + i, value_bytes(a));
+        if (next && i % 2 == 0 && i < next->count) fetch(next->values + i, value_bytes(a));
         widen_row(unit->keys[i], a->key_dim, key_width, 0, wide + i * key_width);
         widen_row(unit->values[i], a->value_dim, value_width, 1, wide_values + i * value_width);
         unit->keys[i] = (const char *)(wide + i * key_width);

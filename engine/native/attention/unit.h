@@ -8,7 +8,7 @@
 struct unit {
     int64_t begin, count; /* keys [begin, begin + count) */
     int64_t slots[UNIT];
-    const char *keys[UNIT], *values[UNIT]; /* rows in memory; those behind the last key are rows of zeros */
+    const char *keys[UNIT], *values[UNIT]; /* rows in memory, up to 32 keys; those behind the last are rows of zeros */
     const char *key_tiles[UNIT / 16];      /* 16 rows each, at a stride */
     int64_t key_strides[UNIT / 16];
 };
@@ -28,8 +28,8 @@ WITHIN void load_unit(const struct attention *a, const struct job *job, int64_t 
                         const int32_t *path, struct unit *unit);
 
 /* Bring to `room` what the kernel cannot read as it is, and keys that it reads often: rows of a pool lie so far apart
-   that they share few sets of the cache. */
-WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_read_once);
+   that they share few sets of the cache. Few lanes read all but int8 as it is. */
+WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once);
 
 #ifndef NARROW
 /* V^T of the unit as tiles of 16 dims x 32 keys, [keys / 32, dims / 16]. Two tiles share 32 dims, of which the even one
