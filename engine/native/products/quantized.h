@@ -29,18 +29,18 @@ struct quantized {
     int is_gated, is_bf16; /* rows and results are bfloat16, or else float32 */
 };
 
-/* What a few rows read of one pair: `num_groups` groups. The lines [from, to) of each group of W are fetched for later,
-   `ahead` bytes further on. */
+/* What a few rows read of one pair: `num_groups` groups. Lines [from, to) are fetched for later with each group of W:
+   `ahead` bytes behind `later`, which goes on by `later_bytes`. */
 struct part {
     const int8_t *x; /* rows `stride` bytes apart */
     int64_t stride;
     const float *row_scales; /* and row_bases: rows `table_stride` apart */
     const float *row_bases;
     int64_t table_stride;
-    const uint8_t *w;
+    const uint8_t *w, *later;
     const uint16_t *tables;
     int64_t num_groups;
-    int64_t ahead;
+    int64_t later_bytes, ahead;
     int from, to;
 };
 

@@ -3,8 +3,9 @@
 #include "lanes/lanes.h"
 #include "products/quantized.h"
 
-/* A group's scale: what is `range` in x is `levels` afterwards. */
-INLINE float scale_of(float range, float levels) { return range < 1e-30f * levels ? 1e-30f : range / levels; }
+/* A group's scale: what is `range` in x is `levels` afterwards. A weight's scale and a sixteenth times the least are no
+   denormal, so that what is sixteen times too large by then is exact. */
+INLINE float scale_of(float range, float levels) { return range < 1e-28f * levels ? 1e-28f : range / levels; }
 
 /* A group of x for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
 AVX INLINE void quantize_based(__m512 low, __m512 high, int8_t *to, float *scale, float *base) {

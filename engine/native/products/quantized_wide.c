@@ -9,12 +9,17 @@ enum {
     FEW_ROWS = 3,       /* that have those of several */
 };
 
+/* How the numbers of W lie: of 8 bits, of 4 bits in halves of bytes, or those as bytes of their own. */
+enum layout { WHOLE, HALVES, LEVELS };
+
+INLINE int64_t group_bytes_of(const enum layout layout) { return layout == HALVES ? HALF_BLOCK : 2 * HALF_BLOCK; }
+
 AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
 
 /* The base of a group's weights, or their sum where rows have the bases; `tables` are those of 16 outputs. */
-AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const int bits) {
+AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const enum layout layout) {
     const __m512 second = from_float16(tables + OUTPUTS);
-    return bits == 8 ? _mm512_mul_ps(second, scale) : second;
+    return layout == WHOLE ? _mm512_mul_ps(second, scale) : second;
 }
 
 /* A group's exact sum as a number onto what came before it, and what the base of one side adds. */
@@ -24,15 +29,17 @@ AVX INLINE __m512 add_group(__m512 onto, __m512i sum, __m512 scale, __m512 secon
 }
 
 /* Four products of 16 outputs each onto their sums. VNNI takes the one side as 0 to 255, the other as -128 to 127. */
-AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const int bits) {
-    return bits == 8 ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
+AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const enum layout layout) {
+    return layout == WHOLE ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
 }
 
 /* A part, onto the sums [pairs, rows, 32]. Several pairs side by side are as many streams from memory, and sums enough
-   to be computed while others wait for their last product; they lie `pair` groups apart. */
-AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, struct part p, int64_t pair, float *sums) {
+   to be computed while others wait for their last product; they lie `pair` groups apart. High halves of bytes are not
+   taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16 times as much. */
+AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout layout, struct part p, int64_t pair,
+                            float *sums) {
     const __m512i low = _mm512_set1_epi8(15);
-    const int64_t pair_bytes = pair * (bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK);
+    const int64_t pair_bytes = pair * group_bytes_of(layout);
     const int64_t pair_tables = pair * GROUP_TABLES;
     __m512 total[VECTOR_ROWS][2];
 #pragma GCC unroll 8
@@ -43,7 +50,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
         const int64_t next = p.ahead + (is_end ? (pairs - 1) * pair_bytes : 0);
 #pragma GCC unroll 4
         for (int i = 0; i < pairs; i++) {
-            fetch_lines(p.w + i * pair_bytes + next, p.from, p.to);
+            fetch_lines(p.later + i * pair_bytes + next, p.from, p.to);
             if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
         }
         __m512i sum[VECTOR_ROWS][2];
@@ -55,17 +62,17 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
             for (int i = 0; i < pairs; i++) {
                 const uint8_t *w = p.w + i * pair_bytes + line * 64;
                 __m512i first = _mm512_loadu_si512(w), second;
-                if (bits == 8) {
+                if (layout != HALVES) {
                     second = _mm512_loadu_si512(w + HALF_BLOCK);
                 } else {
-                    second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+                    second = first; /* both halves */
                     first = _mm512_and_si512(first, low);
                 }
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
-                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], first, inputs, bits);
-                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], second, inputs, bits);
+                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], first, inputs, layout);
+                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], second, inputs, layout);
                 }
             }
         }
@@ -74,17 +81,22 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 const uint16_t *tables = p.tables + i * pair_tables + half * 16;
-                const __m512 scale = from_float16(tables), second = second_of(tables, scale, bits);
+                const int is_high = layout == HALVES && half;
+                __m512 scale = from_float16(tables);
+                const __m512 second = second_of(tables, scale, layout);
+                if (is_high) scale = _mm512_mul_ps(scale, _mm512_set1_ps(1.0f / 16));
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     const int64_t place = row * p.table_stride + group;
                     __m512 *onto = &total[i * rows + row][half];
-                    *onto = add_group(*onto, sum[i * rows + row][half], scale, second, p.row_scales[place],
-                                      p.row_bases[place]);
+                    const __m512i *sums_of = sum[i * rows + row];
+                    const __m512i exact = is_high ? _mm512_sub_epi32(sums_of[1], sums_of[0]) : sums_of[half];
+                    *onto = add_group(*onto, exact, scale, second, p.row_scales[place], p.row_bases[place]);
                 }
             }
         p.x += GROUP;
-        p.w += bits == 8 ? 2 * HALF_BLOCK : HALF_BLOCK;
+        p.w += group_bytes_of(layout);
+        p.later += p.later_bytes;
         p.tables += GROUP_TABLES;
     }
 #pragma GCC unroll 8
@@ -92,16 +104,20 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const int bits, str
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + i * OUTPUTS + half * 16, total[i][half]);
 }
 
-/* The same, the numbers of rows and bits known to the compiler. */
-AVX static void add_any_rows(int64_t rows, int bits, struct part p, float *sums) {
-#define SUMS(n) case n: if (bits == 8) add_vectors(n, 1, 8, p, 0, sums); else add_vectors(n, 1, 4, p, 0, sums); break;
-    switch (rows) { SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6) }
+/* The same, the number of rows and the layout known to the compiler. */
+AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
+#define SUMS(n, layout) case n: add_vectors(n, 1, layout, p, 0, sums); break;
+#define UP_TO_SIX(l) switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) }
+    if (layout == WHOLE) UP_TO_SIX(WHOLE)
+    else if (layout == HALVES) UP_TO_SIX(HALVES)
+    else UP_TO_SIX(LEVELS)
+#undef UP_TO_SIX
 #undef SUMS
 }
 
 /* `pairs` pairs of 8 bits, at most `pairs_at_once`. */
 AVX static void add_pairs(int64_t rows, int64_t pairs, struct part p, int64_t pair, float *sums) {
-#define SUMS(r, n) case 10 * r + n: add_vectors(r, n, 8, p, pair, sums); break;
+#define SUMS(r, n) case 10 * r + n: add_vectors(r, n, WHOLE, p, pair, sums); break;
     switch (10 * rows + pairs) {
         SUMS(1, 1) SUMS(1, 2) SUMS(1, 3) SUMS(1, 4) SUMS(2, 1) SUMS(2, 2) SUMS(2, 3) SUMS(3, 1) SUMS(3, 2)
     }
@@ -115,7 +131,6 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
     const __m512i low = _mm512_set1_epi8(15);
     for (int64_t group = 0; group < num_groups; group++, from += HALF_BLOCK, to += 2 * HALF_BLOCK)
         for (int line = 0; line < HALF_BLOCK; line += 64) {
-            _mm_prefetch((const char *)from + PREFETCH + line, _MM_HINT_T1);
             const __m512i both = _mm512_loadu_si512(from + line);
             _mm512_store_si512(to + line, _mm512_and_si512(both, low));
             _mm512_store_si512(to + HALF_BLOCK + line, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
@@ -123,16 +138,16 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
 }
 
 /* `add_vectors` by AMX, for up to 16 rows, as many as tiles are configured for; W is int8. */
-AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *sums) {
+AMX static void add_tiles(int64_t rows, const enum layout layout, struct part p, float *sums) {
     int32_t numbers[2][16 * 16] __attribute__((aligned(64)));
     for (int64_t group = 0; group < p.num_groups; group++) {
-        if (bits == 8) fetch_lines(p.w + p.ahead, p.from, p.to);
+        fetch_lines(p.later + p.ahead, p.from, p.to);
         _tile_zero(0);
         _tile_zero(1);
         _tile_loadd(4, p.x, p.stride);
         _tile_loadd(6, p.w, 64);
         _tile_loadd(7, p.w + HALF_BLOCK, 64);
-        if (bits == 8) {
+        if (layout == WHOLE) {
             _tile_dpbusd(0, 4, 6);
             _tile_dpbusd(1, 4, 7);
         } else {
@@ -143,7 +158,7 @@ AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *su
         _tile_stored(1, numbers[1], 64);
         for (int half = 0; half < 2; half++) {
             const __m512 scale = from_float16(p.tables + half * 16);
-            const __m512 second = second_of(p.tables + half * 16, scale, bits);
+            const __m512 second = second_of(p.tables + half * 16, scale, layout);
             for (int64_t row = 0; row < rows; row++) {
                 const int64_t place = row * p.table_stride + group;
                 const __m512i sum = _mm512_load_si512(numbers[half] + row * 16);
@@ -154,6 +169,7 @@ AMX static void add_tiles(int64_t rows, const int bits, struct part p, float *su
         }
         p.x += GROUP;
         p.w += 2 * HALF_BLOCK;
+        p.later += p.later_bytes;
         p.tables += GROUP_TABLES;
     }
 }
@@ -186,10 +202,11 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
-                        .table_stride = groups, .num_groups = groups, .ahead = PREFETCH, .to = 16};
+                        .table_stride = groups, .num_groups = groups, .later_bytes = 2 * HALF_BLOCK, .ahead = PREFETCH,
+                        .to = 16};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
-        part.w = p->weight + pair * groups * 2 * HALF_BLOCK;
+        part.w = part.later = p->weight + pair * groups * 2 * HALF_BLOCK;
         part.tables = p->tables + pair * groups * GROUP_TABLES;
         __builtin_memset(sums, 0, sizeof sums);
         add_pairs(rows, pairs, part, groups, sums);
@@ -209,16 +226,18 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
     const int has_tiles = outrider_has_tiles;
     const int64_t max_rows = has_tiles ? 16 : VECTOR_ROWS;
     const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8;
+    const int is_unpacked = p->bits == 4 && (has_tiles || rows > 4 * VECTOR_ROWS);
+    const enum layout layout = p->bits == 8 ? WHOLE : is_unpacked ? LEVELS : HALVES;
     if (has_tiles) configure_tiles_for(min(rows, 16), 0, GROUP);
     for (int64_t pair = first; pair < last; pair++) {
         __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
         for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
-            struct part part = {.stride = p->stride, .table_stride = p->num_groups};
+            struct part part = {.stride = p->stride, .table_stride = p->num_groups, .later_bytes = group_bytes};
             part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
             part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
-            part.w = p->weight + (pair * p->num_groups + group) * group_bytes;
+            part.w = part.later = p->weight + (pair * p->num_groups + group) * group_bytes;
             part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;
-            if (has_tiles && p->bits == 4) {
+            if (is_unpacked) {
                 unpack(part.w, part.num_groups, unpacked);
                 part.w = unpacked;
             }
@@ -228,13 +247,13 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 float *onto = sums + i * OUTPUTS;
                 if (!has_tiles) {
-                    add_any_rows(height, p->bits, part, onto);
+                    add_any_rows(height, layout, part, onto);
                     continue;
                 }
                 const int is_rest = rows > 16 && height < 16;
                 if (is_rest) configure_tiles_for(height, 0, GROUP);
-                if (p->bits == 8) add_tiles(height, 8, part, onto);
-                else add_tiles(height, 4, part, onto);
+                if (layout == WHOLE) add_tiles(height, WHOLE, part, onto);
+                else add_tiles(height, LEVELS, part, onto);
                 if (is_rest) configure_tiles_for(16, 0, GROUP);
             }
         }
