@@ -29,13 +29,14 @@ class OutriderSystem:
             limits.num_draft_tokens,
             is_deterministic,
             quantization=_quantization(precision),
+            max_stall_passes=None,
         )
         self.settings = (
             f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
             f"draft {self._pair.draft_kind}, target.num_threads "
             f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
             f"{limits.num_draft_tokens}{'' if pair.draft else ' at most (adaptive)'}; a cache_salt of its own per run, "
-            "so nothing is taken from the prefix cache"
+            "so nothing is taken from the prefix cache; scheduler.max_stall_passes null, as all prompts come at once"
         )
         self._deadline_s, self._folder = limits.deadline_s, logs / self.name.replace(", ", "-").replace(" ", "-")
         self._application: ServedApplication | None = None

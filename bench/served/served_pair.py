@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from bench.served.application import ServedApplication
+from engine.config import SchedulerConfig
 
 HTTP_PORT = 8100
 GRPC_PORT = 9100
@@ -34,6 +35,7 @@ class ServedPair:
     num_draft_threads: int | None = None
     mode: str = "sync"
     quantization: str = "none"
+    max_stall_passes: float | None = SchedulerConfig().max_stall_passes
 
     @property
     def draft_kind(self) -> str:
@@ -63,6 +65,7 @@ class ServedPair:
             "mode": self.mode,
             "adaptive": self.draft is None,
         }
+        args["scheduler"]["max_stall_passes"] = self.max_stall_passes
         args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
         return deploy  # type: ignore[no-any-return]  # YAML
 

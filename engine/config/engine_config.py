@@ -55,12 +55,16 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step and of one sequence. `max_model_len` None means the model's own number of positions.
 
+    While sequences decode, prompts get chunks that take as long as `max_stall_passes` passes without prompts; None:
+    all that `max_tokens_per_step` leaves.
+
     Raises:
-        ConfigError: a limit of a step is below 1, or `max_model_len` below 2.
+        ConfigError: a limit of a step is below 1, `max_stall_passes` not above 0, or `max_model_len` below 2.
     """
 
     max_num_sequences: int = 64
     max_tokens_per_step: int = 2048
+    max_stall_passes: float | None = 2.0
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class SchedulerConfig:
             raise ConfigError(f"scheduler.max_num_sequences is {self.max_num_sequences}; it must be at least 1")
         if self.max_tokens_per_step < 1:
             raise ConfigError(f"scheduler.max_tokens_per_step is {self.max_tokens_per_step}; it must be at least 1")
+        if self.max_stall_passes is not None and not self.max_stall_passes > 0.0:
+            raise ConfigError(f"scheduler.max_stall_passes is {self.max_stall_passes}; it must be above 0, or null")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(
                 f"scheduler.max_model_len is {self.max_model_len}; it must be at least 2, prompt and output"

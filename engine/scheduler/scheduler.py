@@ -73,6 +73,7 @@ class Scheduler:
         self._tree = tree
         self._max_num_sequences = config.max_num_sequences
         self._max_tokens_per_step = config.max_tokens_per_step
+        self._max_stall_passes = config.max_stall_passes
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
         self._blocks = blocks
         self._source = source or NoPrefillSource()
@@ -168,8 +169,8 @@ class Scheduler:
         ready, behind = self._secure_ready()
         decodes = self._schedule_decodes([each for each in ready if not each.is_held])
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
-        if decodes:
-            budget = int(min(budget, self._rates.chunk_tokens))
+        if decodes and self._max_stall_passes is not None:
+            budget = int(min(budget, self._rates.chunk_tokens(self._max_stall_passes)))
         prefills = self._schedule_prefills(budget, behind)
         return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 

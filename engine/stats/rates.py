@@ -25,7 +25,6 @@ _MIN_CHUNK_TOKENS = 16  # below, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
 _DECODE_DECAY = 0.99  # per step with a decoding sequence
 _OUTLIER_FACTOR = 4.0  # a step slower than this many times the expected one counts as so many times
-_STALL_PASSES = 4.0  # passes without prompts that sequences wait at most for one with a chunk
 _LEAST_CHUNK_TOKENS = 32  # a block or two, however fast the passes
 _PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from nearly equal D is no slope
 
@@ -93,12 +92,11 @@ class RateMeter:
         """Prompt tokens per second with nothing decoding; 0 until measured."""
         return 1.0 / self._line()[0] if self._tokens > 0 else 0.0
 
-    @property
-    def chunk_tokens(self) -> float:
-        """Prompt tokens whose time running sequences can wait for: that of a few passes; infinite until measured."""
+    def chunk_tokens(self, num_passes: float) -> float:
+        """Return the prompt tokens that take as long as so many passes without prompts; infinite until measured."""
         if self._tokens == 0 or self._passes == 0:
             return inf
-        stall_s = _STALL_PASSES * self._pass_seconds / self._passes
+        stall_s = num_passes * self._pass_seconds / self._passes
         return max(_LEAST_CHUNK_TOKENS, stall_s * self._tokens / self._seconds)
 
     @property

@@ -56,12 +56,13 @@ class Bench:
     max_model_len: int = 1000
     enable_prefix_caching: bool = True
     now_s: float = 0.0
+    max_stall_passes: float | None = 2.0
     chunks: list[TokenChunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, P, "m", enable_prefix_caching=self.enable_prefix_caching)
         self.kv = PagedTokens(self.num_blocks, P)
-        config = SchedulerConfig(self.max_num_sequences, self.max_tokens_per_step)
+        config = SchedulerConfig(self.max_num_sequences, self.max_tokens_per_step, self.max_stall_passes)
         self.rates = RateMeter()
         self.scheduler = Scheduler(config, self.blocks, self.max_model_len, clock=lambda: self.now_s, rates=self.rates)
         self.names = count()
@@ -165,14 +166,17 @@ def test_prefill_is_cut_into_chunks_of_the_budget() -> None:
     assert sequence.num_output_tokens == 1
 
 
-def test_a_prompt_holds_up_running_sequences_for_a_few_passes_at_most() -> None:
-    bench = Bench(num_blocks=256, max_tokens_per_step=200)
+@pytest.mark.parametrize(("max_stall_passes", "num_tokens"), [(2.0, 40), (4.0, 80), (None, 199)])
+def test_a_prompt_holds_up_running_sequences_for_a_few_passes_at_most(
+    max_stall_passes: float | None, num_tokens: int
+) -> None:
+    bench = Bench(num_blocks=256, max_tokens_per_step=200, max_stall_passes=max_stall_passes)
     bench.rates.observe(StepWork(100, 0, 0, 0, seconds=0.100))
-    bench.rates.observe(StepWork(0, 1, 10, 1, seconds=0.010))
+    bench.rates.observe(StepWork(0, 1, 10, 1, seconds=0.020))
     bench.add(range(150), max_tokens=50)
     assert len(bench.step()) == 1
     bench.add(range(300, 500))
-    assert scheduled_of(bench.scheduler.schedule()) == [("0", 150, 1, 0), ("1", 0, 40, 0)]  # four passes, 1 ms a token
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 150, 1, 0), ("1", 0, num_tokens, 0)]  # 1 ms a token
 
 
 def test_verification_rows_come_before_prefill_chunks() -> None:

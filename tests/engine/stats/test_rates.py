@@ -29,16 +29,17 @@ def test_nothing_is_claimed_before_it_was_measured() -> None:
 
 def test_a_chunk_takes_as_long_as_a_few_passes_without_prompts() -> None:
     meter = RateMeter()
-    assert meter.chunk_tokens == math.inf
+    assert meter.chunk_tokens(2.0) == math.inf
     for _ in range(20):
         meter.observe(step(256, 1000))
-        assert meter.chunk_tokens == math.inf  # how long a pass without prompts takes is not known yet
+        assert meter.chunk_tokens(2.0) == math.inf  # how long a pass without prompts takes is not known yet
     for _ in range(20):
         meter.observe(StepWork(0, 4, 1000, 4, 0.02))
-    assert meter.chunk_tokens == pytest.approx(4 * 0.02 * RATE / (1.0 + SLOWDOWN * 1000))
+    assert meter.chunk_tokens(2.0) == pytest.approx(2.0 * 0.02 * RATE / (1.0 + SLOWDOWN * 1000))
+    assert meter.chunk_tokens(4.0) == 2.0 * meter.chunk_tokens(2.0)
     for _ in range(2000):
         meter.observe(StepWork(0, 4, 1000, 4, 1e-6))
-    assert meter.chunk_tokens == 32
+    assert meter.chunk_tokens(2.0) == 32
 
 
 def test_rate_and_slowdown_are_told_apart_under_noise() -> None:
