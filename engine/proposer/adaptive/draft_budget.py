@@ -88,6 +88,7 @@ class DraftBudget:
         self._acceptance = AcceptanceTable(max_length)
         self._row_cost = ForwardCost()  # of passes of about so many sequences as the last
         self._row_costs: dict[int, ForwardCost] = {}  # by the bits of that number
+        self._batch_size = 1
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_costs = DraftCosts()
         self._row_price = RowPrice()
@@ -113,8 +114,8 @@ class DraftBudget:
         return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
 
     def is_open(self, sequence: Sequence) -> bool:
-        """False while drafts are switched off for the class of such requests."""
-        return self._gate(class_of(sequence)).is_open
+        """False while drafts are switched off for the class of such requests, in batches of the last one's size."""
+        return self._is_open(class_of(sequence))
 
     def forget_draft(self) -> None:
         """Another draft has come: what is known of the one before is no guide. The target's costs stay."""
@@ -131,7 +132,7 @@ class DraftBudget:
         self._prompt_rows.append(num_prompt_rows)
         if not passes:
             return
-        self._set_row_cost(len(passes))
+        self._set_batch_size(len(passes))
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
         reads_missed = not all(map(self._is_up_to_date, drafted_ids))
@@ -157,7 +158,7 @@ class DraftBudget:
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return
-        self._set_row_cost(len(sequences))
+        self._set_batch_size(len(sequences))
         self._num_rested += 1
         is_resting = not self._is_speculating and self._probed is None and self._num_rested < _REST
         if is_resting and not has_new and all(each.draft_allowance == 0 for each in sequences):
@@ -165,8 +166,9 @@ class DraftBudget:
         self._set_lengths(sequences)
         self._num_rested = 0
 
-    def _set_row_cost(self, num_sequences: int) -> None:
+    def _set_batch_size(self, num_sequences: int) -> None:
         """Turn to the costs of passes of about so many sequences: a row of one more reads a context of its own."""
+        self._batch_size = num_sequences
         bits = num_sequences.bit_length()
         if bits not in self._row_costs:
             self._row_costs[bits] = self._row_cost.first_guess()
@@ -226,7 +228,7 @@ class DraftBudget:
         self._expected_gain = max(self._expected_gain, tokens_per_s * float(row_seconds[0]) / len(sequences))
         num_rows = int(np.searchsorted(row_seconds, self._limit_s, side="right")) - 1
         most = num_rows if num_rows == len(row_seconds) - 1 else num_rows // num_priced
-        is_open = [self._gate(class_of(each)).is_open for each in sequences]
+        is_open = [self._is_open(class_of(each)) for each in sequences]
         return np.where(is_open, np.minimum(num_possible, max(0, most)), 0)
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
@@ -275,7 +277,7 @@ class DraftBudget:
         """Return the chance that each draft stands, `[B, K]`; 0 where a sequence may have no draft."""
         names = [class_of(sequence) for sequence in sequences]
         acceptance = self._acceptance.of([sequence.request_id for sequence in sequences], names)
-        lengths = [n if self._gate(name).is_open else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
+        lengths = [n if self._is_open(name) else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
         if min(lengths) < self._max_length:
             acceptance[self._positions >= np.array(lengths)[:, None]] = 0.0
         return acceptance
@@ -333,7 +335,8 @@ class DraftBudget:
             own = sum(each.num_asked for each in part) / asked[method].num_tokens if method in asked else 0.0
             own_s = own * shares.get(method, 0.0) * draft_s
             step = self._class_step(part, num_rows, num_prompt_rows, PassTime(draft_s, time.target_s), own_s)
-            self._gate(name).observe(step)
+            is_drafting = self._is_speculating and any(each.num_asked > 0 for each in part)
+            self._gate(name).observe(step, len(passes), is_drafting=is_drafting)
 
     def _class_step(
         self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, time: PassTime, own_s: float
@@ -361,6 +364,9 @@ class DraftBudget:
             return 0
         limit = self._max_length if self._draft_costs.knows(method_of(sequence)) else self._first_length
         return max(0, min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
+
+    def _is_open(self, name: str) -> bool:
+        return self._gate(name).is_open(self._batch_size)
 
     def _gate(self, name: str) -> SpeculationGate:
         if name not in self._gates:

@@ -37,9 +37,9 @@ class SuffixProposer:
     """Drafts from the request's own text and from its tenant's finished ones.
 
     A draft goes on while it has a chance of `min_chance` to stand so far, and of the sequence's `least_chance`, below
-    which its row is worth more. A match that is not drafted is compared with the text as well, so that more is learned.
-    A step costs the tokens it committed, not the context; `max_shared_tokens` bounds what is kept of finished requests,
-    at about 0.5 KB per token.
+    which its row is worth more. The first token that is not worth its row is compared with the text too, so that more
+    is learned. A step costs the tokens it committed, not the context; `max_shared_tokens` bounds what is kept of
+    finished requests, at about 0.5 KB per token.
     """
 
     source = DraftSource.SUFFIX
@@ -104,7 +104,9 @@ class SuffixProposer:
             if matched and (chance < self._min_chance or len(matched) == max_tokens):
                 break
             matched.append(token)
-            num_worth += chance >= sequence.least_chance
+            if chance < sequence.least_chance:
+                break
+            num_worth += 1
         indexed.matched, indexed.matched_at = matched, len(sequence.token_ids)
         drafted = matched[:num_worth]
         return TextMatch(tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None

@@ -170,22 +170,38 @@ def test_a_class_is_a_method_and_greedy_or_not() -> None:
     assert class_of(new_sequence(0, temperature=0.7)) == "model-sampled"
 
 
-def test_the_gate_closes_for_a_class_that_loses_and_opens_after_ever_longer_pauses() -> None:
+@pytest.mark.parametrize("seconds", [1.2, 1.0])
+def test_the_gate_closes_for_a_class_that_gains_nothing_and_opens_after_ever_longer_pauses(seconds: float) -> None:
     gate, trials = SpeculationGate("model-greedy"), []
     for _ in range(4000):
-        is_open = gate.is_open
+        is_open = gate.is_open(8)
         trials.append(is_open)
-        gate.observe(ClassStep(8, 8, 1.2 if is_open else 1.0, 1.0))
+        gate.observe(ClassStep(8, 8, seconds if is_open else 1.0, 1.0), 8, is_drafting=is_open)
     starts = [step for step in range(1, 4000) if trials[step] and not trials[step - 1]]
     pauses = np.diff(starts)
     assert len(starts) >= 4
     assert (np.diff(pauses) > 0).all()
-    assert sum(trials) < 100
+    assert sum(trials) < 150
 
 
 def test_the_gate_stays_open_for_a_class_that_gains() -> None:
     gate = SpeculationGate("model-greedy")
     for _ in range(500):
-        gate.observe(ClassStep(8, 20, 1.2, 1.0))
-        assert gate.is_open
+        gate.observe(ClassStep(8, 20, 1.2, 1.0), 8, is_drafting=True)
+        assert gate.is_open(8)
     assert gate.meter.speedup == pytest.approx(20 / 8 / 1.2)
+
+
+def test_a_gate_that_is_closed_to_a_full_batch_is_open_to_one_sequence() -> None:
+    gate = SpeculationGate("suffix-greedy")
+    for _ in range(20):
+        gate.observe(ClassStep(16, 20, 1.3, 1.0), 16, is_drafting=True)
+    assert [gate.is_open(size) for size in (1, 8, 15, 16, 17, 31, 32)] == [True, True, True, False, False, False, True]
+
+
+def test_a_class_that_rests_keeps_its_gate_open() -> None:
+    """Its passes gain nothing because they have no drafts."""
+    gate = SpeculationGate("model-greedy")
+    for _ in range(500):
+        gate.observe(ClassStep(8, 8, 1.0, 1.0), 8, is_drafting=False)
+    assert gate.is_open(8)
