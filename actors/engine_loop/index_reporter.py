@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from actors.shell_messages import Snapshot, Status
@@ -17,7 +18,7 @@ from protos.worker_report import WorkerReport
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.05  # between two reports of a busy worker; the router predicts what happens in between
+_INTERVAL_S = 0.2  # between two reports of a busy worker; the router predicts what happens in between
 _HEARTBEAT_S = 1.0
 
 
@@ -65,6 +66,7 @@ class IndexReporter:
         self._wants_snapshot = False
         self._has_failed = False
         self._news = asyncio.Event()
+        self._is_urgent = asyncio.Event()
 
     def on_ready(self) -> None:
         """Start an epoch with a target that has greeted: its cache is unknown until its snapshot comes."""
@@ -72,6 +74,7 @@ class IndexReporter:
         self._is_serving = True
         self._load = self._make_load(self._clock(), None)
         self._start_over()
+        self._hurry()
 
     def on_status(self, status: Status) -> None:
         self._load = self._make_load(status.measured_at_s, status.engine)
@@ -83,7 +86,7 @@ class IndexReporter:
         self._deltas = []
         self._snapshot = snapshot.keys
         self._is_awaiting_snapshot = False
-        self._news.set()
+        self._hurry()
 
     def on_lost(self) -> None:
         """Report at once that the cache is gone and the pair not serving."""
@@ -92,7 +95,7 @@ class IndexReporter:
         self._snapshot = None
         self._deltas = [CacheDelta(is_cleared=True)]
         self._load = self._make_load(self._clock(), None)
-        self._news.set()
+        self._hurry()
 
     @property
     def work(self) -> dict[str, float]:
@@ -103,14 +106,16 @@ class IndexReporter:
         return {"queued_prefill_s": queued_s, "token_s": 1 / load.decode_tokens_per_s if is_decoding else 0.0}
 
     async def run(self, line: TargetLine) -> None:
-        """Report until cancelled: on news, 50 ms after the last report at the earliest, and once a second without."""
+        """Report until cancelled: on news, but changes 0.2 s apart, and once a second without."""
         while True:
             if self._wants_snapshot:
                 self._wants_snapshot = False
                 line.ask_snapshot()
-            await self._wait_for_news()
+            await _wait(self._news, _HEARTBEAT_S)
+            self._news.clear()
+            self._is_urgent.clear()
             await self._report(is_quiet=line.num_requests == 0)
-            await asyncio.sleep(_INTERVAL_S)
+            await _wait(self._is_urgent, _INTERVAL_S)
 
     def _start_over(self) -> None:
         self._deltas = []
@@ -118,13 +123,10 @@ class IndexReporter:
         self._is_awaiting_snapshot = self._wants_snapshot = True
         self._news.set()
 
-    async def _wait_for_news(self) -> None:
-        try:
-            async with asyncio.timeout(_HEARTBEAT_S):
-                await self._news.wait()
-        except TimeoutError:
-            pass
-        self._news.clear()
+    def _hurry(self) -> None:
+        """Report now: whole caches come and go."""
+        self._news.set()
+        self._is_urgent.set()
 
     async def _report(self, *, is_quiet: bool) -> None:
         report = self._next_report(is_quiet)
@@ -173,3 +175,10 @@ class IndexReporter:
             decode_slowdown=stats.decode_slowdown,
             decode_tokens_per_s=stats.decode_tokens_per_s,
         )
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, but no longer than `timeout_s`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

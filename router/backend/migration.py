@@ -219,8 +219,9 @@ class MigrationState:
     def _with_past(self, chunk: TokenChunk) -> TokenChunk:
         """Add the drafts of earlier attempts to those that the chunk counts."""
         if chunk.speculation is not None:
-            self._speculation = chunk.speculation + (self._past_speculation or SpeculationStats())
-        return replace(chunk, speculation=self._speculation)
+            past = self._past_speculation
+            self._speculation = chunk.speculation if past is None else chunk.speculation + past
+        return chunk if chunk.speculation is self._speculation else replace(chunk, speculation=self._speculation)
 
     def pause_before_next_attempt_s(self, error: ServingError) -> float:
         """Return the seconds until the next attempt.

@@ -63,8 +63,11 @@ class Inbox:
             if self._failure is not None:
                 raise self._failure
             self._has_news.clear()
+            if not self._is_ended:
+                await self._has_news.wait()
+                continue
             try:
-                async with asyncio.timeout(_LATE_TOKENS_TIMEOUT_S if self._is_ended else None):
+                async with asyncio.timeout(_LATE_TOKENS_TIMEOUT_S):
                     await self._has_news.wait()
             except TimeoutError:
                 raise StopAsyncIteration from None

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protos.messages import GenerateRequest
+from protos.messages import GenerateRequest, StepStats
 from router.api_keys import current_client
 from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
@@ -64,6 +64,11 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens counted so far; complete when every choice has ended."""
         return self._meter.usage()
+
+    @property
+    def steps(self) -> StepStats | None:
+        """Reasoning steps so far; None for an exact output."""
+        return self._meter.steps
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """Return the prompt of a choice."""

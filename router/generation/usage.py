@@ -58,7 +58,7 @@ class UsageMeter:
         self._num_reasoning = 0
         self._speculation: list[SpeculationStats | None] = [None] * len(requests)
         self._explanations: list[SpeculationExplanation | None] = [None] * len(requests)
-        self._steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
+        self.steps = StepStats() if any(request.speculation.is_approximate for request in requests) else None
         self._prediction = Prediction(requests[0].prediction_token_ids if requests else ())
         self._predicted = [PredictedText(self._prediction) for _ in requests if len(self._prediction)]
 
@@ -72,8 +72,8 @@ class UsageMeter:
             self._num_cached[index] = max(self._num_cached[index], chunk.num_cached_tokens)
             self._speculation[index] = chunk.speculation or self._speculation[index]
             self._explanations[index] = chunk.explanation or self._explanations[index]
-            if self._steps is not None:  # such a request has one choice
-                self._steps = chunk.steps or self._steps
+            if self.steps is not None:  # such a request has one choice
+                self.steps = chunk.steps or self.steps
 
     def usage(self) -> Usage:
         """Return the sums so far."""
@@ -85,7 +85,7 @@ class UsageMeter:
             cached_tokens=sum(self._num_cached[index] for index in self._firsts),
             speculation=sum(known, SpeculationStats()) if known else None,
             prediction=self._prediction_usage() if self._predicted else None,
-            steps=self._steps,
+            steps=self.steps,
             explanation=sum(explained, SpeculationExplanation()) if explained else None,
             reasoning_tokens=self._num_reasoning,
         )

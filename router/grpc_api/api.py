@@ -72,7 +72,7 @@ class GrpcApi:
             generation = await self._start(request, context)
             leave_place.get()()
             choices = await generation.choices()
-            steps = generation.usage.steps
+            steps = generation.steps
             return pb2.GenerateResponse(
                 id=generation.id,
                 created=generation.created_s,

@@ -30,7 +30,7 @@ def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
 
 def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
     """Return what a choice gained."""
-    steps = generation.usage.steps
+    steps = generation.steps
     return pb2.GenerateChunk(
         id=generation.id,
         index=delta.index,

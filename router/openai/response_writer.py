@@ -69,7 +69,7 @@ class ResponseWriter(ABC):
 
     def _mark(self) -> dict[str, Any]:
         """Return the mark of an output that is not exact, for every body and every chunk."""
-        steps = self._generation.usage.steps
+        steps = self._generation.steps
         return {} if steps is None else {"x_speculation": ApproximateSpeculation(**steps.figures())}
 
     def _accounts(self) -> dict[str, Any]:

@@ -156,6 +156,23 @@ async def test_a_dead_targets_blocks_vanish_at_once_and_it_is_not_serving():
         assert index.reports[-1].load.epoch == 2
 
 
+async def test_changes_wait_for_the_next_report_and_the_end_of_a_target_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(actors.engine_loop.index_reporter, "_INTERVAL_S", 60.0)
+    async with running() as (index, target):
+        target.keys = KEYS[:2]
+        await until(lambda: index.held == set(KEYS[:2]))
+        num_reports = len(index.reports)
+        target.store(KEYS[2])
+        target.store(KEYS[3])
+        await asyncio.sleep(0.05)
+        assert len(index.reports) == num_reports
+        target.die()
+        await until(lambda: not index.held)
+        target.keys = KEYS[5:7]
+        target.start()
+        await until(lambda: index.held == set(KEYS[5:7]))
+
+
 async def test_a_pair_without_news_still_reports():
     async with running() as (index, _target):
         await until(lambda: len(index.reports) > 5)
