@@ -95,7 +95,7 @@ def publish_kv_events(settings: KVEventSettings, blocks: BlockManager) -> KVEven
 
 
 def _serve_shells(server: ShellServer, loop: EngineLoop) -> None:
-    """Serve until the server is closed; an unexpected end would leave a target that looks alive to nobody."""
+    """Serve until the server is closed, and end the process at an error: no shell could reach it then."""
     try:
         server.run(loop)
     except BaseException:

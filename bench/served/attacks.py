@@ -234,7 +234,7 @@ async def _leavers(face: Face) -> Answers:
     return Counter(await asyncio.gather(*(leave() for _ in range(200))))
 
 
-@_attack("30 streams with logprobs that nobody reads")
+@_attack("30 streams with logprobs that are not read")
 async def _paused_readers(face: Face) -> Answers:
     body = {"model": face.model, "prompt": "x", "max_tokens": 900, "stream": True, "logprobs": 20, "ignore_eos": True}
     return await _raw(face, 30, _request("POST", "/v1/completions", json.dumps(body).encode()), hold_s=6.0)

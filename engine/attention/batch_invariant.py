@@ -1,7 +1,7 @@
 """Attention whose result for a row depends on nothing but the row and the keys it sees: torch, on the processor.
 
 Every call of the kernel has one of a few shapes: `_ROWS` rows of one sequence by whole units of keys, of which those
-that nobody sees are masked. The kernel walks through the keys unit by unit, and a masked unit adds exact zeros: a
+that no row sees are masked. The kernel walks through the keys unit by unit, and a masked unit adds exact zeros: a
 token has the same bits in a decode, in a verification, in a prefill chunk of any size and in any batch.
 
     tile of 8 rows     [ places 509 510 511 512 513, and three times 513 again ]

@@ -82,7 +82,7 @@ def _shared(extents: Seq[Extent], block_size: int) -> SharedExtents:
 def hidden_keys(groups: Seq[SharedExtents], block_size: int, window: int | None, device: torch.device) -> Tensor:
     """Return True where a key is hidden from a row: [B, M, Q, S] for B groups padded to M extents of Q rows and S keys.
 
-    Extents and blocks are padded at the end: extents by the last one, blocks by ones that nobody sees.
+    Extents and blocks are padded at the end: extents by the last one, blocks by ones that no row sees.
     """
     num_extents = max(len(group.extents) for group in groups)
     num_blocks = max(len(group.first_keys) for group in groups)

@@ -1,4 +1,4 @@
-"""The turns of waiting requests: tenants get tokens in proportion to their weights, whoever asks for more.
+"""The turns of waiting requests: tenants get tokens in proportion to their weights, however many they ask for.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's turn is the end of its tenant's request before it,
 but not before the turn that is being served. A lower priority is a later turn by a fixed number of tokens, so that one

@@ -47,7 +47,7 @@ class Sequence(RequestTokens):
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []
         self.clock = FirstTokenClock(arrival_s)
-        self.report = TokenReport() if request.is_reported else None  # None: nobody asks where its tokens come from
+        self.report = TokenReport() if request.is_reported else None  # None: no client asks where its tokens come from
         self.step_stats = StepStats() if request.speculation.is_approximate else None  # None: its output is exact
 
     @property

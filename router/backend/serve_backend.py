@@ -86,7 +86,7 @@ class ServeBackend:
         try:
             while not (await asyncio.wait({first}, timeout=_TAKEN_TIMEOUT_S))[0]:
                 if not call.is_taken and await self._is_deleted():
-                    raise ShuttingDownError("The server is being taken down, and nobody is left to answer.")
+                    raise ShuttingDownError("The server is being taken down, and no pair is left to answer.")
             return first.result()
         finally:
             first.cancel()

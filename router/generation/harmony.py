@@ -29,8 +29,8 @@ class HarmonyReader:
 
     A message is a head, up to `<|message|>`, that names a channel and perhaps a recipient, and a text up to the next
     mark. Those on the channel analysis are thoughts, those to a function are calls, whichever way round the head says
-    it; `spelled` writes a call in the one way that its tool format reads. Any other recipient is a tool that nobody
-    runs here, and what is sent to it a thought.
+    it; `spelled` writes a call in the one way that its tool format reads. Any other recipient is a tool that is
+    not run here, and what is sent to it a thought.
     """
 
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ class Usage:
     """Tokens of one client request; a prompt with several choices counts once.
 
     `speculation` is None while no choice has reported it, `steps` wherever the output is exact, `explanation` where
-    nobody has asked.
+    the client has not asked for it.
     """
 
     prompt_tokens: int

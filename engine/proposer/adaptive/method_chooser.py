@@ -2,7 +2,7 @@
 
 A bandit over the methods on offer, per class of requests. Its reward is the measured goodput, tokens per second over
 those of plain decoding (`engine.proposer.adaptive.speculation_gate`), which counts what drafting costs. Its exploration
-is a fixed share of the requests, since traffic drifts and a figure that nobody renews grows old.
+is a fixed share of the requests, since traffic drifts and a figure that is not renewed grows old.
 """
 
 from __future__ import annotations
