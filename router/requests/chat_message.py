@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
-from router.requests.body import Body
-from router.requests.json_text import read_json
+from router.requests.body import Body, read_json
 
 
 def _join_text_parts(value: object) -> object:

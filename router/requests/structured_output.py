@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
-from router.requests.body import Body
-from router.requests.json_text import read_json
+from router.requests.body import Body, read_json
 
 # One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
 _WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
