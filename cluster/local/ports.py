@@ -33,5 +33,5 @@ def free_port() -> int:
 
 def free_ports(count: int) -> range:
     """Return `count` ports in a row, all without a listener."""
-    rows = [range(first, first + count) for first in _OURS[::count]]
+    rows = [range(first, first + count) for first in _OURS[: len(_OURS) - count + 1 : count]]
     return next(row for row in random.sample(rows, len(rows)) if all(is_free("0.0.0.0", port) for port in row))

@@ -11,7 +11,7 @@ from pathlib import Path
 from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
 from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
-from cluster.local.ports import free_port, free_ports
+from cluster.local.ports import free_ports
 from cluster.schema.frontends import IngressSection
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
@@ -74,11 +74,12 @@ def set_variables() -> None:
         os.environ.setdefault(name, value)
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    for name in _PROXY_PORTS:
-        os.environ.setdefault(name, str(free_port()))
+    ports = free_ports(len(_PROXY_PORTS) + _NUM_GRPC_PORTS)  # at once: of two draws both might be the same
+    for name, port in zip(_PROXY_PORTS, ports, strict=False):
+        os.environ.setdefault(name, str(port))
     if not any(name in os.environ for name in _GRPC_PORTS):
-        ports = free_ports(_NUM_GRPC_PORTS)
-        os.environ.update(zip(_GRPC_PORTS, (str(ports[0]), str(ports[-1])), strict=True))
+        limits = ports[len(_PROXY_PORTS)], ports[-1]
+        os.environ.update(zip(_GRPC_PORTS, map(str, limits), strict=True))
     if sys.platform == "linux" and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
         os.environ.update(_haproxy_variables())
     Config.initialize("")  # Ray has read its variables when it was imported

@@ -60,7 +60,7 @@ class SchedulerSection(EngineSection):
 
     max_num_sequences: int = Field(default=64, ge=1)
     max_tokens_per_step: int = Field(default=2048, ge=1)
-    max_stall_passes: float | None = Field(default=2.0, gt=0.0)
+    max_stall_passes: float | None = Field(default=1.5, gt=0.0)
     max_model_len: int | None = Field(default=None, ge=2)
 
     def to_engine(self) -> SchedulerConfig:

@@ -64,7 +64,7 @@ class SchedulerConfig:
 
     max_num_sequences: int = 64
     max_tokens_per_step: int = 2048
-    max_stall_passes: float | None = 2.0
+    max_stall_passes: float | None = 1.5
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:

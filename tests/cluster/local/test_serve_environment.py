@@ -23,7 +23,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A port on which another cluster's replica serves gRPC; one more row of ports is left."""
-    two_rows = ports.free_ports(200)
+    two_rows = ports.free_ports(208)
     monkeypatch.setattr(ports, "_OURS", two_rows)
     monkeypatch.setattr(ports.random, "sample", lambda rows, count: list(rows))
     with socket.socket() as replica:
@@ -45,6 +45,8 @@ def test_no_port_is_the_one_that_every_cluster_has() -> None:
     ports_ = [int(value) for name, value in os.environ.items() if name.startswith("RAY_SERVE_") and "_PORT" in name]
     assert len(set(ports_)) == len(ports_) == 6
     assert all(20_000 <= port < 30_000 for port in ports_)
+    replicas = range(int(os.environ[FIRST]), int(os.environ[LAST]) + 1)
+    assert sum(port in replicas for port in ports_) == 2  # the first and the last: none is a proxy's
 
 
 def test_an_operator_s_own_ports_are_kept() -> None:
