@@ -15,7 +15,7 @@ PLAIN_REASONS = {
     PlainReason.OFF: "This request, or the deployment, drafts nothing.",
     PlainReason.PROMPT: "The pass that reads the end of the prompt gives the first token.",
     PlainReason.LAST_TOKEN: "One token was left to generate.",
-    PlainReason.CLASS_OFF: "Drafts were measured to slow such requests down, and are off for them now.",
+    PlainReason.CLASS_OFF: "Drafts were measured to gain such requests too little at this load, and are off.",
     PlainReason.LOAD: "No draft pays at this load, or the pass measured decoding without drafts.",
     PlainReason.NO_ROOM: "The pass or the KV cache was full.",
     PlainReason.DRAFT_AWAY: "The draft was away or late.",
