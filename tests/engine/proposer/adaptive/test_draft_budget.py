@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.proposer.adaptive import draft_budget
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
 from engine.proposer.adaptive.draft_costs import AskedDrafts
+from engine.proposer.adaptive.goodput import Allocation, allocate
 from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from tests.engine.fixtures.simulated_pair import (
     MAX_DRAFTS,
@@ -54,6 +57,27 @@ def test_where_requests_come_and_go_no_fixed_length_is_five_percent_better(num_s
     adaptive, budget = pair(), new_budget()
     adaptive.run(num_streams, 150, budget)
     assert adaptive.run(num_streams, 350, budget) >= 0.95 * best
+
+
+def test_clients_wait_for_six_plain_passes_at_most() -> None:
+    """Fourteen drafts promise the most here: a pass of 80 ms with them, beside a plain one of 10."""
+    costs = Costs(weights_s=0.0099, row_s=0.0, fixed_s=0.0001, draft_step_s=0.005, draft_row_s=0.0)
+    pair = SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**6)
+    pair.run(1, 600, new_budget())
+    assert 6 <= max(pair.lengths[-100:]) <= 10
+
+
+def test_sequences_without_drafts_are_planned_for_every_eighth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, plans = SimulatedPair(lambda index, step: 0.0, HEAVY_DRAFT, request_tokens=10**6), []
+
+    def noted(*arguments: Any) -> Allocation:
+        plans.append(len(pair.lengths))
+        return allocate(*arguments)
+
+    monkeypatch.setattr(draft_budget, "allocate", noted)
+    pair.run(1, 500, new_budget())
+    resting = [step for step in plans if step >= 100]
+    assert 400 / 8 <= len(resting) <= 400 / 8 + 16  # and beside probes
 
 
 def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
