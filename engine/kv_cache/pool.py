@@ -11,6 +11,8 @@ reads and writes.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +44,8 @@ class LayerShape:
 class KVCache:
     """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
 
+    A processor's memory is taken page by page, as blocks are first written.
+
     `dtype` is that of keys and values as they are written and read, `kind` says what is kept of them. `keys` and
     `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
 
@@ -70,7 +74,7 @@ class KVCache:
         for shape in shapes:
             widths = [head_width(kind, dim) for dim in (shape.key_dim, shape.value_dim)]
             sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
-            self._pools.append([torch.zeros(size, dtype=self._memory_dtype, device=device) for size in sizes])
+            self._pools.append([_zeros(size, self._memory_dtype, device) for size in sizes])
         # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
         self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
@@ -133,6 +137,14 @@ class KVCache:
         sources, blocks = index_tensor(source_ids, self.device), index_tensor(block_ids, self.device)
         for pool in chain.from_iterable(self._pools):
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
+
+
+def _zeros(size: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a processor the system gives their pages one by one, as they are first written."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 
 
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:

@@ -20,8 +20,9 @@ from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import KVDtype, Quantization
-from engine.kv_cache.pool import KVCache, LayerShape
+from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.attention_probe import LayerRecord, record_attention, refusal
+from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.determinism import first_difference, obstacle
@@ -129,8 +130,14 @@ class PagedModel:
     def new_cache(
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
     ) -> KVCache:
-        """A pool for this rank's heads of the model's layers, and of `more_layers` behind them."""
+        """Return a pool for this rank's heads of the model's layers, and of `more_layers` behind them.
+
+        Raises:
+            ConfigError: this node has less main memory than the pool may come to take.
+        """
         shapes = [*self.rank_shapes, *more_layers]
+        if self._device.type == "cpu":
+            check_pool_memory(num_blocks * block_bytes(shapes, block_size, self._dtype, kind))
         return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
 
     @torch.inference_mode()

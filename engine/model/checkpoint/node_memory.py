@@ -41,6 +41,15 @@ def check_memory(folder: Path, name: str, float_bytes: int) -> None:
         )
 
 
+def check_pool_memory(needed: int) -> None:
+    """Raise ConfigError if this node has less memory than a KV pool of `needed` bytes takes once it is full."""
+    if needed > (available := available_bytes()):
+        raise ConfigError(
+            f"the KV pool takes up to {needed / _GIB:.1f} GiB, and this node has {available / _GIB:.1f} GiB of memory "
+            "available; lower cache.memory_gib or cache.num_blocks, or take a larger node"
+        )
+
+
 def _number(file: Path) -> int | None:
     """Return the number in a file; None where there is no file, or no limit ("max")."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -40,6 +41,15 @@ def test_block_bytes_are_the_bytes_of_the_tensors() -> None:
     cache = new_cache()
     num_bytes = sum(pool.numel() * pool.itemsize for pool in (*cache.keys, *cache.values))
     assert 5 * block_bytes(SHAPES, 4, torch.float32) == num_bytes
+
+
+def test_memory_is_taken_as_blocks_are_written() -> None:
+    shape, process = LayerShape(num_kv_heads=8, key_dim=64, value_dim=64), psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache([shape], 16_384, 16, dtype=torch.float32, device=CPU)  # 1 GiB
+    assert process.memory_info().rss - before < 64 << 20
+    cache.keys[0][:4096] = 1.0  # 128 MiB
+    assert process.memory_info().rss - before >= 128 << 20
 
 
 def test_a_number_of_blocks_wins_over_bytes() -> None:

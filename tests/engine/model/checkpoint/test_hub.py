@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from engine.model.checkpoint import node_memory
 from engine.model.checkpoint.hub import cached_folder, fetch_model, find_model
-from engine.model.checkpoint.node_memory import available_bytes, check_memory
+from engine.model.checkpoint.node_memory import available_bytes, check_memory, check_pool_memory
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, read_progress
 from protos.errors import ConfigError
 from tests.engine.model.checkpoint.hub_server import Hub, running_hub
@@ -108,3 +108,10 @@ def test_a_container_with_a_limit_has_less_memory_than_its_node(tmp_path: Path):
     assert available_bytes(tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path) > 500
+
+
+def test_a_pool_that_the_node_could_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_memory, "available_bytes", lambda: 3 << 30)
+    check_pool_memory(3 << 30)
+    with pytest.raises(ConfigError, match=r"takes up to 4.0 GiB, and this node has 3.0 GiB.*lower cache.memory_gib"):
+        check_pool_memory(4 << 30)
