@@ -110,7 +110,7 @@ class SpeculationGate:
 
 
 class _Trial:
-    """What the steps with drafts since the last pause have brought, and what is left of a pause."""
+    """The speedup of the steps with drafts since the last pause, and what is left of a pause."""
 
     def __init__(self) -> None:
         self.num_steps_closed = 0
