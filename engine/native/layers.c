@@ -6,6 +6,7 @@
 #include "rows.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { MLP_ROWS = 128 /* at a time, so that what lies between the MLP's products stays in the cache */ };
 
@@ -43,6 +44,9 @@ struct rows {
     const void *angles; /* [T, 2, D] */
     int64_t num_rows;
     int64_t has_delta; /* delta holds something before the first layer; behind the last it does */
+    const int64_t *kept; /* [num_kept], rising: the rows that are wanted behind the last layer, as the first of hidden and
+                            delta; NULL: all */
+    int64_t num_kept;
 };
 
 /* Results that no longer matter when the layer is done, and what a product needs beside them. */
@@ -130,6 +134,19 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     return outrider_attend(a);
 }
 
+/* `from` [T, row_bytes], the rows that are kept before all others. */
+static void keep(const struct rows *r, char *from, int64_t row_bytes) {
+    for (int64_t i = 0; i < r->num_kept; i++) memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
+}
+
+/* Of the last layer's rows only those go on, once the keys and values of all are in the pool. */
+static void keep_rows(const struct decoder *d, struct rows *r, const struct room *room) {
+    const int64_t item = d->is_bf16 ? 2 : 4;
+    keep(r, r->hidden, d->hidden_size * item);
+    keep(r, room->attended, d->num_heads * d->head_dim * item);
+    r->num_rows = r->num_kept;
+}
+
 static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r, const struct room *room) {
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
@@ -142,7 +159,7 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
 /* The layers [first, last) over the rows of a pass, whose spans and slots `pass` has; `keys` and `values` are each
    layer's in the pool. Returns 0, or 1 where memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
-                        const struct rows *r, int64_t first, int64_t last) {
+                        struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
     struct room room;
     char *memory = make_room(d, first, last, r->num_rows, &room);
@@ -153,6 +170,8 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         multiply(&l->qkv, room.normed, room.qkv, r->num_rows, d->is_bf16, room.scratch);
         attention.keys = keys[i], attention.values = values[i];
         is_short = attend(d, l, r, &attention, &room);
+        if (r->kept && i + 1 == last) keep_rows(d, r, &room);
+        if (!r->num_rows) break;
         multiply(&l->output, room.attended, r->delta, r->num_rows, d->is_bf16, room.scratch);
         add_norm(d, r, l->mlp_norm, 1, room.normed);
         feed_forward(d, l, r, &room);

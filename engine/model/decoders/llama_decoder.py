@@ -118,8 +118,9 @@ class LlamaDecoder:
             hidden, delta = hidden if delta is None else hidden + delta, None
             tapped.append(hidden.clone())
             first = tap
-        hidden, delta = self._run_layers(range(first, len(self._layers)), hidden, delta, angles, batch)
-        hidden, states = self._final_states(hidden, delta, batch.logit_rows)
+        kept = None if self._taps else batch.logit_rows
+        hidden, delta = self._run_layers(range(first, len(self._layers)), hidden, delta, angles, batch, kept)
+        hidden, states = self._rows.add_norm(hidden, delta, self._final_norm)
         if len(self._layers) in self._taps.layers:
             tapped.append(hidden)
         if self._taps.is_final:
@@ -130,27 +131,33 @@ class LlamaDecoder:
         return self._rank.all_gather(self.lm_head(states), self._vocab_size)
 
     def _run_layers(
-        self, layers: range, hidden: Tensor, delta: Tensor | None, angles: Tensor, batch: ForwardBatch
+        self,
+        layers: range,
+        hidden: Tensor,
+        delta: Tensor | None,
+        angles: Tensor,
+        batch: ForwardBatch,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The states behind some layers and what the last of them adds; `hidden` and `delta` may be overwritten."""
+        """The states behind some layers and what the last of them adds; `hidden` and `delta` may be overwritten.
+
+        Of the last layer's rows only those `kept` are computed behind its attention; None: all.
+        """
         if self._native_layers is not None and layers and NativeLayers.take(batch):
-            return hidden, self._native_layers.run(hidden, delta, angles, batch, layers)
+            return self._native_layers.run(hidden, delta, angles, batch, layers, kept)
         for index in layers:
             layer = self._layers[index]
             hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
             attended = self._attend(index, layer, normed, angles, batch)
+            if kept is not None and index == layers[-1]:
+                hidden, attended = hidden.index_select(0, kept), attended.index_select(0, kept)
+            attended = self._rank.all_reduce(layer.output(attended))
             hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
             delta = self._feed_forward(layer, normed)
         return hidden, delta
 
-    def _final_states(self, hidden: Tensor, delta: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Raw states behind the last layer and their norm: of the rows with logits, or of all where any is tapped."""
-        if rows is not None and not self._taps:
-            hidden = hidden.index_select(0, rows)
-            delta = None if delta is None else delta.index_select(0, rows)
-        return self._rows.add_norm(hidden, delta, self._final_norm)
-
     def _attend(self, index: int, layer: DecoderLayer, normed: Tensor, angles: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, hidden] -> [T, Hq * D]."""
         num_rows = normed.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
         qkv = layer.qkv(normed).view(num_rows, -1, self._head_dim)
@@ -160,7 +167,7 @@ class LlamaDecoder:
         query_key = self._rows.rotate(qkv, num_rotated, angles).transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
-        return self._rank.all_reduce(layer.output(attended.reshape(num_rows, -1)))
+        return attended.reshape(num_rows, -1)
 
     def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
         if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":

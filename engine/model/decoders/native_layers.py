@@ -67,6 +67,8 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "delta", "angles")),
         ("num_rows", ctypes.c_int64),
         ("has_delta", ctypes.c_int64),
+        ("kept", ctypes.c_void_p),
+        ("num_kept", ctypes.c_int64),
     ]
 
 
@@ -103,7 +105,15 @@ class NativeLayers:
         """True if the attention of `batch` is our kernel's."""
         return isinstance(batch.attention, NativePass)
 
-    def run(self, hidden: Tensor, delta: Tensor | None, angles: Tensor, batch: ForwardBatch, layers: range) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        angles: Tensor,
+        batch: ForwardBatch,
+        layers: range,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Compute some layers of a pass that these `take`; the pass's KV of these layers is in the pool afterwards.
 
         Args:
@@ -112,9 +122,10 @@ class NativeLayers:
             angles: [T, 2, D] of the rows.
             batch: the pass.
             layers: a run of layers.
+            kept: rows, [R] int64, rising, that are wanted behind the last of them; None: all.
 
         Returns:
-            What is not yet part of `hidden` behind the last of them, [T, hidden].
+            `hidden` behind the last of them and what is not yet part of it, both [R, hidden].
 
         Raises:
             MemoryError: there is none for what lies between the kernels.
@@ -122,11 +133,20 @@ class NativeLayers:
         attention = batch.attention
         assert isinstance(attention, NativePass), "`take` says so"
         out = torch.empty_like(hidden) if delta is None else delta
-        rows = _Rows(hidden.data_ptr(), out.data_ptr(), angles.data_ptr(), len(hidden), delta is not None)
+        num_kept = len(hidden) if kept is None else len(kept)
+        rows = _Rows(
+            hidden=hidden.data_ptr(),
+            delta=out.data_ptr(),
+            angles=angles.data_ptr(),
+            num_rows=len(hidden),
+            has_delta=delta is not None,
+            kept=None if kept is None else kept.data_ptr(),
+            num_kept=num_kept,
+        )
         pass_ = ctypes.byref(attention.call), *attention.pool_addresses()
         if self._run(ctypes.byref(self._decoder), *pass_, ctypes.byref(rows), layers.start, layers.stop):
             raise MemoryError("no memory for the rows of a pass")
-        return out
+        return hidden[:num_kept], out[:num_kept]
 
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:

@@ -142,33 +142,34 @@ class ModelRunner:
         self.head: Head | None = None
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
-        whole_lm_head: Linear | None = None
+        taps, own_lm_head = NO_TAPS, None
         if head is not None and head.kind is HeadKind.SELF:
             self.self_draft = SelfDraft(head, stock, quantization)
         elif head is not None:
-            self._head_layers, self.head, whole_lm_head = self._take_head(head, stock, device)
-        taps = NO_TAPS if self.head is None else self.head.taps
+            loaded, own_lm_head = self._take_head(head, stock, device)
+            self._head_layers, taps = loaded.layer_shapes, loaded.taps
+            self.head = loaded if self._rank.is_first else None
         self._model = PagedModel(
             stock, quantization, self._plan_attention, taps, self._rank, is_deterministic=model.deterministic
         )
         if self.head is not None:
-            self.head.lm_head = whole_lm_head or self._model.lm_head
+            self.head.lm_head = own_lm_head or self._model.lm_head
         if self.self_draft is not None:
             self.self_draft.begin(self._model.decoder)
         trim_heap()
 
     def _take_head(
         self, config: HeadConfig, stock: PreTrainedModel, device: torch.device
-    ) -> tuple[Seq[LayerShape], Head | None, Linear | None]:
-        """Return what the head keeps in the pool, the head, and the function to logits if it needs one of its own.
+    ) -> tuple[Head, Linear | None]:
+        """Return the head, and the function to logits if it needs one of its own.
 
-        Of several ranks the first alone has the head, whole: that of the model is shared by all of them.
+        Of several ranks the first alone keeps the head, whole: that of the model is shared by all of them. The others
+        need to know what it taps, since all compute the same rows.
         """
         if not self._rank.is_first:
-            return load_head(config, stock, torch.device("cpu")).layer_shapes, None, None
+            return load_head(config, stock, torch.device("cpu")), None
         head = load_head(config, stock, device)
-        lm_head = None if self._rank.size == 1 else whole_lm_head(stock, device)
-        return head.layer_shapes, head, lm_head
+        return head, None if self._rank.size == 1 else whole_lm_head(stock, device)
 
     def _measured(
         self, meter: MemoryMeter, cache: CacheConfig, graphs: GraphConfig, stock: PreTrainedModel, *, has_graphs: bool

@@ -42,6 +42,7 @@ struct part {
     int64_t num_groups;
     int64_t later_bytes, ahead;
     int from, to;
+    int is_first; /* of the inputs: there are no sums yet */
 };
 
 /* One row of `from` to numbers of 8 bits, by AVX-512 or AVX2. The latter's products by 8 bits take the low halves of a

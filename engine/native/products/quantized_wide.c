@@ -4,7 +4,7 @@
 #include "products/silu.h"
 
 enum {
-    BLOCK_GROUPS = 32,  /* that stay in the first cache while rows go by */
+    BLOCK_GROUPS = 24,  /* that stay in the first cache while rows go by */
     VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
     FEW_ROWS = 3,       /* that have those of several */
 };
@@ -33,9 +33,10 @@ AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const 
     return layout == WHOLE ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
 }
 
-/* A part, onto the sums [pairs, rows, 32]. Several pairs side by side are as many streams from memory, and sums enough
-   to be computed while others wait for their last product; they lie `pair` groups apart. High halves of bytes are not
-   taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16 times as much. */
+/* A part, onto the sums [pairs, rows, 32] or in their place. Several pairs side by side are as many streams from
+   memory, and sums enough to be computed while others wait for their last product; they lie `pair` groups apart. High
+   halves of bytes are not taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16 times
+   as much. */
 AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout layout, struct part p, int64_t pair,
                             float *sums) {
     const __m512i low = _mm512_set1_epi8(15);
@@ -44,7 +45,8 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
     __m512 total[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int i = 0; i < rows * pairs; i++)
-        for (int half = 0; half < 2; half++) total[i][half] = _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
+        for (int half = 0; half < 2; half++)
+            total[i][half] = p.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
     for (int64_t group = 0; group < p.num_groups; group++) {
         const int is_end = pairs > 1 && group + PREFETCH / (2 * HALF_BLOCK) >= p.num_groups;
         const int64_t next = p.ahead + (is_end ? (pairs - 1) * pair_bytes : 0);
@@ -203,12 +205,11 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
     const int64_t rows = p->num_rows, groups = p->num_groups;
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
                         .table_stride = groups, .num_groups = groups, .later_bytes = 2 * HALF_BLOCK, .ahead = PREFETCH,
-                        .to = 16};
+                        .to = 16, .is_first = 1};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
         part.w = part.later = p->weight + pair * groups * 2 * HALF_BLOCK;
         part.tables = p->tables + pair * groups * GROUP_TABLES;
-        __builtin_memset(sums, 0, sizeof sums);
         add_pairs(rows, pairs, part, groups, sums);
         for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
     }
@@ -230,10 +231,11 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
     const enum layout layout = p->bits == 8 ? WHOLE : is_unpacked ? LEVELS : HALVES;
     if (has_tiles) configure_tiles_for(min(rows, 16), 0, GROUP);
     for (int64_t pair = first; pair < last; pair++) {
-        __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
+        if (has_tiles) __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
         for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
             struct part part = {.stride = p->stride, .table_stride = p->num_groups, .later_bytes = group_bytes};
             part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
+            part.is_first = group == 0;
             part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
             part.w = part.later = p->weight + (pair * p->num_groups + group) * group_bytes;
             part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -122,6 +123,26 @@ def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrain
     found = logits(model, [BESIDE, BRANCHED], KVDtype.INT8)
     assert torch.equal(found, one_by_one(model, [BESIDE, BRANCHED], KVDtype.INT8))
     assert not torch.equal(found, logits(model, [BESIDE, BRANCHED]))
+
+
+@DTYPES
+@pytest.mark.parametrize("compute", [logits, one_by_one])
+def test_rows_without_logits_leave_nothing_but_their_keys_and_values(
+    models: dict[str, PreTrainedModel], dtype: torch.dtype, compute: Callable[..., Tensor]
+) -> None:
+    """Of the last layer only rows with logits go past the attention: they and what follows stay the same."""
+    model = paged(models["qwen3"], dtype)
+    chunk = Span(TEXT[150:170], 150, FIRST_TABLE, 20)
+    everything = compute(model, [chunk, BESIDE])
+    wanted = torch.cat((everything[17:20], everything[-1:]))
+    assert torch.equal(compute(model, [chunk._replace(num_logits=3), BESIDE._replace(num_logits=1)]), wanted)
+    assert compute(model, [chunk._replace(num_logits=0)]).shape[0] == 0
+    cache = model.new_cache(24, 16)
+    for span in (*BEGINNING, chunk._replace(num_logits=0)):
+        model.forward(ForwardBatch.of([span], cache, native_or_torch))
+    behind = Span(TEXT[170:171], 170, FIRST_TABLE, 1)
+    found = model.forward(ForwardBatch.of([behind], cache, native_or_torch))
+    assert torch.equal(found, compute(model, [Span(TEXT[150:171], 150, FIRST_TABLE, 1)]))
 
 
 @DTYPES
