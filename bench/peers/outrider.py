@@ -30,10 +30,11 @@ class OutriderSystem:
             is_deterministic,
             quantization=_quantization(precision),
             max_stall_passes=None,
+            kv_dtype="int8" if precision.is_quantized else "auto",
         )
         self.settings = (
             f"the root deploy.yaml with dtype {precision.dtype}, target.quantization {_quantization(precision)}, "
-            f"draft {self._pair.draft_kind}, target.num_threads "
+            f"cache.dtype {self._pair.kv_dtype}, draft {self._pair.draft_kind}, target.num_threads "
             f"{limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, speculation.num_tokens "
             f"{limits.num_draft_tokens}{'' if pair.draft else ' at most (adaptive)'}; a cache_salt of its own per run, "
             "so nothing is taken from the prefix cache; scheduler.max_stall_passes null, as all prompts come at once"

@@ -36,6 +36,7 @@ class ServedPair:
     mode: str = "sync"
     quantization: str = "none"
     max_stall_passes: float | None = SchedulerConfig().max_stall_passes
+    kv_dtype: str = "auto"
 
     @property
     def draft_kind(self) -> str:
@@ -66,7 +67,7 @@ class ServedPair:
             "adaptive": self.draft is None,
         }
         args["scheduler"]["max_stall_passes"] = self.max_stall_passes
-        args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30)}
+        args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30), "dtype": self.kv_dtype}
         return deploy  # type: ignore[no-any-return]  # YAML
 
     def _draft_model(self, path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,14 +22,31 @@ from tokenizers import Tokenizer
 
 from bench.padded_pair import SMOLLM2
 from bench.peers import install
-from engine.config import CacheConfig, ModelConfig, ModelDtype, Quantization
+from engine.config import CacheConfig, KVDtype, ModelConfig, ModelDtype, Quantization
 from engine.model.checkpoint.gguf import convert_gguf
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.perplexity import WINDOW, perplexity
 
 OPENVINO_PERPLEXITY = Path(install.__file__).parent / "openvino_perplexity.py"
-KINDS = (("int8", Quantization.INT8), ("int4, the head int8", Quantization.INT4))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to keep a model's weights, and its keys and values."""
+
+    name: str
+    dtype: ModelDtype
+    weights: Quantization = Quantization.NONE
+    kv: KVDtype = KVDtype.AUTO
+
+
+def kinds_of(dtype: ModelDtype) -> list[Kind]:
+    """Return those to compare, the first of them with the weights as they are."""
+    full = [Kind(name, name) for name in dict.fromkeys((dtype, ModelDtype.FLOAT32))]
+    weights = (("int8", Quantization.INT8), ("int4, the head int8", Quantization.INT4))
+    quantized = [Kind(name, dtype, kind) for name, kind in weights]
+    return full + quantized + [replace(kind, name=f"{kind.name}, KV int8", kv=KVDtype.INT8) for kind in quantized]
 
 
 def main() -> None:
@@ -39,9 +57,7 @@ def main() -> None:
     print(f"{args.model.name}, {len(token_ids)} tokens of {len(args.text)} texts, read {WINDOW} at a time\n")
     print(f"| weights | perplexity | over {args.dtype} |\n|---|---|---|")
     first = None
-    full = dict.fromkeys((args.dtype, ModelDtype.FLOAT32), Quantization.NONE)
-    kinds = [(name, name, kind) for name, kind in full.items()] + [(name, args.dtype, kind) for name, kind in KINDS]
-    for name, value in _measured(args.model, kinds, args.gguf, args.openvino, token_ids):
+    for name, value in _measured(args.model, kinds_of(args.dtype), args.gguf, args.openvino, token_ids):
         first = first or value
         print(f"| {name} | {value:.3f} | {value / first - 1:+.2%} |", flush=True)
 
@@ -68,13 +84,13 @@ def _token_ids(model: Path, texts: list[Path], num_tokens: int) -> list[int]:
 
 def _measured(
     model: Path,
-    kinds: list[tuple[str, ModelDtype, Quantization]],
+    kinds: list[Kind],
     gguf: Path | None,
     exported: list[Path],
     token_ids: list[int],
 ) -> Iterator[tuple[str, float]]:
-    for name, dtype, quantization in kinds:
-        yield name, _perplexity(ModelConfig(str(model), dtype, quantization=quantization), token_ids)
+    for kind in kinds:
+        yield kind.name, _perplexity(ModelConfig(str(model), kind.dtype, quantization=kind.weights), token_ids, kind.kv)
     if gguf is not None:
         types = sorted({tensor.type for tensor in read_gguf_header(gguf).tensors})
         with TemporaryDirectory() as folder:
@@ -85,8 +101,9 @@ def _measured(
         yield each.name, _openvino_perplexity(each, token_ids)
 
 
-def _perplexity(model: ModelConfig, token_ids: list[int]) -> float:
-    return perplexity(ModelRunner(model, CacheConfig(num_blocks=-(-WINDOW // CacheConfig().block_size))), token_ids)
+def _perplexity(model: ModelConfig, token_ids: list[int], kv: KVDtype = KVDtype.AUTO) -> float:
+    cache = CacheConfig(num_blocks=-(-WINDOW // CacheConfig().block_size), dtype=kv)
+    return perplexity(ModelRunner(model, cache), token_ids)
 
 
 def _openvino_perplexity(folder: Path, token_ids: list[int]) -> float:

@@ -39,13 +39,13 @@ struct decoder {
 };
 
 struct rows {
-    char *hidden; /* [T, hidden], the residual stream; what comes before the first of the layers, then behind the last */
+    char *hidden; /* [T, hidden], the residual stream: before the first of the layers, then behind the last */
     char *delta;  /* [T, hidden], not yet part of it */
     const void *angles; /* [T, 2, D] */
     int64_t num_rows;
     int64_t has_delta; /* delta holds something before the first layer; behind the last it does */
-    const int64_t *kept; /* [num_kept], rising: the rows that are wanted behind the last layer, as the first of hidden and
-                            delta; NULL: all */
+    const int64_t *kept; /* [num_kept], rising: the rows that are wanted behind the last layer, as the first of hidden
+                            and delta; NULL: all */
     int64_t num_kept;
 };
 
@@ -95,7 +95,8 @@ static void multiply_quantized(const struct weight *w, const void *x, void *out,
 }
 
 /* out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */
-static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16, char *scratch) {
+static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
+                     char *scratch) {
     const int64_t num_inputs = w->num_inputs, num_outputs = w->num_outputs;
     if (w->kind != BFLOAT16)
         multiply_quantized(w, x, out, num_rows, is_bf16, scratch);
@@ -136,7 +137,8 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
 
 /* `from` [T, row_bytes], the rows that are kept before all others. */
 static void keep(const struct rows *r, char *from, int64_t row_bytes) {
-    for (int64_t i = 0; i < r->num_kept; i++) memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
+    for (int64_t i = 0; i < r->num_kept; i++)
+        memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
 }
 
 /* Of the last layer's rows only those go on, once the keys and values of all are in the pool. */
@@ -147,7 +149,8 @@ static void keep_rows(const struct decoder *d, struct rows *r, const struct room
     r->num_rows = r->num_kept;
 }
 
-static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r, const struct room *room) {
+static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r,
+                         const struct room *room) {
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);

@@ -24,7 +24,8 @@ static int has_tiles(void) {
 
 static enum instructions best(void) {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return NONE;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
+    if (!__builtin_cpu_supports("f16c")) return NONE;
     if (!has_vectors()) return WITH_AVX2;
     return has_tiles() ? WITH_AMX : WITH_AVX512;
 }

@@ -60,7 +60,8 @@ AMX static inline void configure_tiles_for(int64_t rows_low, int64_t rows_high, 
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, row_bytes / 4, row_bytes / 4};
+    const int64_t inputs = row_bytes / 4;
+    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, inputs, inputs};
     for (int i = 0; i < 8; i++) {
         config.rows[i] = (uint8_t)(rows[i] ? rows[i] : 1);
         config.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? row_bytes : 64);

@@ -13,9 +13,9 @@
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
-   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h the softmax of some lanes,
-   tiles.c lanes over a unit, few_lanes.c few of them, products_*.h the products of tiles on each width of registers,
-   job.c a job; here are the jobs of a pass. */
+   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h the softmax of some lanes and
+   lane.h that of one, tiles.c lanes over a unit, few_lanes.c few of them, int8_lanes.c those over int8, products_*.h
+   the products of tiles on each width of registers, job.c a job; here are the jobs of a pass. */
 
 #include "attention/attention.h"
 #include "attention/job.h"

@@ -1,9 +1,6 @@
 #include "attention/few_lanes.h"
 
-#include "attention/state.h"
-
-/* How numbers are multiplied: pairs of bfloat16 at once, or apart (`outrider_splits_pairs`), or floats. */
-enum numbers { PAIRS, APART, FLOATS };
+#include "attention/lane.h"
 
 enum { NARROW_LANES = 4 /* up to which twice as many keys and dims have their sums in registers */ };
 
@@ -16,8 +13,6 @@ int are_few(const struct attention *a, int64_t num_lanes) {
     if (a->is_bf16 && outrider_has_tiles) return 0;
     return num_lanes <= (numbers_of(a) == PAIRS ? FEW_PAIRS : FEW_LANES);
 }
-
-AVX INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count >= 16 ? 0xffff : (1u << count) - 1); }
 
 AVX void load_few(const struct attention *a, const char *query, int64_t lane, void *queries) {
     const int64_t width = round_up(a->key_dim, 32);
@@ -82,7 +77,8 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
 #pragma GCC unroll 2
                 for (int tile = 0; tile < tiles; tile++) {
                     const __m512i both = numbers[tile][i];
-                    const __m512 number = kind != APART ? _mm512_castsi512_ps(both) : half ? odd_numbers(both) : even_numbers(both);
+                    __m512 number = _mm512_castsi512_ps(both);
+                    if (kind == APART) number = half ? odd_numbers(both) : even_numbers(both);
 #pragma GCC unroll 12
                     for (int lane = 0; lane < lanes; lane++) {
                         const int64_t at = lane * width + (kind == FLOATS ? d + i : d + 2 * i + half);
@@ -99,57 +95,6 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
     for (int tile = 0; tile < tiles; tile++)
         for (int lane = 0; lane < lanes; lane++)
             _mm512_store_ps(scores + lane * UNIT + key + tile * 16, sums[tile][lane]);
-}
-
-/* The keys from `place` on that a lane at `position` sees. */
-AVX INLINE __mmask16 seen_of(int64_t place, int32_t position, int64_t window) {
-    const __m512i places = _mm512_add_epi32(_mm512_set1_epi32((int)place),
-                                            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    const __mmask16 seen = _mm512_cmple_epi32_mask(places, _mm512_set1_epi32(position));
-    if (!window) return seen;
-    return seen & _mm512_cmpgt_epi32_mask(places, _mm512_set1_epi32(position - (int)window));
-}
-
-/* The sum of 16 numbers: halves onto each other, as in tiles.c. */
-AVX INLINE __m512 sum_across(__m512 x) {
-    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
-    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
-    return _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
-}
-
-/* `soften` of tiles.c for the scores [UNIT] of one lane, to weights as `kind` has them, of which `sums` are not yet. */
-AVX INLINE void soften_lane(const enum numbers kind, int32_t position, int64_t window, int64_t begin, int64_t num_keys,
-                            const float *scores, float scale, float *peak, float *total, float *sums, int64_t width,
-                            void *weights) {
-    const int is_masked = begin + num_keys - 1 > position || (window && begin <= position - window);
-    const __m512 floor = _mm512_set1_ps(FLOOR), factor = _mm512_set1_ps(scale);
-    __m512 top = floor, totals = _mm512_setzero_ps();
-    for (int64_t key = 0; key < num_keys; key += 16) {
-        const __mmask16 seen = is_masked ? seen_of(begin + key, position, window) : 0xffff;
-        top = _mm512_max_ps(top, _mm512_mask_mov_ps(floor, seen, _mm512_load_ps(scores + key)));
-    }
-    const __m512 old_peak = _mm512_set1_ps(*peak);
-    const __m512 new_peak =
-        _mm512_max_ps(old_peak, _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(top)), factor));
-    for (int64_t key = 0; key < num_keys; key += 16) {
-        const __mmask16 seen = is_masked ? seen_of(begin + key, position, window) : 0xffff;
-        const __m512 score = _mm512_fmsub_ps(_mm512_load_ps(scores + key), factor, new_peak);
-        const __m512 weight = _mm512_maskz_mov_ps(seen, power_of_two(score, kind != FLOATS));
-        totals = _mm512_add_ps(totals, weight);
-        if (kind == FLOATS) {
-            _mm512_store_ps((float *)weights + key, weight);
-            continue;
-        }
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weight);
-        if (kind == PAIRS) _mm256_store_si256((__m256i *)((bf16 *)weights + key), rounded);
-        else _mm512_store_si512((float *)weights + key, _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-    }
-    const __m512 fade = power_of_two(_mm512_sub_ps(old_peak, new_peak), 0);
-    *peak = _mm512_cvtss_f32(new_peak);
-    *total = _mm512_cvtss_f32(_mm512_fmadd_ps(_mm512_set1_ps(*total), fade, sum_across(totals)));
-    if (_mm512_cmpneq_ps_mask(fade, _mm512_set1_ps(1.0f)))
-        for (int64_t d = 0; d < width; d += 16) _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), fade));
 }
 
 /* Onto the sums [lane, width] of 32 dims from `d` on, or of as many more. */
@@ -173,7 +118,8 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
                 const __m512i row = load_row(unit->values[place], at, dim, kind);
                 __m512i low = row, high;
                 if (kind == FLOATS) {
-                    high = _mm512_maskz_loadu_epi32(first_lanes(max(0, dim - at - 16)), unit->values[place] + 4 * at + 64);
+                    const __mmask16 rest = first_lanes(max(0, dim - at - 16));
+                    high = _mm512_maskz_loadu_epi32(rest, unit->values[place] + 4 * at + 64);
                 } else {
                     const __m512i other = kind == PAIRS ? load_row(unit->values[key + 1], at, dim, kind) : row;
                     low = _mm512_unpacklo_epi16(kind == PAIRS ? row : zero, other);
@@ -260,7 +206,7 @@ AVX void attend_few(const struct attention *a, const struct unit *unit, const st
 AVX void clear_few(float *state, int64_t width, uint16_t lanes) {
     _mm512_mask_store_ps(state, lanes, _mm512_set1_ps(FLOOR));
     _mm512_mask_store_ps(state + LANES, lanes, _mm512_setzero_ps());
-    for (int64_t lane = 0; lane < FEW_LANES; lane++)
+    for (int64_t lane = 0; lane < LANES; lane++)
         for (int64_t d = 0; (lanes >> lane & 1) && d < width; d += 16)
             _mm512_store_ps(state + 2 * LANES + lane * width + d, _mm512_setzero_ps());
 }
@@ -276,7 +222,7 @@ AVX void merge_few(float *state, const float *later, int64_t width, uint16_t lan
     float factors[LANES], factors_later[LANES];
     _mm512_storeu_ps(factors, factor);
     _mm512_storeu_ps(factors_later, factor_later);
-    for (int64_t lane = 0; lane < FEW_LANES; lane++)
+    for (int64_t lane = 0; lane < LANES; lane++)
         for (int64_t d = 0; (lanes >> lane & 1) && d < width; d += 16) {
             const int64_t at = 2 * LANES + lane * width + d;
             const __m512 old = _mm512_mul_ps(_mm512_set1_ps(factors[lane]), _mm512_load_ps(state + at));

@@ -1,9 +1,9 @@
-/* Few lanes of one tile on AVX-512: of a sequence that decodes, mostly. Keys, and then dims, lie side by side in registers
-   in place of lanes, of which a tile would compute more than there are. The products are those of whole tiles, each sum
-   in the same order: a lane has the same bits in both.
+/* Few lanes of one tile on AVX-512: of a sequence that decodes, mostly. Keys, and then dims, lie side by side in
+   registers in place of lanes, of which a tile would compute more than there are. The products are those of whole
+   tiles, each sum in the same order: a lane has the same bits in both.
 
-   The state of such lanes begins as in state.h, with 16 peaks and 16 totals; then come the sums of each lane, [width], in
-   bfloat16 with those of alternating fours of 32 dims side by side, as they come apart in registers. */
+   The state of such lanes begins as in state.h, with 16 peaks and 16 totals; then come the sums of each lane, [width],
+   in bfloat16 with those of alternating fours of 32 dims side by side, as they come apart in registers. */
 
 #pragma once
 

@@ -3,6 +3,7 @@
 #include "attention/job.h"
 
 #include "attention/few_lanes.h"
+#include "attention/int8_lanes.h"
 #include "attention/state.h"
 #include "attention/tiles.h"
 
@@ -19,14 +20,19 @@ struct work {
     const struct job *following; /* of the part, whose first unit is fetched behind the last of this one; or NULL */
     int64_t num_tiles;
     int has_few;            /* lanes, as few_lanes.h has them */
-    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them */
+    int is_int8;            /* its pool is read as int8_lanes.h does */
+    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them; or [lanes] int8_query */
     float *states;          /* of the split that is read */
     struct visibility *visibilities;
     char *room;
     bf16 *values; /* of a unit, transposed */
     float *wide;  /* or its keys and values as floats */
+    struct int8_unit *int8_unit;
     struct reader *reader;
 };
+
+/* Whether each lane has its sums side by side, and not those of a dim. */
+static int are_apart(const struct work *w) { return w->has_few || w->is_int8; }
 
 static int64_t token_of(const struct work *w, int64_t lane) {
     const int64_t last = w->job->num_lanes - 1; /* lanes behind the last repeat it, and are not stored */
@@ -61,7 +67,9 @@ VECTOR_CODE static void load_queries(struct work *w) {
 #ifndef NARROW
     for (int64_t lane = 0; w->has_few && lane < w->job->num_lanes; lane++)
         load_few(a, query_of(w, lane), lane, w->queries);
-    if (w->has_few) return;
+    for (int64_t lane = 0; w->is_int8 && lane < w->job->num_lanes; lane++)
+        load_int8_query(a, query_of(w, lane), (struct int8_query *)w->queries + lane);
+    if (w->has_few || w->is_int8) return;
 #endif
     const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
     for (int64_t tile = 0; tile < w->num_tiles; tile++)
@@ -109,6 +117,20 @@ static void load_first(const struct attention *a, const struct job *job, struct 
     load_unit(a, job, begin, min((job->first_split + 1) * SPLIT, span->start + last + 1), NULL, unit);
 }
 
+#ifndef NARROW
+/* A unit of a pool that is read as int8, for the tiles [first, last). */
+AVX static void attend_int8_unit(const struct work *w, const struct unit *unit, const struct unit *next, int64_t first,
+                                 int64_t last) {
+    const int64_t size = state_size(round_up(w->a->value_dim, 32));
+    take_int8_unit(w->a, unit, next, w->int8_unit);
+    for (int64_t tile = first; tile < last; tile++) {
+        const struct int8_query *queries = (const struct int8_query *)w->queries + tile * LANES;
+        attend_int8(w->a, unit, w->int8_unit, min(LANES, w->job->num_lanes - tile * LANES), queries,
+                    w->visibilities + tile, w->states + tile * size);
+    }
+}
+#endif
+
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
 VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
                                      int64_t last) {
@@ -140,17 +162,19 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         const int has_next = begin + UNIT < end || w->following;
         if (begin + UNIT < end) load_unit(a, w->job, begin + UNIT, end, path, next);
         else if (w->following) load_first(a, w->following, next);
-        copy_to_room(a, unit, w->room, w->has_few, last - first <= FEW_TILES);
+        if (!w->is_int8) copy_to_room(a, unit, w->room, w->has_few, last - first <= FEW_TILES);
 #ifndef NARROW
-        if (w->has_few) {
-            const struct unit *later = has_next ? next : NULL;
+        const struct unit *later = has_next ? next : NULL;
+        if (w->is_int8) {
+            attend_int8_unit(w, unit, later, first, last);
+        } else if (w->has_few) {
             attend_few(a, unit, later, w->job->num_lanes, w->queries, w->visibilities, w->states);
         } else if (a->is_bf16 && outrider_splits_pairs)
-            widen_rows(a, unit, has_next ? next : NULL, w->wide);
+            widen_rows(a, unit, later, w->wide);
         else if (a->is_bf16)
-            transpose_values(unit, a->value_dim, has_next ? next : NULL, value_bytes(a), w->values);
+            transpose_values(unit, a->value_dim, later, value_bytes(a), w->values);
 #endif
-        for (int64_t tile = first; tile < last && !w->has_few; tile += 2) {
+        for (int64_t tile = first; tile < last && !are_apart(w); tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
             const struct unit *later = has_next && tile == first ? next : NULL;
@@ -176,7 +200,7 @@ static uint16_t all_lanes(const struct work *w) { return w->has_few ? (1 << w->j
 VECTOR_CODE static void clear_lanes(const struct work *w, float *state, uint16_t lanes) {
     const int64_t width = round_up(w->a->value_dim, 32);
 #ifndef NARROW
-    if (w->has_few) clear_few(state, width, lanes);
+    if (are_apart(w)) clear_few(state, width, lanes);
     else
 #endif
         clear(state, width, mask_of(lanes));
@@ -185,7 +209,7 @@ VECTOR_CODE static void clear_lanes(const struct work *w, float *state, uint16_t
 VECTOR_CODE static void merge_lanes(const struct work *w, float *state, const float *later, uint16_t lanes) {
     const int64_t width = round_up(w->a->value_dim, 32);
 #ifndef NARROW
-    if (w->has_few) merge_few(state, later, width, lanes);
+    if (are_apart(w)) merge_few(state, later, width, lanes);
     else
 #endif
         merge(state, later, width, mask_of(lanes));
@@ -212,11 +236,11 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
     }
     const floats factor = lanes_div(kept, total);
 #ifndef NARROW
-    if (w->has_few) {
+    if (are_apart(w)) {
         float factors[LANES];
         lanes_store(factors, factor);
-        for (int64_t lane = 0; lane < w->job->num_lanes; lane++)
-            store_few(a, state, lane, factors[lane], place_of(w, lane));
+        for (int64_t i = 0; i < min(LANES, w->job->num_lanes - tile * LANES); i++)
+            (w->is_int8 ? store_int8 : store_few)(a, state, i, factors[i], place_of(w, tile * LANES + i));
         return;
     }
 #endif
@@ -296,12 +320,17 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
                                 struct reader *reader) {
     struct work w = {.a = a, .job = job, .reader = reader, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
 #ifndef NARROW
-    w.has_few = are_few(a, job->num_lanes);
+    struct int8_unit int8_unit;
+    w.is_int8 = reads_int8(a), w.int8_unit = &int8_unit;
+    w.has_few = !w.is_int8 && are_few(a, job->num_lanes);
+    const int64_t query_size = w.is_int8 ? (int64_t)sizeof(struct int8_query) : 0;
+#else
+    const int64_t query_size = 0;
 #endif
     const int64_t item = IS_BF16(a) ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
     const int64_t query_bytes = w.has_few ? FEW_LANES * (int64_t)sizeof(float) : w.num_tiles * LANES * item;
-    char queries[key_width * query_bytes] __attribute__((aligned(64)));
+    char queries[query_size ? job->num_lanes * query_size : key_width * query_bytes] __attribute__((aligned(64)));
     float states[2 * num_numbers] __attribute__((aligned(64)));
     struct visibility visibilities[MAX_TILES];
     char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
@@ -309,7 +338,8 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
     bf16 values[is_wide ? 1 : UNIT * width] __attribute__((aligned(64)));
     float wide[is_wide ? UNIT * (key_width + width) : 1] __attribute__((aligned(64)));
     float *merged = states + num_numbers;
-    w.queries = queries, w.states = states, w.visibilities = visibilities, w.room = room, w.values = values, w.wide = wide;
+    w.queries = queries, w.states = states, w.visibilities = visibilities;
+    w.room = room, w.values = values, w.wide = wide;
     load_queries(&w);
     for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
     if (job->span->nodes >= 0) {
@@ -318,7 +348,7 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
         set_visibility(&w, -1, 0, w.num_tiles);
         const int64_t end = position_of(&w, token_of(&w, job->num_lanes - 1)) + 1;
         for (int64_t split = job->first_split; split < job->last_split; split++) {
-            if (w.has_few && split + 1 == job->last_split) w.following = following;
+            if (are_apart(&w) && split + 1 == job->last_split) w.following = following;
             attend_range(&w, split * SPLIT, min((split + 1) * SPLIT, end), NULL, 0, w.num_tiles);
             if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
         }

@@ -55,7 +55,8 @@ AVX2 INLINE void add_dims(const int dims, const int registers, const struct unit
     for (int i = 0; i < dims; i++) store_row(registers, sums + (d + i) * LANES, size, kept[i]);
 }
 
-/* `at_once` keys or dims have their sums in registers, eight in all: as many as two units need that take four cycles. */
+/* `at_once` keys or dims have their sums in registers, eight in all: as many as two units need that take four
+   cycles. */
 AVX2 INLINE void score_all(const int at_once, const int registers, const struct unit *unit, int64_t num_keys,
                            const float *queries, int64_t dim, int64_t width, float *scores) {
     int64_t key = 0;

@@ -7,25 +7,25 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     unit->begin = begin, unit->count = min(UNIT, stop - begin);
     const struct span *span = job->span;
     const int32_t *table = a->tables + span->table;
-    const int64_t size = a->block_size;
-    int64_t end = unit->begin + unit->count;
-    if (path) end = min(end, max(span->tree_start, unit->begin));
-    int64_t place = unit->begin;
-    while (place < end) {
-        int64_t slot = table[place / size] * size + place % size;
-        int64_t last = min(end, place - place % size + size);
-        for (; place < last; place++) unit->slots[place - unit->begin] = slot++;
-    }
-    for (; place < unit->begin + unit->count; place++) {
-        int64_t node = path[place - span->tree_start];
-        unit->slots[place - unit->begin] = table[node / size] * size + node % size;
-    }
     const char *keys = (const char *)a->keys + job->head * key_bytes(a);
     const char *values = (const char *)a->values + job->head * value_bytes(a);
+    const int64_t size = a->block_size;
     const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
-    for (int64_t i = 0; i < unit->count; i++) {
-        unit->keys[i] = keys + unit->slots[i] * key_stride;
-        unit->values[i] = values + unit->slots[i] * value_stride;
+    const int64_t end = path ? min(begin + unit->count, max(span->tree_start, begin)) : begin + unit->count;
+    for (int64_t place = begin, last; place < end;) {
+        int64_t slot = table[place / size] * size + place % size;
+        const char *key = keys + slot * key_stride, *value = values + slot * value_stride;
+        for (last = min(end, place - place % size + size); place < last; place++) {
+            const int64_t i = place - begin;
+            unit->slots[i] = slot++;
+            unit->keys[i] = key, unit->values[i] = value;
+            key += key_stride, value += value_stride;
+        }
+    }
+    for (int64_t i = end - begin; i < unit->count; i++) {
+        const int64_t node = path[begin + i - span->tree_start];
+        const int64_t slot = unit->slots[i] = table[node / size] * size + node % size;
+        unit->keys[i] = keys + slot * key_stride, unit->values[i] = values + slot * value_stride;
     }
     for (int64_t i = unit->count; i % 32; i++) unit->keys[i] = unit->values[i] = zeros;
 }

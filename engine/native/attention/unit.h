@@ -28,7 +28,7 @@ WITHIN void load_unit(const struct attention *a, const struct job *job, int64_t 
                         const int32_t *path, struct unit *unit);
 
 /* Bring to `room` what the kernel cannot read as it is, and keys that it reads often: rows of a pool lie so far apart
-   that they share few sets of the cache. Few lanes read all but int8 as it is. */
+   that they share few sets of the cache. Few lanes read it as it is. */
 WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once);
 
 #ifndef NARROW

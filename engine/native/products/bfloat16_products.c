@@ -40,7 +40,8 @@ struct product {
 };
 
 /* What up to 16 rows read of one pair: `steps` x 32 inputs. A tile of x has rows `stride` numbers apart, the next 32
-   inputs `step` numbers behind. Per step the lines [from, to) of W are fetched for later, `ahead` numbers further on. */
+   inputs `step` numbers behind. Per step the lines [from, to) of W are fetched for later, `ahead` numbers
+   further on. */
 struct part {
     const bf16 *x;
     int64_t stride, step;
@@ -245,7 +246,8 @@ AVX static void to_numbers(const struct product *p, int64_t row, int64_t rows, i
 }
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
-__attribute__((noinline)) AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
+__attribute__((noinline)) AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows,
+                                                        int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     char x[BLOCK_ROWS * BLOCK_INPUTS * sizeof(bf16)] __attribute__((aligned(64)));
     const int64_t item = outrider_splits_pairs ? sizeof(float) : sizeof(bf16);

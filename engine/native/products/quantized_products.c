@@ -4,8 +4,8 @@
    a huge input (arXiv:2402.17762) costs its own group precision and no other. What it costs there is halved where rows
    also have a base, the least input of a group: the huge ones are mostly of one sign. Rows that meet weights of 8 bits
    have bases, weights of 4 bits have them themselves; a base counts as often as the other side's numbers of its group
-   say, whose sum is kept with them. The sum of a group is exact; groups are added in float32, in the order of the inputs. A
-   row's result does not depend on the rows beside it.
+   say, whose sum is kept with them. The sum of a group is exact; groups are added in float32, in the order of the
+   inputs. A row's result does not depend on the rows beside it.
 
    W lies as a stream of blocks, for each pair of 16 outputs and another 16 and each group. 8 bits: eight lines of 64
    bytes for the first outputs and eight for the others, a line being four inputs of 16 outputs. 4 bits: eight lines,

@@ -35,8 +35,8 @@ AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const 
 
 /* A part, onto the sums [pairs, rows, 32] or in their place. Several pairs side by side are as many streams from
    memory, and sums enough to be computed while others wait for their last product; they lie `pair` groups apart. High
-   halves of bytes are not taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16 times
-   as much. */
+   halves of bytes are not taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16
+   times as much. */
 AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout layout, struct part p, int64_t pair,
                             float *sums) {
     const __m512i low = _mm512_set1_epi8(15);

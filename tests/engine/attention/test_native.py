@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ from tests.engine.fixtures.native_kernels import (
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+INT8_TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 2e-2}  # its queries and weights are whole numbers of 16 bits
+KINDS = [KVDtype.AUTO, KVDtype.INT8]
 
 
 def attend(world: AttentionWorld, options: LayerOptions = PLAIN) -> Tensor:
@@ -113,7 +116,7 @@ def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
     check(world, LayerOptions(scaling=0.3, window=window))
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "atol"), INT8_TOLERANCE.items())
 def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float) -> None:
     world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVDtype.INT8)
     num_rows = len(world.query)
@@ -125,6 +128,25 @@ def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float)
     for pool, heads in ((world.cache.keys[0], key), (world.cache.values[0], value)):
         assert torch.equal(pool.flatten(0, 1)[slots], to_int8_heads(heads[0].transpose(0, 1)))
     torch.testing.assert_close(out.double(), world.expected(PLAIN), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", INT8_TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        (Heads(2, 1, 16, 16), LayerOptions(scaling=0.25)),
+        (Heads(1, 3, 64, 64), LayerOptions(scaling=0.125, window=6)),
+        (Heads(2, 5, 80, 96), LayerOptions(scaling=0.1, window=130)),
+        (Heads(1, 8, 128, 128), LayerOptions(scaling=0.5, softcap=2.0, sinks=torch.linspace(-1.0, 60.0, 8))),
+        (Heads(1, 20, 256, 256), LayerOptions(scaling=0.06)),
+    ],
+    ids=lambda of: f"{of.key_dim}x{of.group_size}" if isinstance(of, Heads) else "",
+)
+def test_an_int8_pool_takes_all_that_another_does(heads: Heads, options: LayerOptions, dtype: torch.dtype) -> None:
+    sinks = None if options.sinks is None else options.sinks.to(dtype)
+    world = AttentionWorld([*MIXED, *TREES, *LONG], heads, dtype=dtype, kind=KVDtype.INT8)
+    out, expected = attend(world, replace(options, sinks=sinks)), world.expected(options)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-9, atol=INT8_TOLERANCE[dtype])
 
 
 def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, beside: bool) -> Tensor:
@@ -139,22 +161,21 @@ def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, b
         spans = [*others[:1], part, *others[1:]] if beside else [part]
         rows = torch.cat((other_rows[:cut], world.query[start:end], other_rows[cut:]))
         slots = torch.cat([world.slots(span, span.start, span.end) for span in spans])
-        key, value = (
-            pool.flatten(0, 1)[slots].transpose(0, 1)[None] for pool in (world.cache.keys[0], world.cache.values[0])
-        )
-        out = (
-            NativeAttention(spans, world.cache).whole(slots).attend(0, rows.transpose(0, 1)[None], key, value, options)
-        )
+        whole_pass = NativeAttention(spans, world.cache).whole(slots)
+        out = whole_pass.attend(0, rows.transpose(0, 1)[None], *world.heads_of(slots), options)
         outs.append(out[0, cut : cut + end - start])
     return torch.cat(outs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("window", [None, 200])
-def test_a_row_has_the_same_bits_in_any_company(group_size: int, window: int | None, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    group_size: int, window: int | None, kind: KVDtype, dtype: torch.dtype
+) -> None:
     extents = [Extent(900, 300), Extent(1100, 1), Extent(3, 40), TREES[0]]
-    world = AttentionWorld(extents, Heads(2, group_size, 64, 32), dtype=dtype)
+    world = AttentionWorld(extents, Heads(2, group_size, 64, 32), dtype=dtype, kind=kind)
     options = LayerOptions(scaling=0.3, window=window)
     expected = in_pieces(world, [300], options, beside=False)
     for ends in ((300,), (1, 2, 7, 12, 123, 124, 125, 126, 200, 201, 300), (150, *range(151, 170), 300)):
@@ -163,17 +184,21 @@ def test_a_row_has_the_same_bits_in_any_company(group_size: int, window: int | N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start", [5, 120, 1018])
-def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(start: int, dtype: torch.dtype) -> None:
+def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
+    start: int, kind: KVDtype, dtype: torch.dtype
+) -> None:
     parents = (-1, 0, 0, 2, 1, 3, 5, 6, 7, 8, 9)
-    world = AttentionWorld([Extent(start, 11, parents)], Heads(2, 3, 32, 32), dtype=dtype)
+    world = AttentionWorld([Extent(start, 11, parents)], Heads(2, 3, 32, 32), dtype=dtype, kind=kind)
     as_tree = attend(world)
     path = [0, 2, 3, 5, 6, 7, 8, 9, 10]
-    chain = AttentionWorld([Extent(start, len(path))], Heads(2, 3, 32, 32), dtype=dtype)
-    for pool, source in ((chain.cache.keys[0], world.cache.keys[0]), (chain.cache.values[0], world.cache.values[0])):
-        seen = [*range(start), *(start + node for node in path)]
-        places = torch.cat([world.slots(world.spans[0], place, place + 1) for place in seen])
-        pool.flatten(0, 1)[chain.slots(chain.spans[0], 0, len(seen))] = source.flatten(0, 1)[places]
+    chain = AttentionWorld([Extent(start, len(path))], Heads(2, 3, 32, 32), dtype=dtype, kind=kind)
+    seen = [*range(start), *(start + node for node in path)]
+    places = torch.cat([world.slots(world.spans[0], place, place + 1) for place in seen])
+    for cache, source in ((chain.cache, world.cache), (chain.source, world.source)):
+        for pool, other in ((cache.keys[0], source.keys[0]), (cache.values[0], source.values[0])):
+            pool.flatten(0, 1)[chain.slots(chain.spans[0], 0, len(seen))] = other.flatten(0, 1)[places]
     chain.query = world.query[path]
     assert torch.equal(attend(chain), as_tree[path])
 
