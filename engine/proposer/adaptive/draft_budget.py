@@ -48,7 +48,8 @@ _OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than the
 _MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
 _NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
 _LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
-_LONGEST = 6.0  # plain passes: how long a client waits at most where drafts pay
+_LONGEST = 6.0  # plain passes: how long a client waits at most where drafts pay,
+LONGEST_BESIDE = 2.5  # and where it may wait for those of others
 _REST = 8  # steps: so often it is asked again whether drafts pay for the sequences that have none
 _WAKE_GAIN = 1.05  # drafts begin where they promise this much
 _LEAST_GAIN = 1.02  # and end where they promise less: what they gain then costs clients longer waits
@@ -226,14 +227,15 @@ class DraftBudget:
             return np.zeros_like(num_possible)
         tokens_per_s = self._row_price.tokens_per_s(len(sequences), num_priced, row_seconds)
         self._expected_gain = max(self._expected_gain, tokens_per_s * float(row_seconds[0]) / len(sequences))
-        num_rows = int(np.searchsorted(row_seconds, self._limit_s, side="right")) - 1
-        most = num_rows if num_rows == len(row_seconds) - 1 else num_rows // num_priced
+        limit_s = min(self._limit_s, _longest_s(len(sequences), row_seconds))
+        num_rows = int(np.searchsorted(row_seconds, limit_s, side="right")) - 1
+        most = num_rows if num_rows == len(row_seconds) - 1 else max(0, num_rows // num_priced)
         is_open = [self._is_open(class_of(each)) for each in sequences]
-        return np.where(is_open, np.minimum(num_possible, max(0, most)), 0)
+        return np.where(is_open, np.minimum(num_possible, most), 0)
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
-        limit_s = min(self._limit_s, _LONGEST * float(row_seconds[0]))
+        limit_s = min(self._limit_s, _longest_s(len(sequences), row_seconds))
         names = [method_of(sequence) for sequence in sequences]
         if len(different := set(names)) == 1:
             return allocate(acceptance, row_seconds, *self._draft_costs.prices(names[:1]), limit_s)
@@ -387,6 +389,11 @@ def _is_priced(sequence: Sequence) -> bool:
 def class_of(sequence: Sequence) -> str:
     """Return the class of requests that should fare alike: by their method, and by greedy or sampled."""
     return f"{method_of(sequence)}-{kind_of(is_greedy=sequence.is_greedy)}"
+
+
+def _longest_s(num_sequences: int, row_seconds: Floats) -> float:
+    """Return how long drafts may make a pass of so many sequences, whatever they promise."""
+    return (_LONGEST if num_sequences == 1 else LONGEST_BESIDE) * float(row_seconds[0])
 
 
 def _asked(passes: Seq[DraftedPass]) -> dict[str, AskedDrafts]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.proposer.adaptive.draft_budget import LONGEST_BESIDE, DraftBudget, DraftedPass, PassTime
 from engine.proposer.adaptive.row_price import RowPrice
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
@@ -43,6 +43,9 @@ class Matches:
             make_sequence(f"r{i}", (1,), sampling, num_drafts=MAX_DRAFTS, method=SpeculationMethod.SUFFIX)
             for i in range(num_sequences)
         ]
+        longest_s = LONGEST_BESIDE * costs.target_s(num_sequences)
+        fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
+        self._most = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # with which no one waits too long for others
 
     def speed(self, num_steps: int, budget: DraftBudget | float) -> float:
         """Expected tokens per second with the budget's prices, or with one least chance for all."""
@@ -62,7 +65,7 @@ class Matches:
     def _pass(self, sequence: Sequence, budget: DraftBudget | float) -> tuple[DraftedPass, float]:
         chances = np.cumprod(np.full(MAX_DRAFTS, self.rng.choice([0.3, 0.7, 0.97])) * (self.rng.random() < 0.4))
         least = sequence.least_chance if isinstance(budget, DraftBudget) else budget
-        allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else MAX_DRAFTS
+        allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else self._most
         drafted = chances[:allowed][chances[:allowed] >= least] if least > 0 else chances[:allowed]
         number = self.rng.random()
         num_accepted = int((drafted > number).sum())
