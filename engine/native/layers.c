@@ -1,7 +1,7 @@
 /* Layers of a Llama-shaped decoder, one after the other, in one call: the kernels of the other files, with nothing in
    between. A step of a small model is many short kernels, and a call from Python costs as much as some of them. */
 
-#include "attention/attention.h"
+#include "attention/types.h"
 #include "products/products.h"
 #include "rows.h"
 

@@ -17,7 +17,6 @@
    lane.h that of one, tiles.c lanes over a unit, few_lanes.c few of them, int8_lanes.c those over int8, products_*.h
    the products of tiles on each width of registers, job.c a job; here are the jobs of a pass. */
 
-#include "attention/attention.h"
 #include "attention/job.h"
 #include "attention/state.h"
 #include "team.h"
@@ -85,7 +84,6 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
 /* The jobs of a part where all have few lanes: while one ends, the first keys of the next are fetched. */
 static int64_t few_each(int64_t num_jobs) { return max(1, num_jobs / (PARTS_EACH * team_size())); }
 
-/* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
 int outrider_attend(const struct attention *a) {
     struct jobs jobs = {0};
     int64_t block = MAX_TILES * LANES;

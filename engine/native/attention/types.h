@@ -57,6 +57,9 @@ struct attention {
     float scaling, softcap; /* 0: none */
 };
 
+/* Write the new keys and values, then compute `out`. Returns 0, or 1 where memory is short. */
+int outrider_attend(const struct attention *attention);
+
 struct job {
     const struct span *span;
     int64_t head, first_lane, num_lanes;
