@@ -6,6 +6,8 @@ Where there is no GPU, Triton's kernels run in its interpreter, which must be ch
 import gc
 import multiprocessing
 import os
+import sys
+from types import FrameType
 
 import hypothesis
 import torch
@@ -19,6 +21,27 @@ hypothesis.settings.load_profile("shared machine")
 
 # Processes of the "forkserver" context are copies of one that has imported these: none of them imports torch again.
 multiprocessing.set_forkserver_preload(["actors.draft.draft_process", "actors.target.target_process"])
+
+
+_frames_of_threads = sys._current_frames
+
+
+def _frames_without_collection() -> dict[int, FrameType]:
+    """`sys._current_frames`, which slipcover calls, in a Python that collects garbage while it holds the lock of it.
+
+    What is collected may wait for that lock for ever (gh-106883, mended in 3.11.5).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _frames_of_threads()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+if sys.version_info < (3, 11, 5):
+    sys._current_frames = _frames_without_collection
 
 
 def pytest_collection_finish() -> None:
