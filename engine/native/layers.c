@@ -45,7 +45,7 @@ struct rows {
     int64_t num_rows;
     int64_t has_delta; /* delta holds something before the first layer; behind the last it does */
     const int64_t *kept; /* [num_kept], rising: the rows that are wanted behind the last layer, as the first of hidden
-                            and delta; NULL: all */
+                            and delta; not read where those are all or none */
     int64_t num_kept;
 };
 
@@ -173,7 +173,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         multiply(&l->qkv, room.normed, room.qkv, r->num_rows, d->is_bf16, room.scratch);
         attention.keys = keys[i], attention.values = values[i];
         is_short = attend(d, l, r, &attention, &room);
-        if (r->kept && i + 1 == last) keep_rows(d, r, &room);
+        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &room);
         if (!r->num_rows) break;
         multiply(&l->output, room.attended, r->delta, r->num_rows, d->is_bf16, room.scratch);
         add_norm(d, r, l->mlp_norm, 1, room.normed);
