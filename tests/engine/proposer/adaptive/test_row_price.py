@@ -45,7 +45,8 @@ class Matches:
         ]
         longest_s = LONGEST_BESIDE * costs.target_s(num_sequences)
         fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
-        self._most = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # with which no one waits too long for others
+        self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that hold up the others no longer
+        self.most = MAX_DRAFTS
 
     def speed(self, num_steps: int, budget: DraftBudget | float) -> float:
         """Expected tokens per second with the budget's prices, or with one least chance for all."""
@@ -65,7 +66,7 @@ class Matches:
     def _pass(self, sequence: Sequence, budget: DraftBudget | float) -> tuple[DraftedPass, float]:
         chances = np.cumprod(np.full(MAX_DRAFTS, self.rng.choice([0.3, 0.7, 0.97])) * (self.rng.random() < 0.4))
         least = sequence.least_chance if isinstance(budget, DraftBudget) else budget
-        allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else self._most
+        allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else self.most
         drafted = chances[:allowed][chances[:allowed] >= least] if least > 0 else chances[:allowed]
         number = self.rng.random()
         num_accepted = int((drafted > number).sum())
@@ -75,10 +76,33 @@ class Matches:
 @pytest.mark.parametrize("num_sequences", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("costs", [PROCESSOR, ROOFLINE])
 def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_sequences: int) -> None:
-    best = max(Matches(num_sequences, costs).speed(400, least) for least in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1))
     matches, budget = Matches(num_sequences, costs), DraftBudget(4, MAX_DRAFTS)
     matches.speed(100, budget)
-    assert matches.speed(400, budget) >= 0.93 * best
+    speed = matches.speed(400, budget)
+    assert speed >= 0.93 * best_speed(num_sequences, costs, is_bounded=True)
+    share = 0.85 if num_sequences in (2, 4) else 0.93  # few sequences pay for it that drafts hold up none for long
+    assert speed >= share * best_speed(num_sequences, costs, is_bounded=False)
+
+
+def best_speed(num_sequences: int, costs: Costs, *, is_bounded: bool) -> float:
+    """The most tokens per second that one least chance brings; bounded: as long as drafts may hold up others."""
+    speeds = []
+    for least in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1):
+        matches = Matches(num_sequences, costs)
+        matches.most = matches.most_beside if is_bounded else MAX_DRAFTS
+        speeds.append(matches.speed(400, least))
+    return max(speeds)
+
+
+@pytest.mark.parametrize("num_sequences", [2, 8, 16])
+def test_drafts_hold_up_other_sequences_for_two_and_a_half_plain_passes_at_most(num_sequences: int) -> None:
+    matches, budget = Matches(num_sequences, PROCESSOR), DraftBudget(4, MAX_DRAFTS)
+    matches.speed(200, budget)
+    rows = []
+    for _ in range(100):
+        budget.plan(matches.sequences)
+        rows.append(num_sequences + sum(each.draft_allowance for each in matches.sequences))
+    assert PROCESSOR.target_s(max(rows)) <= 1.15 * 2.5 * PROCESSOR.target_s(num_sequences)  # costs are measured
 
 
 def test_a_sequence_of_fixed_length_pays_no_price_that_follows_a_clock() -> None:
