@@ -51,24 +51,3 @@ AVX INLINE __m512 odd_numbers(__m512i pairs) {
 }
 
 AVX INLINE __m512 even_numbers(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-
-/* Tiles for sums (0 1: of low rows, 2 3: of high ones), for rows of `row_bytes` (4: low, 5: high) and for a pair of
-   others (6 7), of as many inputs. */
-AMX static inline void configure_tiles_for(int64_t rows_low, int64_t rows_high, int row_bytes) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    const int64_t inputs = row_bytes / 4;
-    const int64_t rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, inputs, inputs};
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = (uint8_t)(rows[i] ? rows[i] : 1);
-        config.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? row_bytes : 64);
-    }
-    _tile_loadconfig(&config);
-}
-
-AMX static inline void configure_tiles(int64_t rows_low, int64_t rows_high) {
-    configure_tiles_for(rows_low, rows_high, 64);
-}

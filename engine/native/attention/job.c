@@ -2,6 +2,7 @@
 
 #include "attention/job.h"
 
+#include "amx.h"
 #include "attention/few_lanes.h"
 #include "attention/int8_lanes.h"
 #include "attention/state.h"

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "attention/products_split.h"
 #include "attention/unit.h"
 
@@ -20,13 +21,13 @@ AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf1
             _tile_zero(3);
         }
         for (int64_t d = 0; d < width; d += 32) {
-            _tile_loadd(6, queries + d * LANES, 64);
-            _tile_loadd(4, low + d * 2, low_stride);
+            tile_load(6, queries + d * LANES, 64);
+            tile_load(4, low + d * 2, low_stride);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, high + d * 2, high_stride);
+            tile_load(5, high + d * 2, high_stride);
             _tile_dpbf16ps(1, 5, 6);
             if (is_pair) {
-                _tile_loadd(7, queries + (width + d) * LANES, 64);
+                tile_load(7, queries + (width + d) * LANES, 64);
                 _tile_dpbf16ps(2, 4, 7);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -95,21 +96,21 @@ AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_k
                           int64_t size, int is_pair) {
     for (int64_t d = 0; d < width; d += 32) {
         float *low = sums + d * LANES, *high = low + 16 * LANES;
-        _tile_loadd(0, low, 64);
-        _tile_loadd(1, high, 64);
+        tile_load(0, low, 64);
+        tile_load(1, high, 64);
         if (is_pair) {
-            _tile_loadd(2, low + size, 64);
-            _tile_loadd(3, high + size, 64);
+            tile_load(2, low + size, 64);
+            tile_load(3, high + size, 64);
         }
         for (int64_t key = 0; key < num_keys; key += 32) {
             const bf16 *v = values + (key / 32 * (width / 16) + d / 16) * 512;
-            _tile_loadd(6, weights + key * LANES, 64);
-            _tile_loadd(4, v, 64);
+            tile_load(6, weights + key * LANES, 64);
+            tile_load(4, v, 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, v + 512, 64);
+            tile_load(5, v + 512, 64);
             _tile_dpbf16ps(1, 5, 6);
             if (is_pair) {
-                _tile_loadd(7, weights + (UNIT + key) * LANES, 64);
+                tile_load(7, weights + (UNIT + key) * LANES, 64);
                 _tile_dpbf16ps(2, 4, 7);
                 _tile_dpbf16ps(3, 5, 7);
             }

@@ -9,6 +9,7 @@
    A row of a tile, which is a vector too, holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ...
    K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
 
+#include "amx.h"
 #include "lanes/lanes.h"
 #include "processor.h"
 #include "products/products.h"
@@ -60,15 +61,15 @@ AMX INLINE void add_tiles(struct part p, float *sums, int is_first) {
         _tile_zero(0);
         _tile_zero(1);
     } else {
-        _tile_loadd(0, sums, 64);
-        _tile_loadd(1, sums + 256, 64);
+        tile_load(0, sums, 64);
+        tile_load(1, sums + 256, 64);
     }
     for (int64_t k = 0; k < p.steps; k++, p.x += p.step, p.w += 2 * TILE) {
         fetch_lines(p.w + p.ahead, p.from, p.to);
-        _tile_loadd(4, p.x, p.stride * 2);
-        _tile_loadd(6, p.w, 64);
+        tile_load(4, p.x, p.stride * 2);
+        tile_load(6, p.w, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, p.w + TILE, 64);
+        tile_load(7, p.w + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
     }
     _tile_stored(0, sums, 64);

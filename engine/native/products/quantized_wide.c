@@ -1,5 +1,6 @@
 /* Products by int8 and int4 weights on AMX or AVX-512's VNNI. */
 
+#include "amx.h"
 #include "products/quantized.h"
 #include "products/silu.h"
 
@@ -146,9 +147,9 @@ AMX static void add_tiles(int64_t rows, const enum layout layout, struct part p,
         fetch_lines(p.later + p.ahead, p.from, p.to);
         _tile_zero(0);
         _tile_zero(1);
-        _tile_loadd(4, p.x, p.stride);
-        _tile_loadd(6, p.w, 64);
-        _tile_loadd(7, p.w + HALF_BLOCK, 64);
+        tile_load(4, p.x, p.stride);
+        tile_load(6, p.w, 64);
+        tile_load(7, p.w + HALF_BLOCK, 64);
         if (layout == WHOLE) {
             _tile_dpbusd(0, 4, 6);
             _tile_dpbusd(1, 4, 7);
