@@ -1,5 +1,5 @@
-/* AMX, told to the compiler whole: GCC's own `_tile_loadconfig` says that it reads eight bytes, and `_tile_loadd` that it
-   reads none, so that what was written there just before may be left out (GCC 12 did, and the processor faulted). */
+/* AMX as the compiler has to see it. GCC's `_tile_loadconfig` says that it reads eight bytes and `_tile_loadd` that it
+   reads none, so that what was written there just before may be left out (GCC 12 did so, and the processor faulted). */
 
 #pragma once
 

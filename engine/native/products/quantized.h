@@ -18,8 +18,9 @@ enum {
 struct quantized {
     int8_t *x;         /* rows `stride` bytes apart, in units of row_scales: -127 to 127; for 8 bits 0 to 255 */
     int64_t stride;
-    float *row_scales; /* [rows, groups] */
-    float *row_bases;  /* [rows, groups], for 8 bits; for 4 the sums of the groups */
+    float *row_scales; /* [groups, rows], `table_stride` apart */
+    float *row_bases;  /* the same, for 8 bits; for 4 the sums of the groups */
+    int64_t table_stride;
     const uint8_t *weight;
     const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS] float16: scales; bases of 4 bits, or sums of 8 */
     const float *bias;      /* [num_outputs] or NULL */
@@ -34,7 +35,7 @@ struct quantized {
 struct part {
     const int8_t *x; /* rows `stride` bytes apart */
     int64_t stride;
-    const float *row_scales; /* and row_bases: rows `table_stride` apart */
+    const float *row_scales; /* and row_bases: groups `table_stride` apart */
     const float *row_bases;
     int64_t table_stride;
     const uint8_t *w, *later;
@@ -60,8 +61,8 @@ INTERNAL void finish_narrow(const struct quantized *p, int64_t row, int64_t rows
 /* Let a part read the rows from `row` on and the groups from `group` on, of which each takes `x_bytes`. */
 static inline void set_rows(struct part *part, const struct quantized *p, int64_t row, int64_t group, int64_t x_bytes) {
     part->x = p->x + row * part->stride + group * x_bytes;
-    part->row_scales = p->row_scales + row * p->num_groups + group;
-    part->row_bases = p->row_bases + row * p->num_groups + group;
+    part->row_scales = p->row_scales + group * p->table_stride + row;
+    part->row_bases = p->row_bases + group * p->table_stride + row;
 }
 
 /* The place of one row's results of one pair. */

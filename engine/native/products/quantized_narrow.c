@@ -51,8 +51,8 @@ AVX2 INLINE void add_bytes(const int rows, struct part p, float *sums) {
         __m256 row_scale[BYTE_ROWS], row_base[BYTE_ROWS];
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++) {
-            row_scale[row] = _mm256_set1_ps(p.row_scales[row * p.table_stride + group]);
-            row_base[row] = _mm256_set1_ps(p.row_bases[row * p.table_stride + group]);
+            row_scale[row] = _mm256_set1_ps(p.row_scales[group * p.table_stride + row]);
+            row_base[row] = _mm256_set1_ps(p.row_bases[group * p.table_stride + row]);
         }
         for (int half = 0; half < 2; half++) { /* of the pair */
             __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
@@ -100,8 +100,8 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
         __m256 row_scale[NIBBLE_ROWS], row_base[NIBBLE_ROWS];
 #pragma GCC unroll 4
         for (int row = 0; row < rows; row++) {
-            row_scale[row] = _mm256_set1_ps(p.row_scales[row * p.table_stride + group]);
-            row_base[row] = _mm256_set1_ps(p.row_bases[row * p.table_stride + group]);
+            row_scale[row] = _mm256_set1_ps(p.row_scales[group * p.table_stride + row]);
+            row_base[row] = _mm256_set1_ps(p.row_bases[group * p.table_stride + row]);
         }
         for (int half = 0; half < 2; half++) { /* of a line: 8 of the first 16 outputs, and the same 8 of the others */
             __m256i sum[NIBBLE_ROWS][2];
@@ -180,7 +180,7 @@ void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64
         memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
         for (int64_t group = 0; group < p->num_groups; group += block) {
             const int64_t at = pair * p->num_groups + group;
-            struct part part = {.stride = p->stride, .table_stride = p->num_groups, .w = p->weight + at * lines * 64,
+            struct part part = {.stride = p->stride, .table_stride = p->table_stride, .w = p->weight + at * lines * 64,
                                 .tables = p->tables + at * GROUP_TABLES};
             part.num_groups = min(block, p->num_groups - group);
             part.ahead = rows <= at_once ? PREFETCH : part.num_groups * lines * 64;

@@ -43,6 +43,9 @@ static void multiply_part(const void *work, int64_t part) {
 
 static int64_t row_bytes(int64_t num_inputs) { return num_inputs * (outrider_has_vectors ? 1 : 2) + PAD; }
 
+/* Whole lines of the cache, an odd number of them, so that the groups of some rows do not share its few sets. */
+static int64_t table_stride(int64_t num_rows) { return ((num_rows + 15) / 16 | 1) * 16; }
+
 static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * OUTPUTS), num_pairs / 8));
@@ -50,7 +53,8 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     p.stride = row_bytes(p.num_inputs);
     p.x = scratch;
     p.row_scales = (float *)(scratch + p.num_rows * p.stride);
-    p.row_bases = p.row_scales + p.num_rows * p.num_groups;
+    p.table_stride = table_stride(p.num_rows);
+    p.row_bases = p.row_scales + p.num_groups * p.table_stride;
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
     const struct cut cut = {p, x, pairs, rows, (p.num_rows + rows - 1) / rows};
     share_out(quantize_part, &cut, (p.num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS);
@@ -77,5 +81,5 @@ void outrider_quantized_float_product(const float *x, const uint8_t *weight, con
 }
 
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs) {
-    return num_rows * (row_bytes(num_inputs) + num_inputs / GROUP * (int64_t)(2 * sizeof(float)));
+    return num_rows * row_bytes(num_inputs) + 2 * num_inputs / GROUP * table_stride(num_rows) * (int64_t)sizeof(float);
 }

@@ -31,12 +31,13 @@ AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scal
 
 AVX INLINE void quantize_row_wide(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
     int8_t *to = p->x + row * p->stride;
-    float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
+    float *scale = p->row_scales + row, *base = p->row_bases + row;
     for (int64_t group = 0; group < p->num_groups; group++, to += GROUP) {
         const __m512 low = load_numbers(from, group * GROUP, is_bf16);
         const __m512 high = load_numbers(from, group * GROUP + 16, is_bf16);
-        if (p->bits == 8) quantize_based(low, high, to, scales + group, bases + group);
-        else quantize_summed(low, high, to, scales + group, bases + group);
+        if (p->bits == 8) quantize_based(low, high, to, scale, base);
+        else quantize_summed(low, high, to, scale, base);
+        scale += p->table_stride, base += p->table_stride;
     }
 }
 
@@ -106,12 +107,13 @@ AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scal
 
 AVX2 INLINE void quantize_row_narrow(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
     int8_t *to = p->x + row * p->stride;
-    float *scales = p->row_scales + row * p->num_groups, *bases = p->row_bases + row * p->num_groups;
+    float *scale = p->row_scales + row, *base = p->row_bases + row;
     for (int64_t group = 0; group < p->num_groups; group++) {
         __m256 x[4];
         for (int i = 0; i < 4; i++) x[i] = load_narrow(from, group * GROUP + i * 8, is_bf16);
-        if (p->bits == 8) quantize_based_narrow(x, to + group * 2 * GROUP, scales + group, bases + group);
-        else quantize_summed_narrow(x, to + group * GROUP, scales + group, bases + group);
+        if (p->bits == 8) quantize_based_narrow(x, to + group * 2 * GROUP, scale, base);
+        else quantize_summed_narrow(x, to + group * GROUP, scale, base);
+        scale += p->table_stride, base += p->table_stride;
     }
 }
 

@@ -8,6 +8,8 @@ enum {
     BLOCK_GROUPS = 24,  /* that stay in the first cache while rows go by */
     VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
     FEW_ROWS = 3,       /* that have those of several */
+    TILE_ROWS = 16,     /* that have them by AMX */
+    LEAST_TILED = 12,   /* fewer take less time without it */
 };
 
 /* How the numbers of W lie: of 8 bits, of 4 bits in halves of bytes, or those as bytes of their own. */
@@ -90,7 +92,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
                 if (is_high) scale = _mm512_mul_ps(scale, _mm512_set1_ps(1.0f / 16));
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
-                    const int64_t place = row * p.table_stride + group;
+                    const int64_t place = group * p.table_stride + row;
                     __m512 *onto = &total[i * rows + row][half];
                     const __m512i *sums_of = sum[i * rows + row];
                     const __m512i exact = is_high ? _mm512_sub_epi32(sums_of[1], sums_of[0]) : sums_of[half];
@@ -140,41 +142,61 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         }
 }
 
-/* `add_vectors` by AMX, for up to 16 rows, as many as tiles are configured for; W is int8. */
-AMX static void add_tiles(int64_t rows, const enum layout layout, struct part p, float *sums) {
-    int32_t numbers[2][16 * 16] __attribute__((aligned(64)));
-    for (int64_t group = 0; group < p.num_groups; group++) {
-        fetch_lines(p.later + p.ahead, p.from, p.to);
-        _tile_zero(0);
-        _tile_zero(1);
-        tile_load(4, p.x, p.stride);
-        tile_load(6, p.w, 64);
-        tile_load(7, p.w + HALF_BLOCK, 64);
-        if (layout == WHOLE) {
-            _tile_dpbusd(0, 4, 6);
-            _tile_dpbusd(1, 4, 7);
-        } else {
-            _tile_dpbssd(0, 4, 6);
-            _tile_dpbssd(1, 4, 7);
-        }
-        _tile_stored(0, numbers[0], 64);
-        _tile_stored(1, numbers[1], 64);
-        for (int half = 0; half < 2; half++) {
-            const __m512 scale = from_float16(p.tables + half * 16);
-            const __m512 second = second_of(p.tables + half * 16, scale, layout);
-            for (int64_t row = 0; row < rows; row++) {
-                const int64_t place = row * p.table_stride + group;
-                const __m512i sum = _mm512_load_si512(numbers[half] + row * 16);
-                float *onto = sums + row * OUTPUTS + half * 16;
-                _mm512_storeu_ps(onto, add_group(_mm512_loadu_ps(onto), sum, scale, second, p.row_scales[place],
-                                                 p.row_bases[place]));
+/* One group's products of 16 outputs to `numbers` [16, 16], by the tiles 0 or 1 and their inputs in two others. */
+#define MULTIPLY_GROUP(sum, inputs, weights, x, w, stride, numbers, layout)                                            \
+    do {                                                                                                               \
+        _tile_zero(sum);                                                                                               \
+        tile_load(inputs, x, stride);                                                                                  \
+        tile_load(weights, w, 64);                                                                                     \
+        if (layout == WHOLE) _tile_dpbusd(sum, inputs, weights);                                                       \
+        else _tile_dpbssd(sum, inputs, weights);                                                                       \
+        _tile_stored(sum, numbers, 64);                                                                                \
+    } while (0)
+
+/* `add_vectors` by AMX, for LEAST_TILED to 16 rows, as many as tiles are configured for; W is int8. While one group is
+   added to the sums of 16 outputs, which stay in registers, the next one is multiplied. */
+AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part p, float *sums) {
+    int32_t numbers[2][TILE_ROWS * 16] __attribute__((aligned(64)));
+    for (int half = 0; half < 2; half++) {
+        __m512 total[TILE_ROWS];
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++)
+            total[row] = p.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
+        const int8_t *x = p.x;
+        const uint8_t *w = p.w + half * HALF_BLOCK, *later = p.later + p.ahead;
+        const uint16_t *tables = p.tables + half * 16;
+        const float *row_scales = p.row_scales, *row_bases = p.row_bases;
+        MULTIPLY_GROUP(0, 4, 6, x, w, p.stride, numbers[0], layout);
+        for (int64_t group = 0; group < p.num_groups; group++) {
+            x += GROUP, w += 2 * HALF_BLOCK;
+            if (group + 1 < p.num_groups) {
+                if (group % 2) MULTIPLY_GROUP(0, 4, 6, x, w, p.stride, numbers[0], layout);
+                else MULTIPLY_GROUP(1, 5, 7, x, w, p.stride, numbers[1], layout);
             }
+            if (!half) fetch_lines(later, p.from, p.to);
+            const __m512 scale = from_float16(tables), second = second_of(tables, scale, layout);
+            const int32_t *of = numbers[group % 2];
+#pragma GCC unroll 16
+            for (int row = 0; row < rows; row++) {
+                const __m512i sum = _mm512_load_si512(of + row * 16);
+                total[row] = add_group(total[row], sum, scale, second, row_scales[row], row_bases[row]);
+            }
+            later += p.later_bytes, tables += GROUP_TABLES;
+            row_scales += p.table_stride, row_bases += p.table_stride;
         }
-        p.x += GROUP;
-        p.w += 2 * HALF_BLOCK;
-        p.later += p.later_bytes;
-        p.tables += GROUP_TABLES;
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, total[row]);
     }
+}
+
+/* The same, the number of rows, LEAST_TILED to 16, and the layout known to the compiler. */
+AMX static void add_tile_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
+#define SUMS(n, layout) case n: add_tiles(n, layout, p, sums); break;
+#define TO_SIXTEEN(l) switch (rows) { SUMS(12, l) SUMS(13, l) SUMS(14, l) SUMS(15, l) SUMS(16, l) }
+    if (layout == WHOLE) TO_SIXTEEN(WHOLE)
+    else TO_SIXTEEN(LEVELS)
+#undef TO_SIXTEEN
+#undef SUMS
 }
 
 /* The sums [rows, 32] of a pair, to `out`. */
@@ -199,14 +221,14 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
     }
 }
 
-/* Up to FEW_ROWS rows and the pairs [first, last) of 8 bits, without AMX: some pairs at once, each read whole. (4 bits
-   take so long to unpack that memory does not wait.) */
+/* Up to FEW_ROWS rows and the pairs [first, last) of 8 bits: some pairs at once, each read whole. (4 bits take so long
+   to unpack that memory does not wait.) */
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
-                        .table_stride = groups, .num_groups = groups, .later_bytes = 2 * HALF_BLOCK, .ahead = PREFETCH,
-                        .to = 16, .is_first = 1};
+                        .table_stride = p->table_stride, .num_groups = groups, .later_bytes = 2 * HALF_BLOCK,
+                        .ahead = PREFETCH, .to = 16, .is_first = 1};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
         part.w = part.later = p->weight + pair * groups * 2 * HALF_BLOCK;
@@ -225,16 +247,15 @@ static int64_t height_of(int64_t rows) {
 AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t unpacked[BLOCK_GROUPS * 2 * HALF_BLOCK] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int has_tiles = outrider_has_tiles;
-    const int64_t max_rows = has_tiles ? 16 : VECTOR_ROWS;
+    const int has_tiles = outrider_has_tiles && rows >= LEAST_TILED;
+    const int64_t max_rows = has_tiles ? TILE_ROWS : VECTOR_ROWS;
     const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8;
     const int is_unpacked = p->bits == 4 && (has_tiles || rows > 4 * VECTOR_ROWS);
     const enum layout layout = p->bits == 8 ? WHOLE : is_unpacked ? LEVELS : HALVES;
-    if (has_tiles) configure_tiles_for(min(rows, 16), 0, GROUP);
+    if (has_tiles) configure_tiles_for(min(rows, TILE_ROWS), min(rows, TILE_ROWS), GROUP);
     for (int64_t pair = first; pair < last; pair++) {
-        if (has_tiles) __builtin_memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
         for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
-            struct part part = {.stride = p->stride, .table_stride = p->num_groups, .later_bytes = group_bytes};
+            struct part part = {.stride = p->stride, .table_stride = p->table_stride, .later_bytes = group_bytes};
             part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
             part.is_first = group == 0;
             part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
@@ -245,27 +266,27 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
                 part.w = unpacked;
             }
             for (int64_t i = 0, height, lines = 16 * p->bits / 8; i < rows; i += height) {
-                height = has_tiles ? min(max_rows, rows - i) : height_of(rows - i);
+                const int is_tile = has_tiles && rows - i >= LEAST_TILED;
+                height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i);
                 set_rows(&part, p, row + i, group, GROUP);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 float *onto = sums + i * OUTPUTS;
-                if (!has_tiles) {
+                if (!is_tile) {
                     add_any_rows(height, layout, part, onto);
                     continue;
                 }
-                const int is_rest = rows > 16 && height < 16;
-                if (is_rest) configure_tiles_for(height, 0, GROUP);
-                if (layout == WHOLE) add_tiles(height, WHOLE, part, onto);
-                else add_tiles(height, LEVELS, part, onto);
-                if (is_rest) configure_tiles_for(16, 0, GROUP);
+                const int is_rest = i && height < TILE_ROWS;
+                if (is_rest) configure_tiles_for(height, height, GROUP);
+                add_tile_rows(height, layout, part, onto);
+                if (is_rest) configure_tiles_for(TILE_ROWS, TILE_ROWS, GROUP);
             }
         }
         finish(p, row, rows, pair, sums);
     }
+    if (has_tiles) _tile_release();
 }
 
 AMX void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    if (!outrider_has_tiles && p->bits == 8 && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
+    if (p->bits == 8 && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
     else multiply_many(p, row, rows, first, last);
-    if (outrider_has_tiles) _tile_release();
 }
