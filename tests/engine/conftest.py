@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from engine.native.library import Instructions, native_instructions, native_library
+from engine.native.library import Instructions
 from tests.engine.attention.patched_language import patch_once_per_launch
+from tests.engine.fixtures.native_kernels import held_to
 
 
 def pytest_collection_finish() -> None:
@@ -22,7 +22,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(params=[Instructions.AVX512, Instructions.AMX], ids=lambda each: each.name)
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """Instructions that our kernels in C compute with, in turn; for tests that `needs_kernels`."""
-    with _held_to(request.param):
+    with held_to(request.param):
         yield
 
 
@@ -31,7 +31,7 @@ def any_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same for kernels that take rows of float32 on less; a test's `dtype` is held to those."""
     if request.param is Instructions.AVX2 and request.node.callspec.params.get("dtype") in (torch.bfloat16, "bfloat16"):
         pytest.skip("no bfloat16 on AVX2")
-    with _held_to(request.param):
+    with held_to(request.param):
         yield
 
 
@@ -51,14 +51,3 @@ def dots_without_places(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@contextmanager
-def _held_to(instructions: Instructions) -> Iterator[None]:
-    library, best = native_library(Instructions.AVX2), native_instructions()
-    assert library is not None
-    assert best is not None
-    if library.outrider_start(instructions) != instructions:
-        pytest.skip(f"no {instructions.name} on this processor")
-    yield
-    library.outrider_start(best)

@@ -173,7 +173,8 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
     _mm512_storeu_si512(positions, visibility->position);
     float scale = a->scaling * LOG2_E, *sums = state + 2 * LANES;
     if (a->softcap > 0) {
-        for (int lane = 0; lane < lanes; lane++) cap(scores + lane * UNIT, num_keys, a->scaling, a->softcap);
+        for (int lane = 0; lane < lanes; lane++) 
+            cap(scores + lane * UNIT, num_keys, _mm512_set1_ps(a->scaling), a->softcap);
         scale = LOG2_E;
     }
     for (int lane = 0; lane < lanes; lane++) {

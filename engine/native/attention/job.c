@@ -4,7 +4,8 @@
 
 #include "amx.h"
 #include "attention/few_lanes.h"
-#include "attention/int8_lanes.h"
+#include "attention/int8/lanes.h"
+#include "attention/int8/tiles.h"
 #include "attention/state.h"
 #include "attention/tiles.h"
 
@@ -14,6 +15,14 @@ struct reader {
     const struct job *ahead; /* of which `unit` is the first already, and on its way to the cache */
 };
 
+#ifndef NARROW
+/* A unit of an int8 pool. */
+union int8_numbers {
+    struct int8_unit unit;
+    struct int8_rows rows;
+};
+#endif
+
 /* The state of a job; lanes are those of the job, in tiles. */
 struct work {
     const struct attention *a;
@@ -21,19 +30,20 @@ struct work {
     const struct job *following; /* of the part, whose first unit is fetched behind the last of this one; or NULL */
     int64_t num_tiles;
     int has_few;            /* lanes, as few_lanes.h has them */
-    int is_int8;            /* its pool is read as int8_lanes.h does */
-    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them; or [lanes] int8_query */
+    int is_int8;            /* its pool is read as int8/lanes.h does, */
+    int is_tiled;           /* or as int8/tiles.h does */
+    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them; or those of int8/ */
     float *states;          /* of the split that is read */
     struct visibility *visibilities;
     char *room;
     bf16 *values; /* of a unit, transposed */
     float *wide;  /* or its keys and values as floats */
-    struct int8_unit *int8_unit;
+    union int8_numbers *int8_numbers;
     struct reader *reader;
 };
 
 /* Whether each lane has its sums side by side, and not those of a dim. */
-static int are_apart(const struct work *w) { return w->has_few || w->is_int8; }
+static int are_apart(const struct work *w) { return w->has_few || (w->is_int8 && !w->is_tiled); }
 
 static int64_t token_of(const struct work *w, int64_t lane) {
     const int64_t last = w->job->num_lanes - 1; /* lanes behind the last repeat it, and are not stored */
@@ -68,8 +78,14 @@ VECTOR_CODE static void load_queries(struct work *w) {
 #ifndef NARROW
     for (int64_t lane = 0; w->has_few && lane < w->job->num_lanes; lane++)
         load_few(a, query_of(w, lane), lane, w->queries);
-    for (int64_t lane = 0; w->is_int8 && lane < w->job->num_lanes; lane++)
+    for (int64_t lane = 0; w->is_int8 && !w->is_tiled && lane < w->job->num_lanes; lane++)
         load_int8_query(a, query_of(w, lane), (struct int8_query *)w->queries + lane);
+    for (int64_t tile = 0; w->is_tiled && tile < w->num_tiles; tile++) {
+        const char *queries[LANES];
+        const int64_t num_lanes = min(LANES, w->job->num_lanes - tile * LANES);
+        for (int64_t i = 0; i < num_lanes; i++) queries[i] = query_of(w, tile * LANES + i);
+        load_int8_queries(a, queries, num_lanes, (struct int8_queries *)w->queries + tile);
+    }
     if (w->has_few || w->is_int8) return;
 #endif
     const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
@@ -119,15 +135,23 @@ static void load_first(const struct attention *a, const struct job *job, struct 
 }
 
 #ifndef NARROW
-/* A unit of a pool that is read as int8, for the tiles [first, last). */
+/* A unit of a pool of int8, for the tiles [first, last). */
 AVX static void attend_int8_unit(const struct work *w, const struct unit *unit, const struct unit *next, int64_t first,
                                  int64_t last) {
     const int64_t size = state_size(round_up(w->a->value_dim, 32));
-    take_int8_unit(w->a, unit, next, w->int8_unit);
+    if (w->is_tiled) take_int8_rows(w->a, unit, next, &w->int8_numbers->rows);
+    else take_int8_unit(w->a, unit, next, &w->int8_numbers->unit);
     for (int64_t tile = first; tile < last; tile++) {
-        const struct int8_query *queries = (const struct int8_query *)w->queries + tile * LANES;
-        attend_int8(w->a, unit, w->int8_unit, min(LANES, w->job->num_lanes - tile * LANES), queries,
-                    w->visibilities + tile, w->states + tile * size);
+        const struct visibility *visibility = w->visibilities + tile;
+        float *state = w->states + tile * size;
+        if (w->is_tiled) {
+            const struct int8_queries *queries = (const struct int8_queries *)w->queries + tile;
+            attend_int8_tile(w->a, unit, &w->int8_numbers->rows, queries, visibility, state);
+        } else {
+            const struct int8_query *queries = (const struct int8_query *)w->queries + tile * LANES;
+            const int64_t num_lanes = min(LANES, w->job->num_lanes - tile * LANES);
+            attend_int8(w->a, unit, &w->int8_numbers->unit, num_lanes, queries, visibility, state);
+        }
     }
 }
 #endif
@@ -175,7 +199,7 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         else if (a->is_bf16)
             transpose_values(unit, a->value_dim, later, value_bytes(a), w->values);
 #endif
-        for (int64_t tile = first; tile < last && !are_apart(w); tile += 2) {
+        for (int64_t tile = first; tile < last && !w->has_few && !w->is_int8; tile += 2) {
             const char *queries = w->queries + tile * query_size;
             float *states = w->states + tile * size;
             const struct unit *later = has_next && tile == first ? next : NULL;
@@ -321,17 +345,18 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
                                 struct reader *reader) {
     struct work w = {.a = a, .job = job, .reader = reader, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
 #ifndef NARROW
-    struct int8_unit int8_unit;
-    w.is_int8 = reads_int8(a), w.int8_unit = &int8_unit;
+    union int8_numbers int8_numbers;
+    w.is_int8 = (int)a->is_int8, w.is_tiled = w.is_int8 && are_tiled(job->num_lanes), w.int8_numbers = &int8_numbers;
     w.has_few = !w.is_int8 && are_few(a, job->num_lanes);
-    const int64_t query_size = w.is_int8 ? (int64_t)sizeof(struct int8_query) : 0;
+    const size_t query_sizes[] = {0, LANES * sizeof(struct int8_query), sizeof(struct int8_queries)};
+    const int64_t query_size = (int64_t)query_sizes[w.is_int8 + w.is_tiled]; /* of a tile */
 #else
     const int64_t query_size = 0;
 #endif
     const int64_t item = IS_BF16(a) ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
     const int64_t query_bytes = w.has_few ? FEW_LANES * (int64_t)sizeof(float) : w.num_tiles * LANES * item;
-    char queries[query_size ? job->num_lanes * query_size : key_width * query_bytes] __attribute__((aligned(64)));
+    char queries[query_size ? w.num_tiles * query_size : key_width * query_bytes] __attribute__((aligned(64)));
     float states[2 * num_numbers] __attribute__((aligned(64)));
     struct visibility visibilities[MAX_TILES];
     char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
@@ -366,7 +391,7 @@ TILE_CODE void PART(run_part)(const void *work, int64_t part) {
     const struct pass *pass = work;
     const int64_t first = part * pass->jobs_each;
 #ifndef NARROW
-    const int has_tiles = pass->attention->is_bf16 && outrider_has_tiles;
+    const int has_tiles = (pass->attention->is_bf16 || pass->attention->is_int8) && outrider_has_tiles;
     if (has_tiles) configure_tiles(16, 16);
 #endif
     const int64_t last = min(first + pass->jobs_each, pass->num_jobs);

@@ -24,8 +24,9 @@ VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {
 }
 
 /* cap tanh(score * scaling / cap), to 1e-7 of the cap. */
-VECTOR_CODE INLINE void cap(float *scores, int64_t count, float scaling, float softcap) {
-    const floats one = lanes_set(1.0f), factor = lanes_set(2 * LOG2_E * scaling / softcap);
+VECTOR_CODE INLINE void cap(float *scores, int64_t count, floats scaling, float softcap) {
+    const floats one = lanes_set(1.0f);
+    const floats factor = lanes_div(lanes_mul(lanes_set(2 * LOG2_E), scaling), lanes_set(softcap));
     const floats bound = lanes_set(60.0f);
     for (int64_t i = 0; i < count; i += LANES) {
         floats x = lanes_mul(lanes_load(scores + i), factor);

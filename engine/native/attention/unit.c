@@ -30,16 +30,18 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     for (int64_t i = unit->count; i % 32; i++) unit->keys[i] = unit->values[i] = zeros;
 }
 
-/* A stored head of int8 as numbers of the model's type, zeros up to `width`. */
-VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, int is_bf16, void *out) {
+#ifdef NARROW
+/* A stored head of int8 as floats, zeros up to `width`. */
+VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, float *out) {
     bf16 bits;
     memcpy(&bits, head + dim, 2);
     const floats scale = lanes_as_floats(lanes_set_int((int)((uint32_t)bits << 16)));
     for (int64_t d = 0; d < width; d += 16) {
         const mask lanes = mask_of(dim - d >= 16 ? 0xffff : dim > d ? (1 << (dim - d)) - 1 : 0);
-        store_numbers(out, d, lanes_mul(lanes_load_int8(lanes, head + d), scale), is_bf16);
+        lanes_store(out + d, lanes_mul(lanes_load_int8(lanes, head + d), scale));
     }
 }
+#endif
 
 /* Whether 16 slots follow each other; blocks of fewer tokens may begin and end like a run that they are not. */
 INLINE int are_run(const int64_t *slots) {
@@ -49,31 +51,29 @@ INLINE int are_run(const int64_t *slots) {
 }
 
 VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once) {
-    const int64_t item = IS_BF16(a) ? 2 : 4, key_stride = a->num_heads * key_bytes(a);
-    const int64_t key_width = round_up(a->key_dim, 32), value_width = round_up(a->value_dim, 32);
-    char *room_values = room + UNIT * key_width * item;
+    const int64_t key_stride = a->num_heads * key_bytes(a), key_width = round_up(a->key_dim, 32);
     const int64_t count = unit->count;
-    if (a->is_int8)
-        for (int64_t i = 0; i < count; i++) {
-            load_int8(unit->keys[i], a->key_dim, key_width, IS_BF16(a), room + i * key_width * item);
-            load_int8(unit->values[i], a->value_dim, value_width, IS_BF16(a), room_values + i * value_width * item);
-            unit->keys[i] = room + i * key_width * item;
-            unit->values[i] = room_values + i * value_width * item;
-        }
+#ifdef NARROW
+    const int64_t value_width = round_up(a->value_dim, 32);
+    float *keys = (float *)room, *values = keys + UNIT * key_width;
+    for (int64_t i = 0; a->is_int8 && i < count; i++) {
+        load_int8(unit->keys[i], a->key_dim, key_width, keys + i * key_width);
+        load_int8(unit->values[i], a->value_dim, value_width, values + i * value_width);
+        unit->keys[i] = (const char *)(keys + i * key_width);
+        unit->values[i] = (const char *)(values + i * value_width);
+    }
+#endif
     if (!IS_BF16(a) || is_few) return;
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
-        const int is_whole = first + 16 <= count;
-        const int is_run = is_whole && are_run(unit->slots + first);
-        if (a->is_int8 && is_whole) {
-            unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_width * 2;
-        } else if (is_run && is_read_once && a->key_dim % 32 == 0) {
+        const int is_run = first + 16 <= count && are_run(unit->slots + first);
+        if (is_run && is_read_once && a->key_dim % 32 == 0) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_stride;
         } else {
             char *copy = room + first * key_width * 2;
             for (int64_t i = 0; i < 16; i++) {
                 char *row = copy + i * key_width * 2;
-                if (unit->keys[first + i] != row) memcpy(row, unit->keys[first + i], a->key_dim * 2);
+                memcpy(row, unit->keys[first + i], a->key_dim * 2);
                 memset(row + a->key_dim * 2, 0, (key_width - a->key_dim) * 2);
             }
             unit->key_tiles[tile] = copy, unit->key_strides[tile] = key_width * 2;

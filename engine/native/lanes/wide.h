@@ -56,7 +56,6 @@ typedef __mmask64 byte_mask;
     _mm512_min_epi32(_mm512_max_epi32(x, _mm512_set1_epi32(low)), _mm512_set1_epi32(high))
 
 /* int8 numbers as floats, and whole numbers as int8. */
-#define lanes_load_int8(some, at) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(some, at)))
 #define lanes_store_int8(at, some, whole) _mm_mask_storeu_epi8(at, some, _mm512_cvtepi32_epi8(whole))
 
 /* The first of 64 bytes. */

@@ -17,6 +17,7 @@ from engine.attention.native import NativeAttention
 from engine.attention.triton_tiling import Heads
 from engine.config import KVDtype
 from engine.kv_cache.int8_heads import to_int8_heads
+from engine.native.library import Instructions, native_instructions
 from engine.span import Span
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,
@@ -30,6 +31,7 @@ from tests.engine.fixtures.attention_fixtures import (
 )
 from tests.engine.fixtures.families import SERVED, write_family
 from tests.engine.fixtures.native_kernels import (
+    held_to,
     needs_float_kernels,
     needs_kernels,
     pairs_split,
@@ -255,6 +257,29 @@ def test_split_pairs_have_the_bits_of_whole_ones(
             whole = NativeAttention(world.spans, world.cache).whole(slots)
             outs.append(whole.attend(0, world.query.transpose(0, 1)[None], key, value, options)[0])
     assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", INT8_TOLERANCE)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    extents=st.one_of(EXTENTS, st.just(TREES), st.just(MIXED)),
+    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 9), st.integers(1, 140), st.integers(1, 140)),
+    window=st.one_of(st.none(), st.integers(1, 300)),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_an_int8_pool_gives_the_same_bits_with_and_without_amx(
+    extents: list[Extent], heads: Heads, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    if native_instructions() is not Instructions.AMX:
+        pytest.skip("no AMX on this processor")
+    world = AttentionWorld(extents, heads, dtype=dtype, kind=KVDtype.INT8)
+    options = LayerOptions(scaling=heads.key_dim**-0.5, window=window, softcap=softcap)
+    outs = []
+    for instructions in (Instructions.AVX512, Instructions.AMX):
+        with held_to(instructions):
+            outs.append(attend(world, options).float())
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

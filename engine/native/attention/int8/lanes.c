@@ -1,17 +1,12 @@
-#include "attention/int8_lanes.h"
+#include "attention/int8/lanes.h"
 
+#include "attention/int8/numbers.h"
 #include "attention/lane.h"
 
 enum {
-    MAX_QUERY = 127 * 256 + 127, /* the largest whole number of a query, and of a weight */
-    MAX_WEIGHT = 127 * 256 + 255,
-    AT_ONCE = 4,                 /* lanes that have their sums in registers */
-    BLOCK = UNIT * INT8_DIMS,    /* bytes of a unit's values of as many dims */
+    AT_ONCE = 4,              /* lanes that have their sums in registers */
+    BLOCK = UNIT * INT8_DIMS, /* bytes of a unit's values of as many dims */
 };
-
-#define LEAST 1e-30f /* below it numbers count as zero: the inverse of its scale is none */
-
-int reads_int8(const struct attention *a) { return a->is_int8 && !(a->is_bf16 && outrider_has_tiles); }
 
 AVX void load_int8_query(const struct attention *a, const char *query, struct int8_query *to) {
     __m512 largest = _mm512_setzero_ps();
@@ -22,8 +17,8 @@ AVX void load_int8_query(const struct attention *a, const char *query, struct in
     const float top = _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_QUERY / top);
     __m512i sum = _mm512_setzero_si512();
-    for (int64_t d = 0; d < round_up(a->key_dim, 4); d += 16) {
-        const __m512 some = load_some_numbers(query, d, first_lanes(a->key_dim - d), a->is_bf16);
+    for (int64_t d = 0; d < round_up(a->key_dim, INT8_DIMS); d += 16) {
+        const __m512 some = load_some_numbers(query, d, first_lanes(max(0, a->key_dim - d)), a->is_bf16);
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(some, inverse));
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
         const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
@@ -34,17 +29,6 @@ AVX void load_int8_query(const struct attention *a, const char *query, struct in
     to->scale = top / MAX_QUERY;
     to->offset = -128 * _mm512_reduce_add_epi32(sum);
 }
-
-INLINE float scale_of(const char *row, int64_t dim) {
-    bf16 bits;
-    float scale;
-    memcpy(&bits, row + dim, 2);
-    const uint32_t whole = (uint32_t)bits << 16;
-    memcpy(&scale, &whole, 4);
-    return scale;
-}
-
-AVX INLINE __mmask64 some_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
 /* 16 keys from `key` on. */
 AVX INLINE void take_keys(const struct unit *unit, int64_t key, int64_t dim, struct int8_unit *to) {
@@ -62,19 +46,13 @@ AVX INLINE void take_keys(const struct unit *unit, int64_t key, int64_t dim, str
 
 /* Four values from `key` on. */
 AVX INLINE void take_values(const struct unit *unit, int64_t key, int64_t dim, struct int8_unit *to) {
-    const char *const *rows = unit->values + key;
     int8_t *at = to->values + key / 4 * 256;
     for (int64_t d = 0; d < dim; d += INT8_DIMS, at += BLOCK) {
-        __m512i row[4];
-        for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some_bytes(dim - d), rows[i] + d);
-        const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), low_next = _mm512_unpacklo_epi8(row[2], row[3]);
-        const __m512i high = _mm512_unpackhi_epi8(row[0], row[1]), high_next = _mm512_unpackhi_epi8(row[2], row[3]);
-        _mm512_store_si512(at, _mm512_unpacklo_epi16(low, low_next));
-        _mm512_store_si512(at + 64, _mm512_unpackhi_epi16(low, low_next));
-        _mm512_store_si512(at + 128, _mm512_unpacklo_epi16(high, high_next));
-        _mm512_store_si512(at + 192, _mm512_unpackhi_epi16(high, high_next));
+        __m512i fours[4];
+        load_fours(unit->values + key, d, dim, fours);
+        for (int i = 0; i < 4; i++) _mm512_store_si512(at + i * 64, fours[i]);
     }
-    for (int i = 0; i < 4; i++) to->value_scales[key + i] = scale_of(rows[i], dim);
+    for (int i = 0; i < 4; i++) to->value_scales[key + i] = scale_of(unit->values[key + i], dim);
 }
 
 AVX void take_int8_unit(const struct attention *a, const struct unit *unit, const struct unit *next,
@@ -89,8 +67,11 @@ AVX void take_int8_unit(const struct attention *a, const struct unit *unit, cons
     }
 }
 
-/* 256 high + low. */
-AVX INLINE __m512i joined(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+/* Exact sums of 16 keys to scores, in units of the query's scale. */
+AVX INLINE void to_scores(__m512i whole, const struct int8_query *query, __m512 key_scales, float *scores) {
+    const __m512i sums = _mm512_add_epi32(whole, _mm512_set1_epi32(query->offset));
+    _mm512_store_ps(scores, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), key_scales));
+}
 
 /* Scores of 16 keys from `key` on, or of as many more, to [lane, UNIT]. */
 AVX INLINE void score_int8(const int lanes, const int tiles, const struct int8_unit *unit, int64_t key, int64_t dim,
@@ -119,28 +100,38 @@ AVX INLINE void score_int8(const int lanes, const int tiles, const struct int8_u
     for (int tile = 0; tile < tiles; tile++) {
         const __m512 scales = _mm512_load_ps(unit->key_scales + key + tile * 16);
 #pragma GCC unroll 4
-        for (int lane = 0; lane < lanes; lane++) {
-            const __m512i offset = _mm512_set1_epi32(queries[lane].offset);
-            const __m512i whole = _mm512_add_epi32(joined(high[tile][lane], low[tile][lane]), offset);
-            __m512 score = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), scales);
-            score = _mm512_mul_ps(score, _mm512_set1_ps(queries[lane].scale));
-            _mm512_store_ps(scores + lane * UNIT + key + tile * 16, score);
-        }
+        for (int lane = 0; lane < lanes; lane++)
+            to_scores(joined(high[tile][lane], low[tile][lane]), queries + lane, scales,
+                      scores + lane * UNIT + key + tile * 16);
     }
 }
 
-/* Weights times the scales of their values as whole numbers, whose scale it returns. */
-AVX INLINE float weigh_int8(const float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
+/* Bytes of four registers' whole numbers of 16 bits, low ones or, where they are shifted, high ones, in their order. */
+AVX INLINE __m512i bytes_of(__m512i first, __m512i second) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
+}
+
+/* Weights times the scales of their values as whole numbers; it returns their scale. */
+AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
     __m512 largest = _mm512_setzero_ps();
-    for (int64_t key = 0; key < num_keys; key += 16)
-        largest = _mm512_max_ps(largest, _mm512_mul_ps(_mm512_load_ps(weights + key), _mm512_load_ps(scales + key)));
-    const float top = _mm512_reduce_max_ps(largest);
-    const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_WEIGHT / top);
     for (int64_t key = 0; key < num_keys; key += 16) {
         const __m512 weight = _mm512_mul_ps(_mm512_load_ps(weights + key), _mm512_load_ps(scales + key));
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(weight, inverse));
-        _mm_store_si128((__m128i *)(high + key), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-        _mm_store_si128((__m128i *)(low + key), _mm512_cvtepi32_epi8(whole));
+        largest = _mm512_max_ps(largest, weight);
+        _mm512_store_ps(weights + key, weight);
+    }
+    for (int64_t key = num_keys; key % 64; key += 16) _mm512_store_ps(weights + key, _mm512_setzero_ps());
+    const float top = _mm512_reduce_max_ps(largest);
+    const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_WEIGHT / top);
+    for (int64_t key = 0; key < num_keys; key += 64) {
+        __m512i whole[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(weights + key + i * 16), inverse));
+        const __m512i first = _mm512_packus_epi32(whole[0], whole[1]), second = _mm512_packus_epi32(whole[2], whole[3]);
+        const __m512i last = _mm512_set1_epi16(255);
+        _mm512_store_si512(high + key, bytes_of(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
+        _mm512_store_si512(low + key, bytes_of(_mm512_and_si512(first, last), _mm512_and_si512(second, last)));
     }
     return top / MAX_WEIGHT;
 }
@@ -198,13 +189,12 @@ AVX INLINE void attend_some(const int lanes, const struct attention *a, const st
         else score_int8(lanes, 1, numbers, key, a->key_dim, queries, scores);
     int32_t positions[LANES];
     _mm512_storeu_si512(positions, visibility->position);
-    float *sums = state + 2 * LANES + first * width, scale = a->scaling * LOG2_E;
-    if (a->softcap > 0) scale = LOG2_E;
+    float *sums = state + 2 * LANES + first * width;
     for (int lane = 0; lane < lanes; lane++) {
-        float *scored = scores + lane * UNIT, *peak = state + first + lane;
-        if (a->softcap > 0) cap(scored, num_keys, a->scaling, a->softcap);
-        soften_lane(FLOATS, positions[first + lane], visibility->window, unit->begin, num_keys, scored, scale, peak,
-                    peak + LANES, sums + lane * width, width, weights);
+        float *scored = scores + lane * UNIT, *peak = state + first + lane, scaling = a->scaling * queries[lane].scale;
+        if (a->softcap > 0) cap(scored, num_keys, _mm512_set1_ps(scaling), a->softcap), scaling = 1;
+        soften_lane(FLOATS, positions[first + lane], visibility->window, unit->begin, num_keys, scored,
+                    LOG2_E * scaling, peak, peak + LANES, sums + lane * width, width, weights);
         scales[lane] = weigh_int8(weights, numbers->value_scales, num_keys, high + lane * UNIT, low + lane * UNIT);
     }
     for (int64_t d = 0; d < dim; d += INT8_DIMS) {

@@ -1,4 +1,4 @@
-/* Lanes over a pool of int8 on AVX-512, without AMX for rows of bfloat16: its numbers are multiplied as they lie there.
+/* Lanes over a pool of int8 on AVX-512: its numbers are multiplied as they lie there.
 
    A query and the weights of a unit, each times the scale of its value, become whole numbers of 16 bits with a scale of
    their own: less of them is lost than in bfloat16. VNNI multiplies four numbers of 8 bits at once, so each is a high
@@ -8,7 +8,7 @@
        sums += scale of w * (256 high(w) + low(w)) v
 
    Keys, and then dims, lie side by side in registers, and each lane has sums of its own, as in few_lanes.h, whatever
-   the number of lanes. */
+   the number of lanes. (Many lanes of a processor with AMX: tiles.h.) */
 
 #pragma once
 
@@ -19,7 +19,7 @@ enum { INT8_DIMS = 64 /* that are read together */ };
 
 /* A query, or 16 bits of each of its numbers. */
 struct int8_query {
-    int8_t high[MAX_DIM], low[MAX_DIM];
+    int8_t high[MAX_DIM], low[MAX_DIM]; /* zeros up to whole INT8_DIMS */
     float scale;
     int32_t offset; /* of the sums, as keys are 128 more than they are */
 } __attribute__((aligned(64)));
@@ -30,9 +30,6 @@ struct int8_unit {
     int8_t values[UNIT * MAX_DIM]; /* [dims / INT8_DIMS, UNIT / 4, INT8_DIMS, 4], dims in the order of `in_order` */
     float key_scales[UNIT], value_scales[UNIT];
 } __attribute__((aligned(64)));
-
-/* True where the pool is read so. */
-INTERNAL int reads_int8(const struct attention *a);
 
 INTERNAL void load_int8_query(const struct attention *a, const char *query, struct int8_query *to);
 
