@@ -46,10 +46,10 @@ struct part {
     int is_first; /* of the inputs: there are no sums yet */
 };
 
-/* One row of `from` to numbers of 8 bits, by AVX-512 or AVX2. The latter's products by 8 bits take the low halves of a
-   group's bytes and, behind them, the high ones. */
-INTERNAL void quantize_wide(const struct quantized *p, const void *from, int64_t row);
-INTERNAL void quantize_narrow(const struct quantized *p, const void *from, int64_t row);
+/* The rows [first, last) of x to numbers of 8 bits, by AVX-512 or AVX2. The latter's products by 8 bits take the low
+   halves of a group's bytes and, behind them, the high ones. */
+INTERNAL void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last);
+INTERNAL void quantize_narrow(const struct quantized *p, const void *x, int64_t first, int64_t last);
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last), by AMX or AVX-512 or by AVX2. */
 INTERNAL void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last);

@@ -15,22 +15,24 @@
 #include "products/quantized.h"
 #include "team.h"
 
-enum { QUANTIZED_ROWS = 8 /* in one part of the work */ };
+enum {
+    LINE_ROWS = 16, /* whose scales share a line of the cache, which is to be one thread's, */
+    FEW_ROWS = 8,   /* unless there are hardly more */
+};
 
 /* A product cut into parts of some rows and pairs. */
 struct cut {
     struct quantized product;
     const void *x;
+    int64_t quantized; /* rows */
     int64_t pairs, rows, row_blocks;
 };
 
 static void quantize_part(const void *work, int64_t part) {
     const struct cut *cut = work;
     const struct quantized *p = &cut->product;
-    for (int64_t row = part * QUANTIZED_ROWS; row < min((part + 1) * QUANTIZED_ROWS, p->num_rows); row++) {
-        const void *from = (const char *)cut->x + row * p->num_inputs * (p->is_bf16 ? 2 : 4);
-        FITTING(quantize)(p, from, row);
-    }
+    const int64_t first = part * cut->quantized;
+    FITTING(quantize)(p, cut->x, first, min(first + cut->quantized, p->num_rows));
 }
 
 static void multiply_part(const void *work, int64_t part) {
@@ -56,8 +58,9 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     p.table_stride = table_stride(p.num_rows);
     p.row_bases = p.row_scales + p.num_groups * p.table_stride;
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
-    const struct cut cut = {p, x, pairs, rows, (p.num_rows + rows - 1) / rows};
-    share_out(quantize_part, &cut, (p.num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS);
+    const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? FEW_ROWS : LINE_ROWS;
+    const struct cut cut = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};
+    share_out(quantize_part, &cut, (p.num_rows + quantized - 1) / quantized);
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 

@@ -29,21 +29,23 @@ AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scal
     *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
 
-AVX INLINE void quantize_row_wide(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
-    int8_t *to = p->x + row * p->stride;
-    float *scale = p->row_scales + row, *base = p->row_bases + row;
-    for (int64_t group = 0; group < p->num_groups; group++, to += GROUP) {
-        const __m512 low = load_numbers(from, group * GROUP, is_bf16);
-        const __m512 high = load_numbers(from, group * GROUP + 16, is_bf16);
-        if (p->bits == 8) quantize_based(low, high, to, scale, base);
-        else quantize_summed(low, high, to, scale, base);
-        scale += p->table_stride, base += p->table_stride;
+AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int64_t first, int64_t last,
+                                   const int is_bf16) {
+    for (int64_t group = 0; group < p->num_groups; group++) {
+        float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
+        for (int64_t row = first; row < last; row++) {
+            const int64_t at = row * p->num_inputs + group * GROUP;
+            const __m512 low = load_numbers(x, at, is_bf16), high = load_numbers(x, at + 16, is_bf16);
+            int8_t *to = p->x + row * p->stride + group * GROUP;
+            if (p->bits == 8) quantize_based(low, high, to, scales + row, bases + row);
+            else quantize_summed(low, high, to, scales + row, bases + row);
+        }
     }
 }
 
-AVX void quantize_wide(const struct quantized *p, const void *from, int64_t row) {
-    if (p->is_bf16) quantize_row_wide(p, from, row, 1);
-    else quantize_row_wide(p, from, row, 0);
+AVX void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last) {
+    if (p->is_bf16) quantize_rows_wide(p, x, first, last, 1);
+    else quantize_rows_wide(p, x, first, last, 0);
 }
 
 AVX2 INLINE __m256 load_narrow(const void *from, int64_t index, const int is_bf16) {
@@ -105,19 +107,22 @@ AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scal
     *sum = *scale * (float)sum_of(sums);
 }
 
-AVX2 INLINE void quantize_row_narrow(const struct quantized *p, const void *from, int64_t row, const int is_bf16) {
-    int8_t *to = p->x + row * p->stride;
-    float *scale = p->row_scales + row, *base = p->row_bases + row;
+AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *from, int64_t first, int64_t last,
+                                      const int is_bf16) {
     for (int64_t group = 0; group < p->num_groups; group++) {
-        __m256 x[4];
-        for (int i = 0; i < 4; i++) x[i] = load_narrow(from, group * GROUP + i * 8, is_bf16);
-        if (p->bits == 8) quantize_based_narrow(x, to + group * 2 * GROUP, scale, base);
-        else quantize_summed_narrow(x, to + group * GROUP, scale, base);
-        scale += p->table_stride, base += p->table_stride;
+        float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
+        for (int64_t row = first; row < last; row++) {
+            const int64_t at = row * p->num_inputs + group * GROUP;
+            __m256 x[4];
+            for (int i = 0; i < 4; i++) x[i] = load_narrow(from, at + i * 8, is_bf16);
+            int8_t *to = p->x + row * p->stride + group * GROUP * p->bits / 4;
+            if (p->bits == 8) quantize_based_narrow(x, to, scales + row, bases + row);
+            else quantize_summed_narrow(x, to, scales + row, bases + row);
+        }
     }
 }
 
-AVX2 void quantize_narrow(const struct quantized *p, const void *from, int64_t row) {
-    if (p->is_bf16) quantize_row_narrow(p, from, row, 1);
-    else quantize_row_narrow(p, from, row, 0);
+AVX2 void quantize_narrow(const struct quantized *p, const void *x, int64_t first, int64_t last) {
+    if (p->is_bf16) quantize_rows_narrow(p, x, first, last, 1);
+    else quantize_rows_narrow(p, x, first, last, 0);
 }
