@@ -20,6 +20,8 @@ LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_BUILD_TOOLS = ("cmake", "ninja", "scikit-build-core")
 CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
+    # GCC 12's `_tile_loadconfig` says that it reads eight bytes of 64, and a processor with AMX faults at the rest.
+    "CMAKE_CXX_FLAGS": "-fno-dse -fno-tree-dse",
     "GGML_NATIVE": "ON",
     "LLAMA_BUILD_TESTS": "OFF",
     "LLAMA_BUILD_EXAMPLES": "OFF",
@@ -66,7 +68,7 @@ def install_llama_server(cache: Path) -> LlamaCpp:
 
 def _is_installed(folder: Path, requirements: Seq[str]) -> bool:
     stamp = folder / STAMP
-    return stamp.exists() and stamp.read_text().split() == list(requirements)
+    return stamp.exists() and stamp.read_text().splitlines() == list(requirements)
 
 
 def _stamp(folder: Path, requirements: Seq[str]) -> None:
