@@ -6,12 +6,13 @@ enum { NARROW_LANES = 4 /* up to which twice as many keys and dims have their su
 
 static enum numbers numbers_of(const struct attention *a) {
     if (!a->is_bf16) return FLOATS;
-    return outrider_splits_pairs ? APART : PAIRS;
+    return outrider_has_tiles ? AS_TILES : outrider_splits_pairs ? APART : PAIRS;
 }
 
 int are_few(const struct attention *a, int64_t num_lanes) {
-    if (a->is_bf16 && outrider_has_tiles) return 0;
-    return num_lanes <= (numbers_of(a) == PAIRS ? FEW_PAIRS : FEW_LANES);
+    static const int64_t most[] = {[PAIRS] = FEW_PAIRS, [APART] = FEW_LANES, [AS_TILES] = FEW_TILED,
+                                   [FLOATS] = FEW_LANES};
+    return num_lanes <= most[numbers_of(a)];
 }
 
 AVX void load_few(const struct attention *a, const char *query, int64_t lane, void *queries) {
@@ -55,14 +56,24 @@ INLINE void fetch_beside(struct ahead ahead, int64_t key) {
     }
 }
 
+/* AMX adds 32 products to what came before as one number: the sum of the even ones and that of the odd ones. */
+AVX INLINE __m512 add_as_tiles(__m512 onto, __m512 apart[2]) {
+    const __m512 both = _mm512_add_ps(apart[0], apart[1]);
+    apart[0] = apart[1] = _mm512_setzero_ps();
+    return _mm512_add_ps(onto, both);
+}
+
 /* Scores of 16 keys from `key` on, or of as many more, to [lane, UNIT]. */
 AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers kind, const struct unit *unit,
                            int64_t key, int64_t dim, const void *queries, float *scores) {
     const int64_t width = round_up(dim, 32);
     const float *floats = queries;
-    __m512 sums[2][FEW_LANES];
+    __m512 sums[2][FEW_LANES], apart[2][FEW_TILED][2];
     for (int tile = 0; tile < tiles; tile++)
-        for (int lane = 0; lane < lanes; lane++) sums[tile][lane] = _mm512_setzero_ps();
+        for (int lane = 0; lane < lanes; lane++) {
+            sums[tile][lane] = _mm512_setzero_ps();
+            if (kind == AS_TILES) apart[tile][lane][0] = apart[tile][lane][1] = _mm512_setzero_ps();
+        }
     for (int64_t d = 0; d < dim; d += kind == FLOATS ? 16 : 32) {
         __m512i numbers[2][16]; /* in memory, so that the sums of all tiles wait for each other's products */
         for (int tile = 0; tile < tiles; tile++) {
@@ -73,16 +84,16 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
         }
         __asm__("" : "+m"(numbers));
         for (int i = 0; i < 16; i++)
-            for (int half = kind == APART ? 1 : 0; half >= 0; half--) /* the odd numbers first */
+            for (int half = kind == APART || kind == AS_TILES ? 1 : 0; half >= 0; half--) /* the odd numbers first */
 #pragma GCC unroll 2
                 for (int tile = 0; tile < tiles; tile++) {
                     const __m512i both = numbers[tile][i];
                     __m512 number = _mm512_castsi512_ps(both);
-                    if (kind == APART) number = half ? odd_numbers(both) : even_numbers(both);
+                    if (kind == APART || kind == AS_TILES) number = half ? odd_numbers(both) : even_numbers(both);
 #pragma GCC unroll 12
                     for (int lane = 0; lane < lanes; lane++) {
                         const int64_t at = lane * width + (kind == FLOATS ? d + i : d + 2 * i + half);
-                        __m512 *sum = &sums[tile][lane];
+                        __m512 *sum = kind == AS_TILES ? &apart[tile][lane][half] : &sums[tile][lane];
                         if (kind == PAIRS) {
                             const __m512i query = broadcast((const bf16 *)queries + at);
                             *sum = _mm512_dpbf16_ps(*sum, (__m512bh)query, (__m512bh)number);
@@ -91,6 +102,9 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
                         }
                     }
                 }
+        for (int tile = 0; tile < tiles && kind == AS_TILES; tile++)
+            for (int lane = 0; lane < lanes; lane++)
+                sums[tile][lane] = add_as_tiles(sums[tile][lane], apart[tile][lane]);
     }
     for (int tile = 0; tile < tiles; tile++)
         for (int lane = 0; lane < lanes; lane++)
@@ -104,9 +118,12 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
     const int64_t width = round_up(dim, 32);
     const __m512i zero = _mm512_setzero_si512();
     const float *floats = weights;
-    __m512 kept[FEW_LANES][4];
+    __m512 kept[FEW_LANES][4], apart[FEW_TILED][4][2];
     for (int lane = 0; lane < lanes; lane++)
-        for (int i = 0; i < 2 * blocks; i++) kept[lane][i] = _mm512_load_ps(sums + lane * width + d + i * 16);
+        for (int i = 0; i < 2 * blocks; i++) {
+            kept[lane][i] = _mm512_load_ps(sums + lane * width + d + i * 16);
+            if (kind == AS_TILES) apart[lane][i][0] = apart[lane][i][1] = _mm512_setzero_ps();
+        }
     for (int64_t key = 0; key < num_keys; key += 2) {
         if (d == 0 && key % 16 == 0) fetch_beside(ahead, key);
         for (int each = 0; each < (kind == PAIRS ? 1 : 2); each++) {
@@ -137,10 +154,15 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
                 } else {
                     const __m512 weight = _mm512_set1_ps(floats[lane * UNIT + place]);
 #pragma GCC unroll 4
-                    for (int i = 0; i < 2 * blocks; i++)
-                        kept[lane][i] = _mm512_fmadd_ps(numbers[i], weight, kept[lane][i]);
+                    for (int i = 0; i < 2 * blocks; i++) {
+                        __m512 *sum = kind == AS_TILES ? &apart[lane][i][each] : &kept[lane][i];
+                        *sum = _mm512_fmadd_ps(numbers[i], weight, *sum);
+                    }
                 }
         }
+        if (kind == AS_TILES && (key % 32 == 30 || key + 2 == num_keys))
+            for (int lane = 0; lane < lanes; lane++)
+                for (int i = 0; i < 2 * blocks; i++) kept[lane][i] = add_as_tiles(kept[lane][i], apart[lane][i]);
     }
     for (int lane = 0; lane < lanes; lane++)
         for (int i = 0; i < 2 * blocks; i++) _mm512_store_ps(sums + lane * width + d + i * 16, kept[lane][i]);
@@ -173,7 +195,7 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
     _mm512_storeu_si512(positions, visibility->position);
     float scale = a->scaling * LOG2_E, *sums = state + 2 * LANES;
     if (a->softcap > 0) {
-        for (int lane = 0; lane < lanes; lane++) 
+        for (int lane = 0; lane < lanes; lane++)
             cap(scores + lane * UNIT, num_keys, _mm512_set1_ps(a->scaling), a->softcap);
         scale = LOG2_E;
     }
@@ -198,6 +220,7 @@ AVX void attend_few(const struct attention *a, const struct unit *unit, const st
     LANES_OF(9, kind) LANES_OF(10, kind) LANES_OF(11, kind) LANES_OF(12, kind)
     if (kind == PAIRS) switch (num_lanes) { UP_TO_FOUR(PAIRS) }
     else if (kind == APART) switch (num_lanes) { UP_TO_TWELVE(APART) }
+    else if (kind == AS_TILES) switch (num_lanes) { UP_TO_FOUR(AS_TILES) }
     else switch (num_lanes) { UP_TO_TWELVE(FLOATS) }
 #undef UP_TO_TWELVE
 #undef UP_TO_FOUR

@@ -4,8 +4,9 @@
 
 #include "attention/state.h"
 
-/* How numbers are multiplied: pairs of bfloat16 at once, or apart (`outrider_splits_pairs`), or floats. */
-enum numbers { PAIRS, APART, FLOATS };
+/* How numbers are multiplied: pairs of bfloat16 at once, or apart (`outrider_splits_pairs`), or apart and added as AMX
+   does; or floats. */
+enum numbers { PAIRS, APART, AS_TILES, FLOATS };
 
 AVX INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count >= 16 ? 0xffff : (1u << count) - 1); }
 

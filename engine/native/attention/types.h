@@ -12,7 +12,8 @@ enum {
     MAX_TILES = 16,  /* of a job */
     TOTALS = 16,     /* of weights, each of every 16th key */
     FEW_LANES = 12,  /* of a job, up to which keys and dims lie side by side in registers in place of lanes, */
-    FEW_PAIRS = 4,   /* and up to which where pairs of bfloat16 are multiplied at once */
+    FEW_PAIRS = 4,   /* and up to which where pairs of bfloat16 are multiplied at once, */
+    FEW_TILED = 4,   /* or added as AMX does */
     FEW_HALF = 4,    /* and up to which on AVX2 */
     FEW_TILES = 2,   /* up to which the splits of a job are jobs of their own */
     MAX_DIM = 256,   /* of a head */
