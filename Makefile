@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
 BENCH_INSTALLED := .venv/.bench-installed
 DOCS_INSTALLED := .venv/.docs-installed
-PACKAGE := pyproject.toml constraints.txt $(wildcard engine/native/*.[ch] engine/native/*/*.[ch])
+PACKAGE := pyproject.toml constraints.txt $(wildcard $(addprefix engine/native/,*.[ch] */*.[ch] */*/*.[ch]))
 INSTALL := deploy/install.sh
 JOBS ?= 4
 # The lanes that start no cluster fill what test-served, the longest, leaves of the cores; of them the engine's, which has

@@ -67,6 +67,7 @@ AVX INLINE __m512 add_as_tiles(__m512 onto, __m512 apart[2]) {
 AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers kind, const struct unit *unit,
                            int64_t key, int64_t dim, const void *queries, float *scores) {
     const int64_t width = round_up(dim, 32);
+    const int are_split = kind == APART || kind == AS_TILES;
     const float *floats = queries;
     __m512 sums[2][FEW_LANES], apart[2][FEW_TILED][2];
     for (int tile = 0; tile < tiles; tile++)
@@ -84,12 +85,12 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
         }
         __asm__("" : "+m"(numbers));
         for (int i = 0; i < 16; i++)
-            for (int half = kind == APART || kind == AS_TILES ? 1 : 0; half >= 0; half--) /* the odd numbers first */
+            for (int half = are_split; half >= 0; half--) /* the odd numbers first */
 #pragma GCC unroll 2
                 for (int tile = 0; tile < tiles; tile++) {
                     const __m512i both = numbers[tile][i];
                     __m512 number = _mm512_castsi512_ps(both);
-                    if (kind == APART || kind == AS_TILES) number = half ? odd_numbers(both) : even_numbers(both);
+                    if (are_split) number = half ? odd_numbers(both) : even_numbers(both);
 #pragma GCC unroll 12
                     for (int lane = 0; lane < lanes; lane++) {
                         const int64_t at = lane * width + (kind == FLOATS ? d + i : d + 2 * i + half);
