@@ -1,8 +1,8 @@
-/* Paged attention on AVX2 and AVX-512, and on AMX for keys and values in bfloat16: the pool is read in place.
+/* Paged attention on AVX2 and AVX-512, and on AMX for keys and values in bfloat16 or int8: the pool is read in place.
 
    A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
    Everything is computed with lanes side by side in registers: no sum crosses a register. (Where a job has few lanes,
-   and no AMX, keys and then dims lie side by side in their place: few_lanes.h.)
+   keys and then dims lie side by side in their place: few_lanes.h.)
 
        scores [keys x 16 lanes] = K [keys x D] Q^T [D x 16 lanes]        K as it lies in the pool
        sums   [D x 16 lanes]   += V^T [D x keys] P [keys x 16 lanes]     V^T transposed once per job and unit of keys
@@ -13,9 +13,9 @@
    does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
-   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h the softmax of some lanes and
-   lane.h that of one, tiles.c lanes over a unit, few_lanes.c few of them, int8_lanes.c those over int8, products_*.h
-   the products of tiles on each width of registers, job.c a job; here are the jobs of a pass. */
+   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h what some lanes have seen,
+   softmax.h their softmax and lane.h that of one, tiles.c lanes over a unit, few_lanes.c few of them, int8/ those over
+   int8, products_*.h the products of tiles on each width of registers, job.c a job; here are the jobs of a pass. */
 
 #include "attention/job.h"
 #include "attention/state.h"

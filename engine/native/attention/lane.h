@@ -19,7 +19,7 @@ AVX INLINE __mmask16 seen_of(int64_t place, int32_t position, int64_t window) {
     return seen & _mm512_cmpgt_epi32_mask(places, _mm512_set1_epi32(position - (int)window));
 }
 
-/* The sum of 16 numbers: halves onto each other, as in tiles.c. */
+/* The sum of 16 numbers: halves onto each other, as in softmax.h. */
 AVX INLINE __m512 sum_across(__m512 x) {
     x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
     x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
@@ -27,7 +27,7 @@ AVX INLINE __m512 sum_across(__m512 x) {
     return _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
 }
 
-/* `soften` of tiles.c for the scores [UNIT] of one lane, to weights as `kind` has them, of which `sums` are not yet. */
+/* `soften` of softmax.h for the scores [UNIT] of one lane, to weights as `kind` has them, not yet in `sums`. */
 AVX INLINE void soften_lane(const enum numbers kind, int32_t position, int64_t window, int64_t begin, int64_t num_keys,
                             const float *scores, float scale, float *peak, float *total, float *sums, int64_t width,
                             void *weights) {
