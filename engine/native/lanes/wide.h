@@ -55,7 +55,7 @@ typedef __mmask64 byte_mask;
 #define lanes_bound_ints(x, low, high) \
     _mm512_min_epi32(_mm512_max_epi32(x, _mm512_set1_epi32(low)), _mm512_set1_epi32(high))
 
-/* int8 numbers as floats, and whole numbers as int8. */
+/* Whole numbers as int8. */
 #define lanes_store_int8(at, some, whole) _mm_mask_storeu_epi8(at, some, _mm512_cvtepi32_epi8(whole))
 
 /* The first of 64 bytes. */

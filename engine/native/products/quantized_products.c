@@ -15,10 +15,7 @@
 #include "products/quantized.h"
 #include "team.h"
 
-enum {
-    LINE_ROWS = 16, /* whose scales share a line of the cache, which is to be one thread's, */
-    FEW_ROWS = 8,   /* unless there are hardly more */
-};
+enum { LINE_ROWS = 16 /* whose scales share a line of the cache: one thread's, unless there are hardly more */ };
 
 /* A product cut into parts of some rows and pairs. */
 struct cut {
@@ -58,7 +55,7 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     p.table_stride = table_stride(p.num_rows);
     p.row_bases = p.row_scales + p.num_groups * p.table_stride;
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
-    const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? FEW_ROWS : LINE_ROWS;
+    const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? LINE_ROWS / 2 : LINE_ROWS;
     const struct cut cut = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};
     share_out(quantize_part, &cut, (p.num_rows + quantized - 1) / quantized);
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));

@@ -6,6 +6,7 @@
 enum {
     AT_ONCE = 4,              /* lanes that have their sums in registers */
     BLOCK = UNIT * INT8_DIMS, /* bytes of a unit's values of as many dims */
+    REGISTER = 64,            /* bytes */
 };
 
 AVX void load_int8_query(const struct attention *a, const char *query, struct int8_query *to) {
@@ -120,10 +121,10 @@ AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_key
         largest = _mm512_max_ps(largest, weight);
         _mm512_store_ps(weights + key, weight);
     }
-    for (int64_t key = num_keys; key % 64; key += 16) _mm512_store_ps(weights + key, _mm512_setzero_ps());
+    for (int64_t key = num_keys; key % REGISTER; key += 16) _mm512_store_ps(weights + key, _mm512_setzero_ps());
     const float top = _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_WEIGHT / top);
-    for (int64_t key = 0; key < num_keys; key += 64) {
+    for (int64_t key = 0; key < num_keys; key += REGISTER) {
         __m512i whole[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)

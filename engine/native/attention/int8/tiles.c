@@ -7,8 +7,8 @@
 
 enum {
     LEAST_TILED = 8,
-    TILE_KEYS = 64, /* of a tile of values */
-    TILE = 16 * 64, /* bytes */
+    TILE_BYTES = 64, /* of a row of a tile: dims of a key, or keys of a dim */
+    TILE = 16 * TILE_BYTES,
 };
 
 int are_tiled(int64_t num_lanes) { return outrider_has_tiles && num_lanes >= LEAST_TILED; }
@@ -41,7 +41,7 @@ INLINE int64_t place_of(int64_t dim, int is_bf16) {
     return is_bf16 ? dim / 32 * 32 + dim / 4 % 2 * 16 + dim % 32 / 8 * 4 + dim % 4 : dim;
 }
 
-/* Values [key, key + TILE_KEYS) of INT8_DIMS dims from `d` on. */
+/* Values [key, key + TILE_BYTES) of INT8_DIMS dims from `d` on. */
 AVX INLINE void take_values(const struct attention *a, const struct unit *unit, int64_t key, int64_t d, int8_t *to) {
     const int64_t end = round_up(unit->count, 32);
     __m512i rows[4][16];
@@ -75,7 +75,7 @@ AVX void take_int8_rows(const struct attention *a, const struct unit *unit, cons
         to->key_scales[key] = scale_of(unit->keys[key], a->key_dim);
         to->value_scales[key] = scale_of(unit->values[key], a->value_dim);
     }
-    for (int64_t key = 0; key < unit->count; key += TILE_KEYS)
+    for (int64_t key = 0; key < unit->count; key += TILE_BYTES)
         for (int64_t d = 0; d < a->value_dim; d += INT8_DIMS) take_values(a, unit, key, d, to->values);
 }
 
@@ -88,31 +88,44 @@ AVX INLINE void to_scores(const int32_t *high, const int32_t *low, const float *
     }
 }
 
+/* Products of 32 rows of `size` bytes, `stride` apart, by the high and the low bytes [size / 4, LANES, 4] of 16 lanes:
+   the exact sums [16, LANES] of the first rows by the high ones and by the low ones, and then of the other rows. */
+AMX INLINE void multiply(const int8_t *rows, int64_t stride, int64_t size, const void *high, const void *low,
+                         const int are_unsigned, int32_t sums[4][TILE / 4]) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < size; at += TILE_BYTES) {
+        tile_load(4, rows + at, stride);
+        tile_load(5, rows + 16 * stride + at, stride);
+        tile_load(6, (const char *)high + at * LANES, 64);
+        tile_load(7, (const char *)low + at * LANES, 64);
+        if (are_unsigned) {
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+        } else {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+}
+
 /* Scores [UNIT, LANES] of the first `num_keys`, a multiple of 32. */
 AMX INLINE void score(const struct attention *a, const struct int8_rows *rows, int64_t num_keys,
                       const struct int8_queries *queries, float *scores) {
     const int64_t width = round_up(a->key_dim, INT8_DIMS);
     int32_t sums[4][TILE / 4] __attribute__((aligned(64)));
     for (int64_t key = 0; key < num_keys; key += 32) {
-        const int8_t *keys = rows->keys + key * width;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t d = 0; d < width; d += INT8_DIMS) {
-            tile_load(6, queries->high + d * LANES, 64);
-            tile_load(4, keys + d, width);
-            _tile_dpbssd(0, 4, 6);
-            tile_load(7, queries->low + d * LANES, 64);
-            _tile_dpbssd(1, 4, 7);
-            tile_load(5, keys + 16 * width + d, width);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
-        }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
+        multiply(rows->keys + key * width, width, width, queries->high, queries->low, 0, sums);
         to_scores(sums[0], sums[1], rows->key_scales + key, scores + key * LANES);
         to_scores(sums[2], sums[3], rows->key_scales + key + 16, scores + (key + 16) * LANES);
     }
@@ -135,7 +148,7 @@ AVX INLINE __m512i high_bytes(const __m512i x[4]) {
 }
 
 /* Weights [UNIT, LANES] times the scales of their values as whole numbers [UNIT / 4, LANES, 4], zeros up to whole
-   TILE_KEYS; it returns their scales. */
+   TILE_BYTES; it returns their scales. */
 AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
     __m512 top = _mm512_setzero_ps();
     for (int64_t key = 0; key < num_keys; key++) {
@@ -146,7 +159,7 @@ AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, u
     }
     const __mmask16 some = _mm512_cmp_ps_mask(top, _mm512_set1_ps(LEAST), _CMP_GE_OQ);
     const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(MAX_WEIGHT), top);
-    for (int64_t key = 0; key < round_up(num_keys, TILE_KEYS); key += 4) {
+    for (int64_t key = 0; key < round_up(num_keys, TILE_BYTES); key += 4) {
         __m512i whole[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
@@ -172,25 +185,7 @@ AMX INLINE void add(const struct attention *a, const struct int8_rows *rows, int
                     const uint8_t *low, __m512 scales, float *sums) {
     int32_t added[4][TILE / 4] __attribute__((aligned(64)));
     for (int64_t d = 0; d < a->value_dim; d += 32) {
-        const int8_t *values = rows->values + d * UNIT;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t key = 0; key < num_keys; key += TILE_KEYS) {
-            tile_load(6, high + key * LANES, 64);
-            tile_load(4, values + key, UNIT);
-            _tile_dpbsud(0, 4, 6);
-            tile_load(7, low + key * LANES, 64);
-            _tile_dpbsud(1, 4, 7);
-            tile_load(5, values + 16 * UNIT + key, UNIT);
-            _tile_dpbsud(2, 5, 6);
-            _tile_dpbsud(3, 5, 7);
-        }
-        _tile_stored(0, added[0], 64);
-        _tile_stored(1, added[1], 64);
-        _tile_stored(2, added[2], 64);
-        _tile_stored(3, added[3], 64);
+        multiply(rows->values + d * UNIT, UNIT, round_up(num_keys, TILE_BYTES), high, low, 1, added);
         add_sums(added[0], added[1], scales, sums + d * LANES);
         add_sums(added[2], added[3], scales, sums + (d + 16) * LANES);
     }
