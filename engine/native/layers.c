@@ -19,6 +19,7 @@ struct weight {
     const float *bias;      /* or NULL */
     int64_t num_inputs, num_outputs;
     int64_t kind;
+    int64_t group;    /* inputs that share a scale, of INT4 and INT8 */
     int64_t is_gated; /* out has half as many outputs */
 };
 
@@ -85,13 +86,13 @@ static char *make_room(const struct decoder *d, int64_t first, int64_t last, int
 
 static void multiply_quantized(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
                                char *scratch) {
-    const int bits = (int)w->kind, is_gated = (int)w->is_gated;
+    const int bits = (int)w->kind, group = (int)w->group, is_gated = (int)w->is_gated;
     if (is_bf16)
         outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, bits,
-                                   is_gated, (int8_t *)scratch);
+                                   group, is_gated, (int8_t *)scratch);
     else
         outrider_quantized_float_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs,
-                                         bits, is_gated, (int8_t *)scratch);
+                                         bits, group, is_gated, (int8_t *)scratch);
 }
 
 /* out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */

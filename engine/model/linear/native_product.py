@@ -24,7 +24,7 @@ class PackedWeight(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "tables", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "group_size", "is_gated")),
     ]
 
 
@@ -69,7 +69,7 @@ class NativeProduct:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         return PackedWeight(
-            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, self._is_gated
+            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, 0, self._is_gated
         )
 
 

@@ -13,15 +13,17 @@ from torch import Tensor
 from engine.model.linear.native_product import OUTPUTS, PackedWeight, tiled
 from engine.native.library import Instructions, native_library
 
-GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike
+GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike,
+LONG_GROUP_SIZE = 64  # or so many of int8: half as many sums to be scaled
 _KERNELS = {torch.bfloat16: "outrider_quantized_product", torch.float32: "outrider_quantized_float_product"}
 
 
 class NativeQuantizedProduct:
     """Rows of bfloat16 or float32 by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
 
-    A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output. The rows are
-    rounded to 8 bits too, each group of 32 inputs with a scale of its own and, where the weights have none, a base.
+    A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output, or with no
+    base for 32 or 64. The rows are rounded to 8 bits too, in the same groups, each with a scale of its own and, where
+    the weights have none, a base.
     """
 
     is_batch_invariant: ClassVar = True
@@ -31,19 +33,20 @@ class NativeQuantizedProduct:
 
         Args:
             numbers: [out, in], -127 to 127, or levels 0 to 15 where there are `bases`.
-            scales: [out, in / 32] of float16 precision.
+            scales: [out, groups] of float16 precision, of 32 inputs each; without bases of 32 or 64.
             bases: likewise, or None.
             bias: [out].
         """
         self._num_outputs, self._num_inputs = numbers.shape
         self._num_bits = 8 if bases is None else 4
         self._is_gated = False
-        self._packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, GROUP_SIZE // 4)
+        self._group_size = self._num_inputs // scales.shape[1]
+        self._packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, self._group_size // 4)
         if bases is not None:  # the levels of the first outputs of a pair below those of the second
             first, second = self._packed.unbind(2)
             self._packed = first | second << 4
-        second = _group_sums(numbers) if bases is None else bases
-        tables = torch.stack([_whole_pairs(table.detach().half()) for table in (scales, second)], dim=-1)
+        second = _group_sums(numbers, self._group_size).view(torch.half) if bases is None else bases.detach().half()
+        tables = torch.stack([_whole_pairs(table) for table in (scales.detach().half(), second)], dim=-1)
         pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
         self._tables = pairs.permute(0, 2, 3, 1).contiguous()
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
@@ -79,6 +82,7 @@ class NativeQuantizedProduct:
             self._num_inputs,
             width,
             self._num_bits,
+            self._group_size,
             self._is_gated,
             scratch.data_ptr(),
         )
@@ -90,13 +94,14 @@ class NativeQuantizedProduct:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
-        return PackedWeight(*tensors, self._num_inputs, self._num_outputs, self._num_bits, self._is_gated)
+        sizes = self._num_inputs, self._num_outputs, self._num_bits, self._group_size
+        return PackedWeight(*tensors, *sizes, self._is_gated)
 
 
-def _group_sums(numbers: Tensor) -> Tensor:
-    """The sum of each group's numbers, [out, in / 32] int32: how often a row's base counts."""
-    groups: Tensor = numbers.unflatten(1, (-1, GROUP_SIZE))
-    return groups.sum(dim=-1, dtype=torch.int32)
+def _group_sums(numbers: Tensor, group_size: int) -> Tensor:
+    """The sum of each group's numbers, [out, groups] int16: how often a row's base counts."""
+    groups: Tensor = numbers.unflatten(1, (-1, group_size))
+    return groups.sum(dim=-1, dtype=torch.int16)
 
 
 def _whole_pairs(table: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ def has_quantized_kernels() -> bool:
 def _kernel(dtype: torch.dtype) -> Any:
     function = getattr(_library(), _KERNELS[dtype])
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer] * 5 + [size] * 3 + [ctypes.c_int, ctypes.c_int, pointer]
+    function.argtypes = [pointer] * 5 + [size] * 3 + [ctypes.c_int] * 3 + [pointer]
     function.restype = None
     return function
 

@@ -1,10 +1,10 @@
 """Linear layers with int8 or int4 weights: fewer bytes per step where reading the weights is what a step costs.
 
-A weight has a scale (int4: and a base) for every 32 inputs of an output, as in llama.cpp's Q8_0 and Q4_1; rows are
-rounded to 8 bits with a scale for every 32 inputs too, and with a base where the weights have none. Real models have a
-few inputs a thousand times as large as the rest (arXiv:2402.17762): one scale per row would round the rest away. Sums
-within a group are exact, and groups are added in the order of the inputs: a row's result does not depend on the rows
-beside it.
+A weight has a scale (int4: and a base) for every 32 inputs of an output, as in llama.cpp's Q8_0 and Q4_1, or for 64
+of int8, which has precision to spare. Rows are rounded to 8 bits in the same groups, with a base where the weights
+have none. Real models have a few inputs a thousand times as large as the rest (arXiv:2402.17762): one scale
+per row would round the rest away. Sums within a group are exact, and groups are added in the order of the inputs: a
+row's result does not depend on the rows beside it.
 
 Products run on our own kernel (`engine.model.linear.native_quantized`). The last product, from states to logits, stays
 int8 where the others are int4. The distribution that is served is that of the quantized weights; everything above this
@@ -24,7 +24,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.config import Quantization
-from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct, has_quantized_kernels
+from engine.model.linear.native_quantized import (
+    GROUP_SIZE,
+    LONG_GROUP_SIZE,
+    NativeQuantizedProduct,
+    has_quantized_kernels,
+)
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, weight_of
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
@@ -33,7 +38,7 @@ _HUGE = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Whole numbers [out, in], with `scales` and `bases` [out, in / 32] of float16 precision; no bases: zeros."""
+    """Whole numbers [out, in], with `scales` and `bases` [out, groups] of float16 precision; no bases: zeros."""
 
     numbers: Tensor
     scales: Tensor
@@ -41,13 +46,23 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """The weight that these stand for, [out, in] float32."""
-        groups: Tensor = self.numbers.float().unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]
+        groups: Tensor = self.numbers.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales[..., None]
         return (groups if self.bases is None else groups + self.bases[..., None]).flatten(1)
 
 
 def to_int8(weight: Tensor) -> QuantizedWeight:
-    """Round a weight [out, in] to -127 to 127 of a scale per group."""
-    groups = weight.detach().float().unflatten(1, (-1, GROUP_SIZE))
+    """Round a weight [out, in] to -127 to 127 of a scale per group.
+
+    Groups are of 64 inputs, but of 32 where that keeps a weight as it is (it was Q8_0), or where 64 are not whole.
+    """
+    by_short = to_int8_groups(weight, GROUP_SIZE)
+    was_so = torch.equal(by_short.dequantized().to(weight.dtype), weight)
+    return by_short if was_so or weight.shape[1] % LONG_GROUP_SIZE else to_int8_groups(weight, LONG_GROUP_SIZE)
+
+
+def to_int8_groups(weight: Tensor, group_size: int) -> QuantizedWeight:
+    """Round a weight [out, in] to -127 to 127 of a scale per `group_size` inputs."""
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
     scales = _float16(groups.abs().amax(dim=-1) / 127).clamp_(min=_TINY)
     numbers = (groups / scales[..., None]).round_().clamp_(-127, 127)
     return QuantizedWeight(numbers.to(torch.int8).flatten(1), scales)
@@ -69,11 +84,14 @@ def quantize(weight: Tensor, quantization: Quantization, *, is_head: bool = Fals
     Args:
         weight: of any floating dtype.
         quantization: of the model.
-        is_head: the weight yields the logits, which int4 would cost most of what it costs in all.
+        is_head: the weight yields the logits, which int4 would cost most of what it costs in all, and groups of 64
+            more than other weights. (It is multiplied by the last rows of a prompt, not by all.)
     """
     if quantization is Quantization.NONE or not NativeQuantizedProduct.fits(weight):
         return None
-    return to_int4(weight) if quantization is Quantization.INT4 and not is_head else to_int8(weight)
+    if is_head:
+        return to_int8_groups(weight, GROUP_SIZE)
+    return to_int4(weight) if quantization is Quantization.INT4 else to_int8(weight)
 
 
 def linear_factory(quantization: Quantization, *, is_head: bool = False) -> LinearFactory:

@@ -5,10 +5,10 @@
 #include "processor.h"
 
 enum {
-    GROUP = 32,       /* inputs */
+    GROUP = 32,       /* inputs, or twice as many of 8 bits */
     OUTPUTS = 32,     /* of a pair */
     GROUP_TABLES = 2 * OUTPUTS,
-    HALF_BLOCK = 512, /* bytes of a group of 16 outputs, as int8 */
+    HALF_BLOCK = 512, /* bytes of 32 inputs of 16 outputs, as int8 */
     PAD = 64,         /* bytes behind a row of x, so that rows do not share the cache's few sets */
     PREFETCH = 4096,  /* bytes ahead of the reader */
     TILED_ROWS = 128, /* that share a block of W in the first cache: whole tiles, */
@@ -22,10 +22,11 @@ struct quantized {
     float *row_bases;  /* the same, for 8 bits; for 4 the sums of the groups */
     int64_t table_stride;
     const uint8_t *weight;
-    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS] float16: scales; bases of 4 bits, or sums of 8 */
+    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS]: scales, float16; bases of 4 bits, too, or sums of 8, int16 */
     const float *bias;      /* [num_outputs] or NULL */
     void *out;              /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs, num_groups;
+    int group; /* inputs that share a scale */
     int bits; /* 8: a weight is number * scale, -127 to 127; 4: number * scale + base, 0 to 15 */
     int is_gated, is_bf16; /* rows and results are bfloat16, or else float32 */
 };

@@ -1,9 +1,8 @@
 /* Products by int8 and int4 weights on AVX2, which multiplies bytes only to sums of 16 bits: 32,767 at most.
 
-   Levels of weights of 4 bits, 0 to 15, by x of -127 to 127: eight pairs of products are at most 30,480, a whole
-   group's. Where weights have 8 bits, x has come in halves of its own bytes, 0 to 15 each, by -127 to 127: the same
-   bound, and the group's sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI,
-   exactly. */
+   Levels of weights of 4 bits, 0 to 15, by x of -127 to 127: eight pairs of products are at most 30,480, those of 32
+   inputs. Where weights have 8 bits, x has come in halves of its own bytes, 0 to 15 each, by -127 to 127: the same
+   bound, and the sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI, exactly. */
 
 #include "products/epilogue.h"
 #include "products/quantized.h"
@@ -11,10 +10,9 @@
 #include <string.h>
 
 enum {
-    BLOCK_GROUPS = 16, /* that stay in the first cache while rows go by */
+    BLOCK_INPUTS = 512, /* that stay in the first cache while rows go by */
     BYTE_ROWS = 2,     /* that have their sums in registers, of 16 outputs: by 8 bits, */
     NIBBLE_ROWS = 4,   /* and by 4 */
-    LINES = 16,        /* of the cache, of a group of 8 bits */
 };
 
 AVX2 INLINE __m256 from_float16(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
@@ -43,8 +41,8 @@ AVX2 INLINE void add_group(float *sums, __m256i sum, __m256 scale, __m256 second
     _mm256_storeu_ps(sums, _mm256_fmadd_ps(second, row_base, onto));
 }
 
-/* A part of 8 bits, onto the sums [rows, 32]. */
-AVX2 INLINE void add_bytes(const int rows, struct part p, float *sums) {
+/* A part of 8 bits, whose groups are `runs` times 32 inputs, onto the sums [rows, 32]. */
+AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float *sums) {
     const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int64_t group = 0; group < p.num_groups; group++) {
         fetch_lines(p.w + p.ahead, p.from, p.to);
@@ -55,39 +53,47 @@ AVX2 INLINE void add_bytes(const int rows, struct part p, float *sums) {
             row_base[row] = _mm256_set1_ps(p.row_bases[group * p.table_stride + row]);
         }
         for (int half = 0; half < 2; half++) { /* of the pair */
-            __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
+            __m256i sum[BYTE_ROWS][2];
+#pragma GCC unroll 2
+            for (int run = 0; run < runs; run++) {
+                __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
 #pragma GCC unroll 4
-            for (int i = 0; i < rows * 2; i++) low[i / 2][i % 2] = high[i / 2][i % 2] = _mm256_setzero_si256();
+                for (int i = 0; i < rows * 2; i++) low[i / 2][i % 2] = high[i / 2][i % 2] = _mm256_setzero_si256();
 #pragma GCC unroll 1
-            for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
-                const uint8_t *w = p.w + half * HALF_BLOCK + line * 64;
-                const __m256i weights[2] = {load(w), load(w + 32)};
+                for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
+                    const uint8_t *w = p.w + (half * runs + run) * HALF_BLOCK + line * 64;
+                    const __m256i weights[2] = {load(w), load(w + 32)};
 #pragma GCC unroll 2
-                for (int row = 0; row < rows; row++) {
-                    const int8_t *x = p.x + row * p.stride + line * 4;
-                    const __m256i low_x = four_inputs(x), high_x = four_inputs(x + GROUP);
+                    for (int row = 0; row < rows; row++) {
+                        const int8_t *x = p.x + row * p.stride + run * 2 * GROUP + line * 4;
+                        const __m256i low_x = four_inputs(x), high_x = four_inputs(x + GROUP);
 #pragma GCC unroll 2
-                    for (int i = 0; i < 2; i++) {
-                        low[row][i] = add_products(low[row][i], low_x, weights[i]);
-                        high[row][i] = add_products(high[row][i], high_x, weights[i]);
+                        for (int i = 0; i < 2; i++) {
+                            low[row][i] = add_products(low[row][i], low_x, weights[i]);
+                            high[row][i] = add_products(high[row][i], high_x, weights[i]);
+                        }
                     }
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < rows * 2; i++) {
+                    const __m256i of_run = _mm256_add_epi32(_mm256_madd_epi16(low[i / 2][i % 2], ones),
+                                                            _mm256_madd_epi16(high[i / 2][i % 2], sixteens));
+                    sum[i / 2][i % 2] = run ? _mm256_add_epi32(sum[i / 2][i % 2], of_run) : of_run;
                 }
             }
 #pragma GCC unroll 2
             for (int i = 0; i < 2; i++) {
                 const int at = half * 16 + i * 8;
                 const __m256 scale = from_float16(p.tables + at);
-                const __m256 second = _mm256_mul_ps(from_float16(p.tables + OUTPUTS + at), scale);
+                const __m128i weights = _mm_loadu_si128((const __m128i *)(p.tables + OUTPUTS + at)); /* their sums */
+                const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(weights)), scale);
 #pragma GCC unroll 2
-                for (int row = 0; row < rows; row++) {
-                    const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(low[row][i], ones),
-                                                         _mm256_madd_epi16(high[row][i], sixteens));
-                    add_group(sums + row * OUTPUTS + at, sum, scale, second, row_scale[row], row_base[row]);
-                }
+                for (int row = 0; row < rows; row++)
+                    add_group(sums + row * OUTPUTS + at, sum[row][i], scale, second, row_scale[row], row_base[row]);
             }
         }
-        p.x += 2 * GROUP;
-        p.w += 2 * HALF_BLOCK;
+        p.x += runs * 2 * GROUP;
+        p.w += runs * 2 * HALF_BLOCK;
         p.tables += GROUP_TABLES;
     }
 }
@@ -137,10 +143,13 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
 }
 
 /* Each number of rows has code of its own, whose sums stay in registers. */
-AVX2 static void add_few(int64_t rows, int bits, struct part part, float *sums) {
-    if (bits == 8) {
-        if (rows == 1) add_bytes(1, part, sums);
-        else add_bytes(2, part, sums);
+AVX2 static void add_few(int64_t rows, int bits, int group, struct part part, float *sums) {
+    if (bits == 8 && group == GROUP) {
+        if (rows == 1) add_bytes(1, 1, part, sums);
+        else add_bytes(2, 1, part, sums);
+    } else if (bits == 8) {
+        if (rows == 1) add_bytes(1, 2, part, sums);
+        else add_bytes(2, 2, part, sums);
     } else {
         if (rows == 1) add_nibbles(1, part, sums);
         else if (rows == 2) add_nibbles(2, part, sums);
@@ -174,8 +183,8 @@ AVX2 void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, in
 /* A block of a pair stays in the cache while the rows go by; a few rows read it whole, as one stream. */
 void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t at_once = p->bits == 8 ? BYTE_ROWS : NIBBLE_ROWS, lines = LINES * p->bits / 8;
-    const int64_t block = rows <= at_once ? p->num_groups : BLOCK_GROUPS, x_bytes = GROUP * p->bits / 4;
+    const int64_t at_once = p->bits == 8 ? BYTE_ROWS : NIBBLE_ROWS, lines = p->group * OUTPUTS * p->bits / 8 / 64;
+    const int64_t block = rows <= at_once ? p->num_groups : BLOCK_INPUTS / p->group, x_bytes = p->group * p->bits / 4;
     for (int64_t pair = first; pair < last; pair++) {
         memset(sums, 0, (size_t)(rows * OUTPUTS) * sizeof *sums);
         for (int64_t group = 0; group < p->num_groups; group += block) {
@@ -188,7 +197,7 @@ void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64
                 const int64_t height = min(at_once, rows - i);
                 set_rows(&part, p, row + i, group, x_bytes);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
-                add_few(height, p->bits, part, sums + i * OUTPUTS);
+                add_few(height, p->bits, p->group, part, sums + i * OUTPUTS);
             }
         }
         finish_narrow(p, row, rows, pair, sums);

@@ -1,15 +1,15 @@
 /* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX, AVX-512's VNNI or AVX2.
 
-   Rows and weights are whole numbers with a scale for every GROUP of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks:
-   a huge input (arXiv:2402.17762) costs its own group precision and no other. What it costs there is halved where rows
+   Rows and weights are whole numbers with a scale for every group of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks,
+   or of 64, for half as many sums to be scaled: a huge input (arXiv:2402.17762) costs its own group precision and no other. What it costs there is halved where rows
    also have a base, the least input of a group: the huge ones are mostly of one sign. Rows that meet weights of 8 bits
    have bases, weights of 4 bits have them themselves; a base counts as often as the other side's numbers of its group
    say, whose sum is kept with them. The sum of a group is exact; groups are added in float32, in the order of the
    inputs. A row's result does not depend on the rows beside it.
 
    W lies as a stream of blocks, for each pair of 16 outputs and another 16 and each group. 8 bits: eight lines of 64
-   bytes for the first outputs and eight for the others, a line being four inputs of 16 outputs. 4 bits: eight lines,
-   the first outputs in the low halves of bytes, the others in the high ones. */
+   bytes (of 64 inputs: sixteen) for the first outputs and as many for the others, a line being four inputs of 16
+   outputs. 4 bits: eight lines, the first outputs in the low halves of bytes, the others in the high ones. */
 
 #include "products/products.h"
 #include "products/quantized.h"
@@ -48,7 +48,7 @@ static int64_t table_stride(int64_t num_rows) { return ((num_rows + 15) / 16 | 1
 static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * OUTPUTS), num_pairs / 8));
-    p.num_groups = p.num_inputs / GROUP;
+    p.num_groups = p.num_inputs / p.group;
     p.stride = row_bytes(p.num_inputs);
     p.x = scratch;
     p.row_scales = (float *)(scratch + p.num_rows * p.stride);
@@ -61,23 +61,24 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
-/* out [rows, N] = x [rows, K] W^T (+ bias), where K and N are multiples of 32. If gated, out [rows, N / 2] =
-   silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up. */
+/* out [rows, N] = x [rows, K] W^T (+ bias), where N is a multiple of 32 and K of `group`, which is 32, or 64 of 8 bits.
+   If gated, out [rows, N / 2] = silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of
+   up. */
 void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                 bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                int is_gated, int8_t *scratch) {
+                                int group, int is_gated, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
                                 .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
-                                .is_gated = is_gated, .is_bf16 = 1}, x, scratch);
+                                .group = group, .is_gated = is_gated, .is_bf16 = 1}, x, scratch);
 }
 
 /* The same in float32. */
 void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                      int is_gated, int8_t *scratch) {
+                                      int group, int is_gated, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
                                 .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
-                                .is_gated = is_gated}, x, scratch);
+                                .group = group, .is_gated = is_gated}, x, scratch);
 }
 
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs) {

@@ -7,15 +7,19 @@
    denormal, so that what is sixteen times too large by then is exact. */
 INLINE float scale_of(float range, float levels) { return range < 1e-28f * levels ? 1e-28f : range / levels; }
 
-/* A group of x for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
-AVX INLINE void quantize_based(__m512 low, __m512 high, int8_t *to, float *scale, float *base) {
-    *base = _mm512_reduce_min_ps(_mm512_min_ps(low, high));
-    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(low, high)) - *base, 255.0f);
+/* A group of x, of `vectors` times 16, for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
+AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, float *scale, float *base) {
+    __m512 lowest = x[0], highest = x[0];
+#pragma GCC unroll 4
+    for (int i = 1; i < vectors; i++) lowest = _mm512_min_ps(lowest, x[i]), highest = _mm512_max_ps(highest, x[i]);
+    *base = _mm512_reduce_min_ps(lowest);
+    *scale = scale_of(_mm512_reduce_max_ps(highest) - *base, 255.0f);
     const __m512 inverse = _mm512_set1_ps(1.0f / *scale), least = _mm512_set1_ps(*base);
-    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(low, least), inverse));
-    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(high, least), inverse));
-    _mm_storeu_si128((__m128i *)to, _mm512_cvtusepi32_epi8(first));
-    _mm_storeu_si128((__m128i *)(to + 16), _mm512_cvtusepi32_epi8(second));
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; i++) {
+        const __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(x[i], least), inverse));
+        _mm_storeu_si128((__m128i *)(to + i * 16), _mm512_cvtusepi32_epi8(numbers));
+    }
 }
 
 /* The same for weights of 4 bits: the largest magnitude is 127. */
@@ -34,11 +38,14 @@ AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int
     for (int64_t group = 0; group < p->num_groups; group++) {
         float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
         for (int64_t row = first; row < last; row++) {
-            const int64_t at = row * p->num_inputs + group * GROUP;
-            const __m512 low = load_numbers(x, at, is_bf16), high = load_numbers(x, at + 16, is_bf16);
-            int8_t *to = p->x + row * p->stride + group * GROUP;
-            if (p->bits == 8) quantize_based(low, high, to, scales + row, bases + row);
-            else quantize_summed(low, high, to, scales + row, bases + row);
+            const int64_t at = row * p->num_inputs + group * p->group;
+            __m512 numbers[2 * GROUP / 16];
+#pragma GCC unroll 4
+            for (int i = 0; i < p->group / 16; i++) numbers[i] = load_numbers(x, at + i * 16, is_bf16);
+            int8_t *to = p->x + row * p->stride + group * p->group;
+            if (p->bits == 4) quantize_summed(numbers[0], numbers[1], to, scales + row, bases + row);
+            else if (p->group == GROUP) quantize_based(2, numbers, to, scales + row, bases + row);
+            else quantize_based(4, numbers, to, scales + row, bases + row);
         }
     }
 }
@@ -77,19 +84,24 @@ AVX2 INLINE __m256i in_order(__m256i packed) {
     return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-/* `quantize_based`, to halves of bytes. */
-AVX2 INLINE void quantize_based_narrow(const __m256 *x, int8_t *to, float *scale, float *base) {
-    *base = lowest(_mm256_min_ps(_mm256_min_ps(x[0], x[1]), _mm256_min_ps(x[2], x[3])));
-    const float most = highest(_mm256_max_ps(_mm256_max_ps(x[0], x[1]), _mm256_max_ps(x[2], x[3])));
-    *scale = scale_of(most - *base, 255.0f);
-    const __m256 inverse = _mm256_set1_ps(1.0f / *scale), least = _mm256_set1_ps(*base);
-    __m256i whole[4];
+/* `quantize_based`, 32 inputs to the low halves of their bytes and, behind these, the high ones. */
+AVX2 INLINE void quantize_based_narrow(const int vectors, const __m256 *x, int8_t *to, float *scale, float *base) {
+    __m256 least = x[0], most = x[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < vectors; i++) least = _mm256_min_ps(least, x[i]), most = _mm256_max_ps(most, x[i]);
+    *base = lowest(least);
+    *scale = scale_of(highest(most) - *base, 255.0f);
+    const __m256 inverse = _mm256_set1_ps(1.0f / *scale), zero = _mm256_set1_ps(*base);
+    for (int at = 0; at < vectors; at += 4, to += 2 * GROUP) {
+        __m256i whole[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(x[i], least), inverse));
-    const __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
-    const __m256i bytes = in_order(_mm256_packus_epi16(first, second)), low = _mm256_set1_epi8(15);
-    _mm256_storeu_si256((__m256i *)to, _mm256_and_si256(bytes, low));
-    _mm256_storeu_si256((__m256i *)(to + GROUP), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+        for (int i = 0; i < 4; i++)
+            whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(x[at + i], zero), inverse));
+        const __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
+        const __m256i bytes = in_order(_mm256_packus_epi16(first, second)), low = _mm256_set1_epi8(15);
+        _mm256_storeu_si256((__m256i *)to, _mm256_and_si256(bytes, low));
+        _mm256_storeu_si256((__m256i *)(to + GROUP), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+    }
 }
 
 AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scale, float *sum) {
@@ -112,12 +124,13 @@ AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *fro
     for (int64_t group = 0; group < p->num_groups; group++) {
         float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
         for (int64_t row = first; row < last; row++) {
-            const int64_t at = row * p->num_inputs + group * GROUP;
-            __m256 x[4];
-            for (int i = 0; i < 4; i++) x[i] = load_narrow(from, at + i * 8, is_bf16);
-            int8_t *to = p->x + row * p->stride + group * GROUP * p->bits / 4;
-            if (p->bits == 8) quantize_based_narrow(x, to, scales + row, bases + row);
-            else quantize_summed_narrow(x, to, scales + row, bases + row);
+            const int64_t at = row * p->num_inputs + group * p->group;
+            __m256 x[2 * GROUP / 8];
+            for (int i = 0; i < p->group / 8; i++) x[i] = load_narrow(from, at + i * 8, is_bf16);
+            int8_t *to = p->x + row * p->stride + group * p->group * p->bits / 4;
+            if (p->bits == 4) quantize_summed_narrow(x, to, scales + row, bases + row);
+            else if (p->group == GROUP) quantize_based_narrow(4, x, to, scales + row, bases + row);
+            else quantize_based_narrow(8, x, to, scales + row, bases + row);
         }
     }
 }

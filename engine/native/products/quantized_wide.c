@@ -5,24 +5,32 @@
 #include "products/silu.h"
 
 enum {
-    BLOCK_GROUPS = 24,  /* that stay in the first cache while rows go by */
+    BLOCK_INPUTS = 768, /* that stay in the first cache while rows go by */
     VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
     FEW_ROWS = 3,       /* that have those of several */
     TILE_ROWS = 16,     /* that have them by AMX */
     LEAST_TILED = 12,   /* fewer take less time without it */
 };
 
-/* How the numbers of W lie: of 8 bits, of 4 bits in halves of bytes, or those as bytes of their own. */
-enum layout { WHOLE, HALVES, LEVELS };
+/* How the numbers of W lie: of 8 bits in groups of 32 or of 64, of 4 bits in halves of bytes, or as bytes of their
+   own. */
+enum layout { WHOLE, LONG, HALVES, LEVELS };
 
-INLINE int64_t group_bytes_of(const enum layout layout) { return layout == HALVES ? HALF_BLOCK : 2 * HALF_BLOCK; }
+INLINE int is_8_bits(const enum layout layout) { return layout == WHOLE || layout == LONG; }
+
+INLINE int64_t inputs_of(const enum layout layout) { return layout == LONG ? 2 * GROUP : GROUP; }
+
+INLINE int64_t half_block_of(const enum layout layout) { return inputs_of(layout) * (HALF_BLOCK / GROUP); }
+
+INLINE int64_t group_bytes_of(const enum layout layout) { return half_block_of(layout) * (layout == HALVES ? 1 : 2); }
 
 AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
 
 /* The base of a group's weights, or their sum where rows have the bases; `tables` are those of 16 outputs. */
 AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const enum layout layout) {
-    const __m512 second = from_float16(tables + OUTPUTS);
-    return layout == WHOLE ? _mm512_mul_ps(second, scale) : second;
+    if (!is_8_bits(layout)) return from_float16(tables + OUTPUTS);
+    const __m512i sums = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(tables + OUTPUTS)));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale);
 }
 
 /* A group's exact sum as a number onto what came before it, and what the base of one side adds. */
@@ -33,7 +41,7 @@ AVX INLINE __m512 add_group(__m512 onto, __m512i sum, __m512 scale, __m512 secon
 
 /* Four products of 16 outputs each onto their sums. VNNI takes the one side as 0 to 255, the other as -128 to 127. */
 AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const enum layout layout) {
-    return layout == WHOLE ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
+    return is_8_bits(layout) ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
 }
 
 /* A part, onto the sums [pairs, rows, 32] or in their place. Several pairs side by side are as many streams from
@@ -51,24 +59,24 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
         for (int half = 0; half < 2; half++)
             total[i][half] = p.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * OUTPUTS + half * 16);
     for (int64_t group = 0; group < p.num_groups; group++) {
-        const int is_end = pairs > 1 && group + PREFETCH / (2 * HALF_BLOCK) >= p.num_groups;
+        const int is_end = pairs > 1 && group + PREFETCH / group_bytes_of(layout) >= p.num_groups;
         const int64_t next = p.ahead + (is_end ? (pairs - 1) * pair_bytes : 0);
 #pragma GCC unroll 4
         for (int i = 0; i < pairs; i++) {
             fetch_lines(p.later + i * pair_bytes + next, p.from, p.to);
-            if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / (2 * HALF_BLOCK) * GROUP_TABLES, 0, 2);
+            if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / group_bytes_of(layout) * GROUP_TABLES, 0, 2);
         }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
         for (int i = 0; i < rows * pairs; i++) sum[i][0] = sum[i][1] = _mm512_setzero_si512();
-#pragma GCC unroll 8
-        for (int line = 0; line < 8; line++) { /* four inputs of 32 outputs */
+#pragma GCC unroll 16
+        for (int line = 0; line < inputs_of(layout) / 4; line++) { /* four inputs of 32 outputs */
 #pragma GCC unroll 4
             for (int i = 0; i < pairs; i++) {
                 const uint8_t *w = p.w + i * pair_bytes + line * 64;
                 __m512i first = _mm512_loadu_si512(w), second;
                 if (layout != HALVES) {
-                    second = _mm512_loadu_si512(w + HALF_BLOCK);
+                    second = _mm512_loadu_si512(w + half_block_of(layout));
                 } else {
                     second = first; /* both halves */
                     first = _mm512_and_si512(first, low);
@@ -99,7 +107,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
                     *onto = add_group(*onto, exact, scale, second, p.row_scales[place], p.row_bases[place]);
                 }
             }
-        p.x += GROUP;
+        p.x += inputs_of(layout);
         p.w += group_bytes_of(layout);
         p.later += p.later_bytes;
         p.tables += GROUP_TABLES;
@@ -114,6 +122,7 @@ AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, fl
 #define SUMS(n, layout) case n: add_vectors(n, 1, layout, p, 0, sums); break;
 #define UP_TO_SIX(l) switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) }
     if (layout == WHOLE) UP_TO_SIX(WHOLE)
+    else if (layout == LONG) UP_TO_SIX(LONG)
     else if (layout == HALVES) UP_TO_SIX(HALVES)
     else UP_TO_SIX(LEVELS)
 #undef UP_TO_SIX
@@ -121,11 +130,16 @@ AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, fl
 }
 
 /* `pairs` pairs of 8 bits, at most `pairs_at_once`. */
-AVX static void add_pairs(int64_t rows, int64_t pairs, struct part p, int64_t pair, float *sums) {
-#define SUMS(r, n) case 10 * r + n: add_vectors(r, n, WHOLE, p, pair, sums); break;
-    switch (10 * rows + pairs) {
-        SUMS(1, 1) SUMS(1, 2) SUMS(1, 3) SUMS(1, 4) SUMS(2, 1) SUMS(2, 2) SUMS(2, 3) SUMS(3, 1) SUMS(3, 2)
+AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struct part p, int64_t pair, float *sums) {
+#define SUMS(r, n, layout) case 10 * r + n: add_vectors(r, n, layout, p, pair, sums); break;
+#define UP_TO_SIX(l)                                                                                                   \
+    switch (10 * rows + pairs) {                                                                                       \
+        SUMS(1, 1, l) SUMS(1, 2, l) SUMS(1, 3, l) SUMS(1, 4, l) SUMS(2, 1, l) SUMS(2, 2, l) SUMS(2, 3, l)              \
+        SUMS(3, 1, l) SUMS(3, 2, l)                                                                                    \
     }
+    if (layout == LONG) UP_TO_SIX(LONG)
+    else UP_TO_SIX(WHOLE)
+#undef UP_TO_SIX
 #undef SUMS
 }
 
@@ -148,7 +162,7 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         _tile_zero(sum);                                                                                               \
         tile_load(inputs, x, stride);                                                                                  \
         tile_load(weights, w, 64);                                                                                     \
-        if (layout == WHOLE) _tile_dpbusd(sum, inputs, weights);                                                       \
+        if (is_8_bits(layout)) _tile_dpbusd(sum, inputs, weights);                                                     \
         else _tile_dpbssd(sum, inputs, weights);                                                                       \
         _tile_stored(sum, numbers, 64);                                                                                \
     } while (0)
@@ -163,12 +177,12 @@ AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part 
         for (int row = 0; row < rows; row++)
             total[row] = p.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
         const int8_t *x = p.x;
-        const uint8_t *w = p.w + half * HALF_BLOCK, *later = p.later + p.ahead;
+        const uint8_t *w = p.w + half * half_block_of(layout), *later = p.later + p.ahead;
         const uint16_t *tables = p.tables + half * 16;
         const float *row_scales = p.row_scales, *row_bases = p.row_bases;
         MULTIPLY_GROUP(0, 4, 6, x, w, p.stride, numbers[0], layout);
         for (int64_t group = 0; group < p.num_groups; group++) {
-            x += GROUP, w += 2 * HALF_BLOCK;
+            x += inputs_of(layout), w += 2 * half_block_of(layout);
             if (group + 1 < p.num_groups) {
                 if (group % 2) MULTIPLY_GROUP(0, 4, 6, x, w, p.stride, numbers[0], layout);
                 else MULTIPLY_GROUP(1, 5, 7, x, w, p.stride, numbers[1], layout);
@@ -194,6 +208,7 @@ AMX static void add_tile_rows(int64_t rows, enum layout layout, struct part p, f
 #define SUMS(n, layout) case n: add_tiles(n, layout, p, sums); break;
 #define TO_SIXTEEN(l) switch (rows) { SUMS(12, l) SUMS(13, l) SUMS(14, l) SUMS(15, l) SUMS(16, l) }
     if (layout == WHOLE) TO_SIXTEEN(WHOLE)
+    else if (layout == LONG) TO_SIXTEEN(LONG)
     else TO_SIXTEEN(LEVELS)
 #undef TO_SIXTEEN
 #undef SUMS
@@ -226,14 +241,16 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
+    const enum layout layout = p->group > GROUP ? LONG : WHOLE;
+    const int64_t group_bytes = group_bytes_of(layout);
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
-                        .table_stride = p->table_stride, .num_groups = groups, .later_bytes = 2 * HALF_BLOCK,
-                        .ahead = PREFETCH, .to = 16, .is_first = 1};
+                        .table_stride = p->table_stride, .num_groups = groups, .later_bytes = group_bytes,
+                        .ahead = PREFETCH, .to = (int)(group_bytes / 64), .is_first = 1};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
-        part.w = part.later = p->weight + pair * groups * 2 * HALF_BLOCK;
+        part.w = part.later = p->weight + pair * groups * group_bytes;
         part.tables = p->tables + pair * groups * GROUP_TABLES;
-        add_pairs(rows, pairs, part, groups, sums);
+        add_pairs(rows, pairs, layout, part, groups, sums);
         for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
     }
 }
@@ -245,18 +262,18 @@ static int64_t height_of(int64_t rows) {
 
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a block of a pair stays in the cache while the rows go by. */
 AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    uint8_t unpacked[BLOCK_GROUPS * 2 * HALF_BLOCK] __attribute__((aligned(64)));
+    uint8_t unpacked[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int has_tiles = outrider_has_tiles && rows >= LEAST_TILED;
     const int64_t max_rows = has_tiles ? TILE_ROWS : VECTOR_ROWS;
-    const int64_t group_bytes = 2 * HALF_BLOCK * p->bits / 8;
+    const int64_t group_bytes = p->group * OUTPUTS * p->bits / 8, block = BLOCK_INPUTS / p->group;
     const int is_unpacked = p->bits == 4 && (has_tiles || rows > 4 * VECTOR_ROWS);
-    const enum layout layout = p->bits == 8 ? WHOLE : is_unpacked ? LEVELS : HALVES;
-    if (has_tiles) configure_tiles_for(min(rows, TILE_ROWS), min(rows, TILE_ROWS), GROUP);
+    const enum layout layout = p->bits == 8 ? p->group > GROUP ? LONG : WHOLE : is_unpacked ? LEVELS : HALVES;
+    if (has_tiles) configure_tiles_for(min(rows, TILE_ROWS), min(rows, TILE_ROWS), p->group);
     for (int64_t pair = first; pair < last; pair++) {
-        for (int64_t group = 0; group < p->num_groups; group += BLOCK_GROUPS) {
+        for (int64_t group = 0; group < p->num_groups; group += block) {
             struct part part = {.stride = p->stride, .table_stride = p->table_stride, .later_bytes = group_bytes};
-            part.num_groups = min(BLOCK_GROUPS, p->num_groups - group);
+            part.num_groups = min(block, p->num_groups - group);
             part.is_first = group == 0;
             part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
             part.w = part.later = p->weight + (pair * p->num_groups + group) * group_bytes;
@@ -265,10 +282,10 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
                 unpack(part.w, part.num_groups, unpacked);
                 part.w = unpacked;
             }
-            for (int64_t i = 0, height, lines = 16 * p->bits / 8; i < rows; i += height) {
+            for (int64_t i = 0, height, lines = group_bytes / 64; i < rows; i += height) {
                 const int is_tile = has_tiles && rows - i >= LEAST_TILED;
                 height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i);
-                set_rows(&part, p, row + i, group, GROUP);
+                set_rows(&part, p, row + i, group, p->group);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 float *onto = sums + i * OUTPUTS;
                 if (!is_tile) {
@@ -276,9 +293,9 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
                     continue;
                 }
                 const int is_rest = i && height < TILE_ROWS;
-                if (is_rest) configure_tiles_for(height, height, GROUP);
+                if (is_rest) configure_tiles_for(height, height, p->group);
                 add_tile_rows(height, layout, part, onto);
-                if (is_rest) configure_tiles_for(TILE_ROWS, TILE_ROWS, GROUP);
+                if (is_rest) configure_tiles_for(TILE_ROWS, TILE_ROWS, p->group);
             }
         }
         finish(p, row, rows, pair, sums);

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.linear.native_quantized import GROUP_SIZE, NativeQuantizedProduct
+from engine.model.linear.native_quantized import GROUP_SIZE, LONG_GROUP_SIZE, NativeQuantizedProduct
 from engine.native.library import Instructions, native_instructions, native_library
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
@@ -15,6 +15,7 @@ pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 # A product's own error: that of a result in bfloat16, of sums in float32, and of what an input adds to them.
 ERROR = {torch.bfloat16: (2**-8 * 1.01, 1e-4), torch.float32: (1e-5, 1e-6)}
 DTYPES = list(ERROR)
+KINDS = [(8, GROUP_SIZE), (8, LONG_GROUP_SIZE), (4, GROUP_SIZE)]  # bits, and inputs that share a scale
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 31, 33, 48, 65, 127, 128, 129, 300)
 SHAPES = (
@@ -24,12 +25,12 @@ SHAPES = (
     (96, 1024),
     (320, 1056),
     (1024, 2112),
-)  # outputs, inputs; blocks are of 1,024 inputs, on AVX2 of 512
+)  # outputs, inputs; blocks are of 768 inputs, on AVX2 of 512
 
 
-def _rounded(x: Tensor, num_bits: int) -> Tensor:
+def _rounded(x: Tensor, num_bits: int, group_size: int) -> Tensor:
     """The rows as the kernel sees them: whole numbers times a scale for each group of inputs, for 8 bits on a base."""
-    groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
+    groups = x.float().unflatten(-1, (-1, group_size))
     if num_bits == 4:
         scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-30)
         return ((groups * (1 / scales)).round().clamp(-127, 127).double() * scales.double()).flatten(-2)
@@ -39,62 +40,71 @@ def _rounded(x: Tensor, num_bits: int) -> Tensor:
     return (levels * scales.double() + bases.double()).flatten(-2)
 
 
-def _tables(shape: tuple[int, int], num_bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tables(shape: tuple[int, int], num_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random numbers [out, in], scales and bases [out, groups], the tables exact in float16."""
     generator = torch.Generator().manual_seed(num_bits)
     numbers = torch.randint(*((-127, 128) if num_bits == 8 else (0, 16)), shape, generator=generator)
-    scales, bases = torch.rand(2, shape[0], shape[1] // GROUP_SIZE, generator=generator).half().float() / 16
+    scales, bases = torch.rand(2, shape[0], shape[1] // group_size, generator=generator).half().float() / 16
     return numbers, scales, None if num_bits == 8 else (bases - 8 * scales).half().float()
 
 
 def _weight(numbers: Tensor, scales: Tensor, bases: Tensor | None) -> Tensor:
-    scaled = numbers.double() * scales.double().repeat_interleave(GROUP_SIZE, 1)
-    return scaled if bases is None else scaled + bases.double().repeat_interleave(GROUP_SIZE, 1)
+    group_size = numbers.shape[1] // scales.shape[1]
+    scaled = numbers.double() * scales.double().repeat_interleave(group_size, 1)
+    return scaled if bases is None else scaled + bases.double().repeat_interleave(group_size, 1)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_bits", [8, 4])
+def _shapes(group_size: int) -> list[tuple[int, int]]:
+    return [shape for shape in SHAPES if shape[1] % group_size == 0]
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "group_size", "shape"), [(*kind, shape) for kind in KINDS for shape in _shapes(kind[1])]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows_dtype", DTYPES)
 def test_a_product_is_that_of_its_numbers(
-    shape: tuple[int, int], num_bits: int, has_bias: bool, rows_dtype: torch.dtype
+    num_bits: int, group_size: int, shape: tuple[int, int], has_bias: bool, rows_dtype: torch.dtype
 ) -> None:
-    tables = _tables(shape, num_bits)
+    tables = _tables(shape, num_bits, group_size)
     bias = torch.randn(shape[0]).to(rows_dtype) if has_bias else None
     relative, absolute = ERROR[rows_dtype]
     multiply, weight = NativeQuantizedProduct(*tables, bias), _weight(*tables)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]).to(rows_dtype)
-        expected = _rounded(x, num_bits) @ weight.T
+        expected = _rounded(x, num_bits, group_size) @ weight.T
         if bias is not None:
             expected += bias.double()
         torch.testing.assert_close(multiply(x).double(), expected, rtol=relative, atol=absolute * shape[1])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("num_bits", [8, 4])
-def test_a_sum_as_large_as_sums_can_be_is_exact(num_bits: int, sign: int) -> None:
+@pytest.mark.parametrize(("num_bits", "group_size"), KINDS)
+def test_a_sum_as_large_as_sums_can_be_is_exact(num_bits: int, group_size: int, sign: int) -> None:
     """AVX2 adds products of bytes in 16 bits, which are full: a sum that does not fit is cut off without a word."""
-    numbers = torch.full((32, 64), sign * 127) if num_bits == 8 else torch.full((32, 64), 15)
-    scales, bases = torch.ones(32, 2), None if num_bits == 8 else torch.zeros(32, 2)
-    x = torch.ones(7, 64) * sign
+    numbers = torch.full((32, 128), sign * 127) if num_bits == 8 else torch.full((32, 128), 15)
+    tables = torch.ones(32, 128 // group_size)
+    scales, bases = tables, None if num_bits == 8 else torch.zeros_like(tables)
+    x = torch.ones(7, 128) * sign
     if num_bits == 8:
-        x[:, ::GROUP_SIZE] = 0.0  # the base; all others are 255
-    expected = _rounded(x, num_bits) @ _weight(numbers, scales, bases).T
+        x[:, ::group_size] = 0.0  # the base; all others are 255
+    expected = _rounded(x, num_bits, group_size) @ _weight(numbers, scales, bases).T
     product = NativeQuantizedProduct(numbers, scales, bases, None)(x)
     torch.testing.assert_close(product.double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize(("num_bits", "group_size"), KINDS)
 @pytest.mark.parametrize("rows_dtype", DTYPES)
-def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int, rows_dtype: torch.dtype) -> None:
-    tables = _tables((64, 256), num_bits)
+def test_a_huge_input_costs_its_own_group_precision_and_no_other(
+    num_bits: int, group_size: int, rows_dtype: torch.dtype
+) -> None:
+    tables = _tables((64, 256), num_bits, group_size)
     x = torch.randn(4, 256).to(rows_dtype)
     x[:, 40] = 3e4
     product, exact = NativeQuantizedProduct(*tables, None)(x).double(), x.double() @ _weight(*tables).T
     others = torch.ones(256, dtype=torch.bool)
-    others[32:64] = False
-    error = (_rounded(x, num_bits) - x.double())[:, others].norm() / x.double()[:, others].norm()
+    others[40 // group_size * group_size :][:group_size] = False
+    error = (_rounded(x, num_bits, group_size) - x.double())[:, others].norm() / x.double()[:, others].norm()
     assert error < 0.01
     torch.testing.assert_close(product, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
 
@@ -102,7 +112,7 @@ def test_a_huge_input_costs_its_own_group_precision_and_no_other(num_bits: int, 
 @pytest.mark.parametrize("rows_dtype", DTYPES)
 def test_a_huge_input_of_one_sign_costs_its_group_half_as_much(rows_dtype: torch.dtype) -> None:
     """Rows that meet int8 weights have a base: the sum of such a group's weights is a part of the product."""
-    numbers, scales, _ = _tables((64, 64), 8)
+    numbers, scales, _ = _tables((64, 64), 8, GROUP_SIZE)
     x = torch.rand(8, 64).to(rows_dtype)
     x[:, 40] = -200.0
     weight = _weight(numbers, scales, None)
@@ -111,10 +121,10 @@ def test_a_huge_input_of_one_sign_costs_its_group_half_as_much(rows_dtype: torch
     assert found.norm() < 0.6 * (about_zero @ weight[:, 32:].T).norm()
 
 
-@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize(("num_bits", "group_size"), KINDS)
 @pytest.mark.parametrize("rows_dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(num_bits: int, rows_dtype: torch.dtype) -> None:
-    multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits), None)
+def test_a_row_has_the_same_bits_in_any_company(num_bits: int, group_size: int, rows_dtype: torch.dtype) -> None:
+    multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits, group_size), None)
     rows = torch.randn(300, 1088).to(rows_dtype)
     together = multiply(rows)
     for num_rows in ROWS[1:]:
@@ -122,11 +132,11 @@ def test_a_row_has_the_same_bits_in_any_company(num_bits: int, rows_dtype: torch
         assert torch.equal(multiply(rows[-num_rows:]), together[-num_rows:])
 
 
-@pytest.mark.parametrize("num_bits", [8, 4])
-def test_a_row_has_the_same_bits_on_any_instructions_and_threads(num_bits: int) -> None:
+@pytest.mark.parametrize(("num_bits", "group_size"), KINDS)
+def test_a_row_has_the_same_bits_on_any_instructions_and_threads(num_bits: int, group_size: int) -> None:
     library, best, num_threads = native_library(Instructions.AVX2), native_instructions(), torch.get_num_threads()
     assert library is not None
-    multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits), None)
+    multiply = NativeQuantizedProduct(*_tables((320, 1088), num_bits, group_size), None)
     for rows in (torch.randn(1, 1088), torch.randn(140, 1088)):
         found = []
         for instructions, threads in ((Instructions.AVX2, 1), (best, 1), (best, 2)):
@@ -139,7 +149,7 @@ def test_a_row_has_the_same_bits_on_any_instructions_and_threads(num_bits: int) 
 
 @pytest.mark.parametrize("rows_dtype", DTYPES)
 def test_a_row_of_zeros_and_one_of_huge_numbers_are_right(rows_dtype: torch.dtype) -> None:
-    numbers, scales, _ = _tables((32, 64), 8)
+    numbers, scales, _ = _tables((32, 64), 8, LONG_GROUP_SIZE)
     x = torch.zeros(3, 64).to(rows_dtype)
     x[1, 5], x[2, 7] = 3e38, 1e-38
     result = NativeQuantizedProduct(numbers, scales / 127, None, None)(x).float()
@@ -157,7 +167,7 @@ def test_only_whole_groups_fit() -> None:
 
 
 def test_the_result_has_the_dtype_of_the_rows() -> None:
-    multiply = NativeQuantizedProduct(*_tables((32, 64), 8), None)
+    multiply = NativeQuantizedProduct(*_tables((32, 64), 8, LONG_GROUP_SIZE), None)
     x = torch.randn(3, 64).bfloat16()
     assert multiply(x).dtype is torch.bfloat16
     assert torch.equal(multiply(x.float()).bfloat16(), multiply(x))

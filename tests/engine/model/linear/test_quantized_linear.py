@@ -15,6 +15,7 @@ from engine.model.linear.quantized_linear import (
     QuantizedWeight,
     can_quantize,
     linear_factory,
+    quantize,
     to_int4,
     to_int8,
 )
@@ -75,18 +76,30 @@ def test_rows_and_weights_of_zeros_give_zeros(quantization: Quantization) -> Non
     assert torch.equal(make_linear(torch.randn(64, 64), None)(zeros), zeros)
 
 
-@pytest.mark.parametrize(("round_weight", "num_steps"), [(to_int8, 254), (to_int4, 15)])
+@pytest.mark.parametrize(
+    ("round_weight", "num_inputs", "group_size", "num_steps"),
+    [(to_int8, 128, 64, 254), (to_int8, 96, 32, 254), (to_int4, 128, 32, 15)],
+)
 def test_a_weight_is_off_by_half_a_step_of_its_group_at_most(
-    round_weight: Callable[[Tensor], QuantizedWeight], num_steps: int
+    round_weight: Callable[[Tensor], QuantizedWeight], num_inputs: int, group_size: int, num_steps: int
 ) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(64, 128) * torch.logspace(-2, 2, 64)[:, None]
-    groups = weight.unflatten(1, (-1, 32))
+    weight = torch.randn(64, num_inputs) * torch.logspace(-2, 2, 64)[:, None]
+    groups = weight.unflatten(1, (-1, group_size))
     lowest, highest = groups.aminmax(dim=-1)
     width = highest - lowest if round_weight is to_int4 else 2 * groups.abs().amax(dim=-1)
     rounding = 2**-10 * groups.abs().amax(dim=-1)  # scale and base are float16
-    error = (round_weight(weight).dequantized() - weight).abs().unflatten(1, (-1, 32))
+    error = (round_weight(weight).dequantized() - weight).abs().unflatten(1, (-1, group_size))
     assert (error <= (0.5 * width / num_steps + 2 * rounding)[..., None]).all()
+
+
+def test_groups_of_a_published_int8_format_are_kept() -> None:
+    """llama.cpp's Q8_0 has a scale for 32 inputs; ours would have one for 64."""
+    torch.manual_seed(0)
+    numbers = torch.randint(-127, 128, (64, 4, 32))
+    numbers[..., 0] = 127
+    weight = (numbers * torch.rand(64, 4, 1).half().float()).flatten(1)
+    assert torch.equal(to_int8(weight).dequantized(), weight)
 
 
 def test_groups_of_a_published_int4_format_are_kept_to_float16() -> None:
@@ -103,6 +116,12 @@ def test_the_head_of_an_int4_model_is_int8() -> None:
     weight, x = torch.randn(64, 96).bfloat16(), torch.randn(2, 96).bfloat16()
     head = linear_factory(Quantization.INT4, is_head=True)(weight, None)
     assert torch.equal(head(x), linear_factory(Quantization.INT8)(weight, None)(x))
+
+
+def test_the_head_of_an_int8_model_is_as_precise_as_that_of_an_int4_model() -> None:
+    weight = torch.randn(64, 128)
+    heads = [quantize(weight, quantization, is_head=True) for quantization in QUANTIZED]
+    assert all(head is not None and head.scales.shape == (64, 4) for head in heads)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
