@@ -25,25 +25,42 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.attention.base import LayerOptions
+from engine.config import Quantization
 from engine.kv_cache.pool import LayerShape
-from engine.model.decoders.rotary import RotaryTable, rotate
+from engine.model.decoders.rotary import RotaryTable
+from engine.model.decoders.row_operations import NativeRows, RowOperations, TorchRows
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
 from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import UNKNOWN
-from engine.model.linear.packed_linear import Linear, linear_of
+from engine.model.linear.packed_linear import Linear
+from engine.model.linear.quantized_linear import linear_factory
 
 
 class Eagle3Head:
     """One head over its target: a `RecurrentHead` whose states have the head's own width."""
 
-    def __init__(self, config: Eagle3Config, weights: Eagle3Weights, first_layer: int) -> None:
-        """`first_layer` is where the head's keys and values are in the pool, behind those of the target's layers."""
+    def __init__(
+        self,
+        config: Eagle3Config,
+        weights: Eagle3Weights,
+        first_layer: int,
+        quantization: Quantization = Quantization.NONE,
+    ) -> None:
+        """Take over the weights.
+
+        Args:
+            config: of the head.
+            weights: of the head.
+            first_layer: where the head's keys and values are in the pool, behind those of the target's layers.
+            quantization: of the head's own products.
+        """
         layer = config.layer
+        make_linear, make_lm_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
         self.taps = config.taps
         self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
-        self.lm_head: Linear = linear_of(weights.lm_head, None)  # until the runner puts the target's in its place
+        self.lm_head: Linear = make_lm_head(weights.lm_head, None)  # until the runner puts the target's in its place
         self._own_lm_head = self.lm_head
         self._config = config
         self._first_layer = first_layer
@@ -51,11 +68,12 @@ class Eagle3Head:
         self._embedding, self._target_ids = weights.embedding, weights.target_ids
         self._rotary = RotaryTable(LlamaRotaryEmbedding(layer).to(self._embedding.device), self._embedding)
         self._input_norm, self._tap_norms = weights.input_norm, weights.tap_norms
+        self._rows = _row_operations(layer, self._embedding)
         self._embedding_norm, self._hidden_norm = weights.embedding_norm, weights.hidden_norm
         self._mlp_norm, self._final_norm = weights.mlp_norm, weights.final_norm
-        self._fuse, self._qkv = linear_of(weights.fc, None), linear_of(weights.qkv, None)
-        self._output = linear_of(weights.output, None)
-        self._gate_up, self._down = linear_of(weights.gate_up, None), linear_of(weights.down, None)
+        self._fuse, self._qkv = make_linear(weights.fc, None), make_linear(weights.qkv, None)
+        self._output = make_linear(weights.output, None)
+        self._gate_up, self._down = make_linear(weights.gate_up, None), make_linear(weights.down, None)
 
     @torch.inference_mode()
     def enter(self, features: Tensor) -> Tensor:
@@ -77,10 +95,10 @@ class Eagle3Head:
         attended = self._attend(torch.cat((self._norm(embedded, self._embedding_norm), normed), dim=-1), batch)
         if batch.logit_rows is not None:
             attended, residual = (rows.index_select(0, batch.logit_rows) for rows in (attended, residual))
-        hidden = residual + self._output(attended)  # [R, S]
-        gate, up = self._gate_up(self._norm(hidden, self._mlp_norm)).chunk(2, dim=-1)
-        hidden = hidden + self._down(F.silu(gate).mul_(up))
-        return self._norm(hidden, self._final_norm) if self._config.norm_output else hidden
+        hidden, normed = self._rows.add_norm(residual, self._output(attended), self._mlp_norm)  # [R, S]
+        gate, up = self._gate_up(normed).chunk(2, dim=-1)
+        hidden, normed = self._rows.add_norm(hidden, self._down(F.silu(gate).mul_(up)), self._final_norm)
+        return normed if self._config.norm_output else hidden
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -98,18 +116,26 @@ class Eagle3Head:
         layer = self._config.layer
         num_rotated = layer.num_attention_heads + layer.num_key_value_heads
         qkv = self._qkv(x).view(x.shape[0], -1, layer.head_dim)
-        query_key = rotate(qkv[:, :num_rotated], self._rotary.at(batch)).transpose(0, 1)[None]  # [1, Hq + H, T, D]
-        query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
         value = qkv[:, num_rotated:].transpose(0, 1)[None]
+        rotated = self._rows.rotate(qkv, num_rotated, self._rotary.at(batch))
+        query_key = rotated.transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
         attended = batch.attention.attend(self._first_layer, query, key, value, self._options)
         return attended.reshape(x.shape[0], -1)
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(states, weight.shape, weight, self._config.layer.rms_norm_eps)
+        return self._rows.add_norm(states, None, weight)[1]
 
 
-def load_eagle3(path: str, target: PreTrainedModel, device: torch.device) -> Eagle3Head:
-    """The head in `path`, for `target`, on `device`.
+def _row_operations(layer: Any, weights: Tensor) -> RowOperations:
+    fits = NativeRows.fit(layer.hidden_size, layer.head_dim, weights)
+    return (NativeRows if fits else TorchRows)(layer.rms_norm_eps)
+
+
+def load_eagle3(
+    path: str, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
+) -> Eagle3Head:
+    """The head in `path`, for `target`, on `device`, its products in `quantization`.
 
     Raises:
         ConfigError: there is none, it is incomplete, made for another target, or asks for lossy acceptance.
@@ -121,4 +147,5 @@ def load_eagle3(path: str, target: PreTrainedModel, device: torch.device) -> Eag
     shape = TargetShape(target_config.vocab_size, embedding.shape[1], target_config.num_hidden_layers)
     config = Eagle3Config.of(read_config(folder), shape, path)
     weights = Weights(read_tensors(folder), f"the EAGLE-3 head in {path!r}")
-    return Eagle3Head(config, Eagle3Reader(config, weights, embedding).read(), target_config.num_hidden_layers)
+    tensors = Eagle3Reader(config, weights, embedding).read()
+    return Eagle3Head(config, tensors, target_config.num_hidden_layers, quantization)

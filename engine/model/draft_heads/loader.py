@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import HeadConfig, HeadKind
+from engine.config import HeadConfig, HeadKind, Quantization
 from engine.model.draft_heads.eagle3 import Eagle3Head, load_eagle3
 from engine.model.draft_heads.medusa import MedusaHeads, load_medusa
 from engine.model.draft_heads.mtp import MtpHead, load_mtp
@@ -17,8 +17,12 @@ from protos.errors import ConfigError
 Head = MedusaHeads | Eagle3Head | MtpHead
 
 
-def load_head(config: HeadConfig, target: PreTrainedModel, device: torch.device) -> Head:
+def load_head(
+    config: HeadConfig, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
+) -> Head:
     """The head that `config` names, on `device`, for `target` as transformers has loaded it, with all its layers.
+
+    `quantization` is the target's: an EAGLE-3 head has it, too.
 
     Raises:
         ConfigError: it does not exist, is incomplete, or does not fit the target.
@@ -29,7 +33,7 @@ def load_head(config: HeadConfig, target: PreTrainedModel, device: torch.device)
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
     if config.kind is HeadKind.EAGLE3:
-        return load_eagle3(config.path, target, device)
+        return load_eagle3(config.path, target, device, quantization)
     return load_medusa(config.path, target, device)
 
 

@@ -146,7 +146,7 @@ class ModelRunner:
         if head is not None and head.kind is HeadKind.SELF:
             self.self_draft = SelfDraft(head, stock, quantization)
         elif head is not None:
-            loaded, own_lm_head = self._take_head(head, stock, device)
+            loaded, own_lm_head = self._take_head(head, stock, device, quantization)
             self._head_layers, taps = loaded.layer_shapes, loaded.taps
             self.head = loaded if self._rank.is_first else None
         self._model = PagedModel(
@@ -159,7 +159,7 @@ class ModelRunner:
         trim_heap()
 
     def _take_head(
-        self, config: HeadConfig, stock: PreTrainedModel, device: torch.device
+        self, config: HeadConfig, stock: PreTrainedModel, device: torch.device, quantization: Quantization
     ) -> tuple[Head, Linear | None]:
         """Return the head, and the function to logits if it needs one of its own.
 
@@ -168,7 +168,7 @@ class ModelRunner:
         """
         if not self._rank.is_first:
             return load_head(config, stock, torch.device("cpu")), None
-        head = load_head(config, stock, device)
+        head = load_head(config, stock, device, quantization)
         return head, None if self._rank.size == 1 else whole_lm_head(stock, device)
 
     def _measured(

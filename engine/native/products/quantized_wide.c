@@ -9,7 +9,8 @@ enum {
     VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
     FEW_ROWS = 3,       /* that have those of several */
     TILE_ROWS = 16,     /* that have them by AMX */
-    LEAST_TILED = 12,   /* fewer take less time without it */
+    LEAST_TILED = 12,   /* fewer take less time without it: of groups of 32 inputs, */
+    LEAST_LONG = 7,     /* and of 64 */
 };
 
 /* How the numbers of W lie: of 8 bits in groups of 32 or of 64, of 4 bits in halves of bytes, or as bytes of their
@@ -167,7 +168,7 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         _tile_stored(sum, numbers, 64);                                                                                \
     } while (0)
 
-/* `add_vectors` by AMX, for LEAST_TILED to 16 rows, as many as tiles are configured for; W is int8. While one group is
+/* `add_vectors` by AMX, for `least_tiled` to 16 rows, as many as tiles are configured for; W is int8. While one group is
    added to the sums of 16 outputs, which stay in registers, the next one is multiplied. */
 AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part p, float *sums) {
     int32_t numbers[2][TILE_ROWS * 16] __attribute__((aligned(64)));
@@ -203,13 +204,15 @@ AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part 
     }
 }
 
-/* The same, the number of rows, LEAST_TILED to 16, and the layout known to the compiler. */
+static int64_t least_tiled(const struct quantized *p) { return p->group > GROUP ? LEAST_LONG : LEAST_TILED; }
+
+/* The same, the number of rows, `least_tiled` to 16, and the layout known to the compiler. */
 AMX static void add_tile_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
 #define SUMS(n, layout) case n: add_tiles(n, layout, p, sums); break;
-#define TO_SIXTEEN(l) switch (rows) { SUMS(12, l) SUMS(13, l) SUMS(14, l) SUMS(15, l) SUMS(16, l) }
-    if (layout == WHOLE) TO_SIXTEEN(WHOLE)
-    else if (layout == LONG) TO_SIXTEEN(LONG)
-    else TO_SIXTEEN(LEVELS)
+#define TO_SIXTEEN(l) SUMS(12, l) SUMS(13, l) SUMS(14, l) SUMS(15, l) SUMS(16, l)
+    if (layout == WHOLE) switch (rows) { TO_SIXTEEN(WHOLE) }
+    else if (layout == LEVELS) switch (rows) { TO_SIXTEEN(LEVELS) }
+    else switch (rows) { SUMS(7, LONG) SUMS(8, LONG) SUMS(9, LONG) SUMS(10, LONG) SUMS(11, LONG) TO_SIXTEEN(LONG) }
 #undef TO_SIXTEEN
 #undef SUMS
 }
@@ -264,7 +267,8 @@ static int64_t height_of(int64_t rows) {
 AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t unpacked[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int has_tiles = outrider_has_tiles && rows >= LEAST_TILED;
+    const int64_t least = least_tiled(p);
+    const int has_tiles = outrider_has_tiles && rows >= least;
     const int64_t max_rows = has_tiles ? TILE_ROWS : VECTOR_ROWS;
     const int64_t group_bytes = p->group * OUTPUTS * p->bits / 8, block = BLOCK_INPUTS / p->group;
     const int is_unpacked = p->bits == 4 && (has_tiles || rows > 4 * VECTOR_ROWS);
@@ -283,7 +287,7 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
                 part.w = unpacked;
             }
             for (int64_t i = 0, height, lines = group_bytes / 64; i < rows; i += height) {
-                const int is_tile = has_tiles && rows - i >= LEAST_TILED;
+                const int is_tile = has_tiles && rows - i >= least;
                 height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i);
                 set_rows(&part, p, row + i, group, p->group);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);

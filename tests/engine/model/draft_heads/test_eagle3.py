@@ -13,10 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, SpeculationConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    Quantization,
+    SpeculationConfig,
+)
 from engine.engine_core import EngineCore
 from engine.model.draft_heads.eagle3 import Eagle3Head, load_eagle3
+from engine.model.draft_heads.loader import load_head
 from engine.model.hidden_state_taps import UNKNOWN
+from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
 from protos.errors import ConfigError
@@ -97,6 +107,27 @@ def test_tokens_outside_of_the_drafts_vocabulary_are_never_drafted(
     told = HeadLogits(target, write_original(tmp_path / "a", tensors, TAPS))
     assert torch.equal((told.logits > UNKNOWN).all(dim=0), tensors["t2d"])
     assert (told.logits[:, ~tensors["t2d"]] == UNKNOWN).all()
+
+
+@pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="no kernels for int8 and int4 weights here")
+@pytest.mark.parametrize(("quantization", "most"), [(Quantization.INT8, 0.02), (Quantization.INT4, 0.2)])
+def test_the_head_of_a_quantized_target_is_quantized_with_it(
+    quantization: Quantization, most: float, target: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    folder = write_original(tmp_path / "head", tensors, TAPS)
+    stock = AutoModelForCausalLM.from_pretrained(target)
+    config = HeadConfig(HeadKind.EAGLE3, str(folder))
+    full, quantized = (load_head(config, stock, stock.device, each) for each in (Quantization.NONE, quantization))
+    assert isinstance(full, Eagle3Head)
+    assert isinstance(quantized, Eagle3Head)
+    features = random(20, len(TAPS) * HIDDEN_SIZE, seed=5)
+    for got, expected in (
+        (quantized.enter(features), full.enter(features)),
+        (quantized.logits(features[:, :HIDDEN_SIZE]), full.logits(features[:, :HIDDEN_SIZE])),
+    ):
+        is_known = expected > UNKNOWN
+        error = (got - expected)[is_known].norm() / expected[is_known].norm()
+        assert 0 < error < most
 
 
 @pytest.mark.parametrize(
