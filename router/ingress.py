@@ -13,6 +13,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from protos import outrider_pb2 as pb2
+from protos.scheduling import wait_for_cores
 from router.api_keys import ApiKeys
 from router.backend.application_watch import INGRESS, ApplicationWatch
 from router.backend.frontend_metrics import FrontendMetrics
@@ -44,6 +45,7 @@ class Ingress:
     def __init__(
         self, pair: DeploymentHandle[Any], config: IngressConfig, prefill: DeploymentHandle[Any] | None = None
     ) -> None:
+        wait_for_cores()
         self._api_keys = ApiKeys(config.api_keys_file, is_open_admin=config.open_admin)
         metrics = IngressMetrics()
         application = ApplicationWatch()

@@ -32,6 +32,7 @@ from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
 from engine.stats.goodput import GoodputStats
+from protos.scheduling import wait_for_cores
 from protos.served_draft import DraftReport
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Pair(PairShell):
         prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
         configure_logging(is_replica=True)
+        wait_for_cores()
         self._settings = settings
         self._admission = Admission(settings.max_requests)
         replica_id = serve.get_replica_context().replica_id.unique_id

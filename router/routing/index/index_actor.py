@@ -8,6 +8,7 @@ import time
 
 import ray
 
+from protos.scheduling import wait_for_cores
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery, RouteReply
@@ -28,6 +29,7 @@ class IndexActor:
     """
 
     def __init__(self, config: RouterConfig) -> None:
+        wait_for_cores()
         self._state = IndexState(config)
         self._last_report_s = time.monotonic()
         self._sweeper: asyncio.Task[None] | None = None
