@@ -22,7 +22,7 @@ struct quantized {
     float *row_bases;  /* the same, for 8 bits; for 4 the sums of the groups */
     int64_t table_stride;
     const uint8_t *weight;
-    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS]: scales, float16; bases of 4 bits, too, or sums of 8, int16 */
+    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS]: scales, float16; bases of 4 bits, or int16 sums of 8 */
     const float *bias;      /* [num_outputs] or NULL */
     void *out;              /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs, num_groups;

@@ -2,7 +2,8 @@
 
    Levels of weights of 4 bits, 0 to 15, by x of -127 to 127: eight pairs of products are at most 30,480, those of 32
    inputs. Where weights have 8 bits, x has come in halves of its own bytes, 0 to 15 each, by -127 to 127: the same
-   bound, and the sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI, exactly. */
+   bound, and the sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI,
+   exactly. */
 
 #include "products/epilogue.h"
 #include "products/quantized.h"

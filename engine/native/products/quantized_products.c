@@ -1,11 +1,11 @@
 /* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX, AVX-512's VNNI or AVX2.
 
    Rows and weights are whole numbers with a scale for every group of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks,
-   or of 64, for half as many sums to be scaled: a huge input (arXiv:2402.17762) costs its own group precision and no other. What it costs there is halved where rows
-   also have a base, the least input of a group: the huge ones are mostly of one sign. Rows that meet weights of 8 bits
-   have bases, weights of 4 bits have them themselves; a base counts as often as the other side's numbers of its group
-   say, whose sum is kept with them. The sum of a group is exact; groups are added in float32, in the order of the
-   inputs. A row's result does not depend on the rows beside it.
+   or of 64, for half as many sums to be scaled: a huge input (arXiv:2402.17762) costs its own group precision and no
+   other. What it costs there is halved where rows also have a base, the least input of a group: the huge ones are
+   mostly of one sign. Rows that meet weights of 8 bits have bases, weights of 4 bits have them themselves; a base
+   counts as often as the other side's numbers of its group say, whose sum is kept with them. The sum of a group is
+   exact; groups are added in float32, in the order of the inputs. A row's result does not depend on the rows beside it.
 
    W lies as a stream of blocks, for each pair of 16 outputs and another 16 and each group. 8 bits: eight lines of 64
    bytes (of 64 inputs: sixteen) for the first outputs and as many for the others, a line being four inputs of 16

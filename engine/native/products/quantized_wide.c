@@ -168,8 +168,8 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         _tile_stored(sum, numbers, 64);                                                                                \
     } while (0)
 
-/* `add_vectors` by AMX, for `least_tiled` to 16 rows, as many as tiles are configured for; W is int8. While one group is
-   added to the sums of 16 outputs, which stay in registers, the next one is multiplied. */
+/* `add_vectors` by AMX, for `least_tiled` to 16 rows, as many as tiles are configured for; W is int8. While one group
+   is added to the sums of 16 outputs, which stay in registers, the next one is multiplied. */
 AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part p, float *sums) {
     int32_t numbers[2][TILE_ROWS * 16] __attribute__((aligned(64)));
     for (int half = 0; half < 2; half++) {
