@@ -13,7 +13,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from protos import outrider_pb2 as pb2
-from protos.scheduling import wait_for_cores
+from protos.linux import wait_for_cores
 from router.api_keys import ApiKeys
 from router.backend.application_watch import INGRESS, ApplicationWatch
 from router.backend.frontend_metrics import FrontendMetrics

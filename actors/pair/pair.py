@@ -32,7 +32,7 @@ from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
 from engine.stats.goodput import GoodputStats
-from protos.scheduling import wait_for_cores
+from protos.linux import wait_for_cores
 from protos.served_draft import DraftReport
 
 logger = logging.getLogger(__name__)

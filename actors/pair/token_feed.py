@@ -13,8 +13,8 @@ import socket
 from actors.pair.token_stream import TokenStream
 from protos.errors import UnavailableError
 from protos.frames import FrameCodec
+from protos.linux import is_own
 from protos.messages import TokenChunk
-from protos.peer_credentials import is_own
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import secrets
 import socket
 
 from protos.frames import ConnectionLostError, FrameCodec
+from protos.linux import is_own
 from protos.messages import TokenChunk
-from protos.peer_credentials import is_own
 
 logger = logging.getLogger(__name__)
 

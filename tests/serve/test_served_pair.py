@@ -5,6 +5,7 @@ The tests run in order: a redeploy lets the pair finish its streams, and the las
 
 import copy
 import json
+import os
 import shutil
 import socket
 import threading
@@ -35,7 +36,7 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.serve.other_network import listening_ports, other_network, probe_from_there
-from tests.serve.served_pair import MODEL, ServedPair, eventually, once
+from tests.serve.served_pair import MODEL, ServedPair, eventually, once, processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -183,6 +184,16 @@ def test_health_and_metrics_answer(served: ServedPair):
     assert httpx.get(f"{served.url}/health", timeout=30.0).status_code == 200
     assert served.metric("outrider_kv_cache_blocks") == 512
     assert served.metric("outrider_draft_connected") == 1
+
+
+def test_frontends_wait_for_cores_and_the_target_does_not(served: ServedPair):
+    assert policies("ServeReplica:") == {os.SCHED_BATCH}
+    assert policies("IndexActor") == {os.SCHED_BATCH}
+    assert policies("TargetActor") == {os.SCHED_OTHER}
+
+
+def policies(actor: str) -> set[int]:
+    return {os.sched_getscheduler(thread.id) for process in processes(actor) for thread in process.threads()}
 
 
 def test_another_network_gets_numbers_of_processes_and_nothing_else(served: ServedPair):

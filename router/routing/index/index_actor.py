@@ -8,7 +8,7 @@ import time
 
 import ray
 
-from protos.scheduling import wait_for_cores
+from protos.linux import wait_for_cores
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery, RouteReply

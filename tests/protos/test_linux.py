@@ -10,7 +10,7 @@ import pytest
 
 _PROGRAM = """
 import os, threading
-from protos.scheduling import wait_for_cores
+from protos.linux import wait_for_cores
 
 begin, end, policies = threading.Event(), threading.Event(), {}
 

@@ -1,11 +1,19 @@
-"""The place of a process among those that compute beside it."""
+"""What frontends and pairs alike ask of Linux: whose a connection is, and how urgent a process's threads are."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from contextlib import suppress
 
 _THREADS = "/proc/self/task"
+
+
+def is_own(peer: socket.socket) -> bool:
+    """True if the process at the other end of a connected Unix socket belongs to our user."""
+    _, user_id, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user_id == os.getuid())
 
 
 def wait_for_cores() -> None:
