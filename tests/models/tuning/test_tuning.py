@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_goes_on(pair: Folders, tmp_path: Path, monkeypatc
 
 
 def test_the_target_writes_more_text_to_train_on(pair: Folders, tmp_path: Path) -> None:
-    is_better, lines = run(settings(pair, tmp_path / "new", minutes=0.2, rollouts=0.5, learning_rates=(0.02,)))
+    is_better, lines = run(settings(pair, tmp_path / "new", minutes=0.4, rollouts=0.5, learning_rates=(0.02,)))
     assert is_better
     said = next(line for line in lines if "positions of" in line)
     assert int(said.split()[0]) > 3 * NUM_PROMPT_TOKENS * 40
