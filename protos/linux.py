@@ -1,4 +1,4 @@
-"""What frontends and pairs alike ask of Linux: whose a connection is, and how urgent a process's threads are."""
+"""Calls of Linux that frontends and pairs share: the user behind a Unix socket, a process's scheduling policy."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.planning.tables import entry_of
 from protos.errors import ConfigError
 
-_BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # with scales per 32 inputs
+_BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
 
 
 @dataclass(frozen=True, slots=True)

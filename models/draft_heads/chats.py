@@ -25,7 +25,7 @@ from router.tokenizer.tokenizer_files import load_tokenizer_files
 HELD_OUT_EVERY = 16  # chats, of which one is measured with and never trained on
 TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
 MEASURED_PROMPT_TOKENS = 64  # of a held-out chat, which the target then continues
-_CACHE_BYTES = 1 << 30  # of as many long answers at once as the engine runs
+_CACHE_BYTES = 1 << 30  # a pool for as many answers as the engine runs at once
 _FORMS = (
     "Explain {} to a child.",
     "Explain {} in a few sentences.",

@@ -21,7 +21,7 @@ from engine.attention.base import LayerOptions
 from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
 from engine.model.decoders.native_layers import DecoderShape, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
-from engine.model.decoders.row_operations import NativeRows, RowOperations, TorchRows
+from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
@@ -245,4 +245,4 @@ def _row_operations(model: Any, head_dim: int, *, is_deterministic: bool) -> Row
         from engine.model.decoders.triton_rows import TritonRows
 
         return TritonRows(epsilon)
-    return NativeRows(epsilon) if NativeRows.fit(weight.shape[0], head_dim, weight) else TorchRows(epsilon)
+    return row_operations(weight.shape[0], head_dim, weight, epsilon)

@@ -113,6 +113,11 @@ class NativeRows(RowOperations):
         return heads[:, :num_rotated]
 
 
+def row_operations(hidden_size: int, head_dim: int, weights: Tensor, epsilon: float) -> RowOperations:
+    """Return our kernels where they take rows and heads of such sizes in the dtype of `weights`, else torch's."""
+    return NativeRows(epsilon) if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows(epsilon)
+
+
 @cache
 def _kernels() -> tuple[Any, Any, Any]:
     library = native_library(Instructions.AVX2)

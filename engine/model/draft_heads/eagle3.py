@@ -28,7 +28,7 @@ from engine.attention.base import LayerOptions
 from engine.config import Quantization
 from engine.kv_cache.pool import LayerShape
 from engine.model.decoders.rotary import RotaryTable
-from engine.model.decoders.row_operations import NativeRows, RowOperations, TorchRows
+from engine.model.decoders.row_operations import row_operations
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
 from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
@@ -68,7 +68,7 @@ class Eagle3Head:
         self._embedding, self._target_ids = weights.embedding, weights.target_ids
         self._rotary = RotaryTable(LlamaRotaryEmbedding(layer).to(self._embedding.device), self._embedding)
         self._input_norm, self._tap_norms = weights.input_norm, weights.tap_norms
-        self._rows = _row_operations(layer, self._embedding)
+        self._rows = row_operations(layer.hidden_size, layer.head_dim, self._embedding, layer.rms_norm_eps)
         self._embedding_norm, self._hidden_norm = weights.embedding_norm, weights.hidden_norm
         self._mlp_norm, self._final_norm = weights.mlp_norm, weights.final_norm
         self._fuse, self._qkv = make_linear(weights.fc, None), make_linear(weights.qkv, None)
@@ -125,11 +125,6 @@ class Eagle3Head:
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
         return self._rows.add_norm(states, None, weight)[1]
-
-
-def _row_operations(layer: Any, weights: Tensor) -> RowOperations:
-    fits = NativeRows.fit(layer.hidden_size, layer.head_dim, weights)
-    return (NativeRows if fits else TorchRows)(layer.rms_norm_eps)
 
 
 def load_eagle3(

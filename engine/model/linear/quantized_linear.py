@@ -55,9 +55,12 @@ def to_int8(weight: Tensor) -> QuantizedWeight:
 
     Groups are of 64 inputs, but of 32 where that keeps a weight as it is (it was Q8_0), or where 64 are not whole.
     """
-    by_short = to_int8_groups(weight, GROUP_SIZE)
-    was_so = torch.equal(by_short.dequantized().to(weight.dtype), weight)
-    return by_short if was_so or weight.shape[1] % LONG_GROUP_SIZE else to_int8_groups(weight, LONG_GROUP_SIZE)
+    is_short = weight.shape[1] % LONG_GROUP_SIZE != 0 or (_is_kept(weight[:1]) and _is_kept(weight))
+    return to_int8_groups(weight, GROUP_SIZE if is_short else LONG_GROUP_SIZE)
+
+
+def _is_kept(weight: Tensor) -> bool:
+    return torch.equal(to_int8_groups(weight, GROUP_SIZE).dequantized().to(weight.dtype), weight)
 
 
 def to_int8_groups(weight: Tensor, group_size: int) -> QuantizedWeight:

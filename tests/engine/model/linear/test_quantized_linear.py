@@ -122,6 +122,7 @@ def test_the_head_of_an_int8_model_is_as_precise_as_that_of_an_int4_model() -> N
     weight = torch.randn(64, 128)
     heads = [quantize(weight, quantization, is_head=True) for quantization in QUANTIZED]
     assert all(head is not None and head.scales.shape == (64, 4) for head in heads)
+    assert to_int8(weight).scales.shape == (64, 2)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
