@@ -69,6 +69,14 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def opened(descriptor: Path) -> str:
+    """Return what a descriptor in /proc is of: nothing where it was closed since it was listed."""
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:
+        return ""
+
+
 def standby_of(process: subprocess.Popen[bytes]) -> int:
     """Return the process that waits for the end of `process`, once it does."""
     found: list[int] = []
@@ -76,7 +84,7 @@ def standby_of(process: subprocess.Popen[bytes]) -> int:
     def is_waiting() -> bool:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         found[:] = [int(pid) for pid in children if os.getsid(int(pid)) == int(pid)]
-        return any("pidfd" in os.readlink(file) for pid in found for file in Path(f"/proc/{pid}/fd").iterdir())
+        return any("pidfd" in opened(file) for pid in found for file in Path(f"/proc/{pid}/fd").iterdir())
 
     until(is_waiting)
     return found[0]
