@@ -32,6 +32,7 @@ from bench.padded_pair import PAIRS, padded_target
 from engine.attention.native import NativePass
 from engine.config import CacheConfig, ModelConfig
 from engine.model.decoders.native_layers import NativeLayers
+from engine.model.linear.large_pages import in_large_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import LinearFactory, linear_of, torch_linear_of
@@ -154,8 +155,8 @@ def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
 
 
 def measure_ceiling() -> Ceiling:
-    """Reading a gigabyte by `sum`, and a bfloat16 product large enough to be limited by arithmetic alone."""
-    memory = torch.ones(BANDWIDTH_BYTES // 4)
+    """Reading a gigabyte by `sum`, from pages as weights have, and a bfloat16 product that arithmetic alone limits."""
+    memory = in_large_pages(torch.ones(BANDWIDTH_BYTES // 4))
     weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
     multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=torch.bfloat16)
     read_s = min(_seconds(lambda: memory.sum()) for _ in range(5))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from engine.model.linear.large_pages import in_large_pages
 from engine.native.library import Instructions, native_library
 
 OUTPUTS = 32  # of a pair of tiles
@@ -40,7 +41,7 @@ class NativeProduct:
         self._num_outputs, self._num_inputs = weight.shape
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._width = self._num_outputs  # of a row of the result
-        self._packed = tiled(weight.detach().bfloat16(), 2)
+        self._packed = in_large_pages(tiled(weight.detach().bfloat16(), 2))
         self._dtype = weight.dtype
         self._multiply = _kernel(self._kernels[weight.dtype])
 

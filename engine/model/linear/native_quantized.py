@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from engine.model.linear.large_pages import in_large_pages
 from engine.model.linear.native_product import OUTPUTS, PackedWeight, tiled
 from engine.native.library import Instructions, native_library
 
@@ -41,14 +42,15 @@ class NativeQuantizedProduct:
         self._num_bits = 8 if bases is None else 4
         self._is_gated = False
         self._group_size = self._num_inputs // scales.shape[1]
-        self._packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, self._group_size // 4)
+        packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, self._group_size // 4)
         if bases is not None:  # the levels of the first outputs of a pair below those of the second
-            first, second = self._packed.unbind(2)
-            self._packed = first | second << 4
+            first, second = packed.unbind(2)
+            packed = first | second << 4
+        self._packed = in_large_pages(packed)
         second = _group_sums(numbers, self._group_size).view(torch.half) if bases is None else bases.detach().half()
         tables = torch.stack([_whole_pairs(table) for table in (scales.detach().half(), second)], dim=-1)
         pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
-        self._tables = pairs.permute(0, 2, 3, 1).contiguous()
+        self._tables = in_large_pages(pairs.permute(0, 2, 3, 1).contiguous())
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
 
     @staticmethod

@@ -28,7 +28,7 @@ enum {
     BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
     BLOCK_INPUTS = 384, /* of a pair, and of a tile of rows, that share the first cache */
     BLOCK_PAIRS = 8,
-    PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
+    PREFETCH = 1024,    /* numbers ahead of the reader, two tiles: what it reads next */
 };
 
 struct product {

@@ -1,0 +1,61 @@
+"""Memory for packed weights: side by side in pages of 2 MiB, where the system has such.
+
+A pass reads every weight once. In pages of 4 KiB each sixty-fourth line of the cache is behind another entry of the
+page table, which a virtual machine translates twice: two cores of such a Xeon read 25 GB/s of them, and 35 GB/s of
+large pages (docs/performance.md). A matrix of a small model is less than a page, so matrices share them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_PAGE_BYTES = 2 << 20
+_REGION_BYTES = 16 * _PAGE_BYTES  # resident as it fills
+_LINE_BYTES = 64  # of the cache
+
+
+class _Region:
+    """Memory that is given out from its begin to its end; it is freed with the last tensor in it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        first = -whole.data_ptr() % _PAGE_BYTES
+        self._left = whole[first : first + num_bytes]
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """Return so many bytes, a whole number of lines, [num_bytes] uint8; None where fewer are left."""
+        if num_bytes > len(self._left):
+            return None
+        taken, self._left = self._left[:num_bytes], self._left[num_bytes:]
+        return taken
+
+
+_region = _Region(0)
+_lock = threading.Lock()
+
+
+def in_large_pages(weight: Tensor) -> Tensor:
+    """Return a copy of a contiguous weight in main memory, at the begin of a line of the cache."""
+    num_bytes = weight.numel() * weight.element_size()
+    memory = _take(-(-num_bytes // _LINE_BYTES) * _LINE_BYTES)
+    return memory[:num_bytes].view(weight.dtype).view(weight.shape).copy_(weight)
+
+
+def _take(num_bytes: int) -> Tensor:
+    global _region
+    with _lock:
+        memory = _region.take(num_bytes)
+        if memory is None:
+            size = max(_REGION_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+            _region = _Region(size)
+            memory = _region.take(num_bytes)
+    assert memory is not None, "the region is large enough"
+    return memory
