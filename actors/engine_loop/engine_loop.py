@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 from actors.engine_loop.status_reporter import StatusReporter
@@ -20,6 +21,9 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
+_REPORT_S = (
+    0.05  # between two looks at the engine's numbers while it works; what is behind a pass is cold, and costs it
+)
 _IDLE_TURN_S = 0.5  # between calls of `before_step` without work: a draft process that is back is met while idle
 
 
@@ -91,6 +95,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._is_closing = False
         self._stalled_since_s: float | None = None  # None: nothing to do, or something has just come of it
+        self._next_report_s = -inf  # before it, none between two steps
         self._turned_s: float | None = None  # the begin of the current turn; None while it sleeps, or does not run
         self._num_queued_tokens = 0
 
@@ -147,10 +152,15 @@ class EngineLoop:
             self._emit(StepOutput(tuple(chunks)))
 
     def _report(self) -> None:
-        """Report the stats; commands are carried out before, so a request that has arrived is counted."""
+        """Report the stats: at once where the engine begins to work or to wait, else not after every short step."""
+        now_s = self._clock()
+        is_busy = self._engine.has_work and not self._engine.is_starved
+        if is_busy and now_s < self._next_report_s:
+            return
+        self._next_report_s = now_s + _REPORT_S if is_busy else -inf
         self.stats = self._engine.stats()
         if self._reporter is not None:
-            self._reporter.report(self.stats, is_idle=not self._engine.has_work)
+            self._reporter.report(self.stats)
 
     def _sleep(self) -> None:
         self._turned_s = None

@@ -10,11 +10,9 @@ from actors.shell_messages import Snapshot, Status
 from engine.stats.engine_stats import EngineStats
 from protos.block_keys import BlockKey, join_keys
 
-_INTERVAL_S = 0.01  # between two frames while the engine works: short steps share one
-
 
 class StatusReporter:
-    """Belongs to the engine's thread, which calls `report` once per turn.
+    """Belongs to the engine's thread, which calls `report` between two steps.
 
     `cached_keys` gives the keys of all cached blocks, those of `kv_events` included.
     """
@@ -30,14 +28,10 @@ class StatusReporter:
         self._kv_events = kv_events
         self._cached_keys = cached_keys
         self._clock = clock
-        self._last_sent_s = 0.0
         self._last_load: tuple[int, ...] | None = None
 
-    def report(self, stats: EngineStats, *, is_idle: bool) -> None:
-        """Send a frame if anything has changed, at most one in 10 ms; the last change before idleness always leaves."""
-        now_s = self._clock()
-        if not is_idle and now_s - self._last_sent_s < _INTERVAL_S:
-            return
+    def report(self, stats: EngineStats) -> None:
+        """Send a frame if anything has changed since the last one."""
         load = (
             stats.num_waiting,
             stats.num_running,
@@ -47,8 +41,7 @@ class StatusReporter:
         if load == self._last_load and not self._kv_events:
             return
         self._last_load = load
-        self._last_sent_s = now_s
-        self._emit(Status(now_s, stats, self._kv_events.take()))
+        self._emit(Status(self._clock(), stats, self._kv_events.take()))
 
     def send_snapshot(self) -> None:
         """Send the whole cache; what the buffer holds is part of it."""

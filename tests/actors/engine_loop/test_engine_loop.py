@@ -1,4 +1,4 @@
-"""The loop's progress: seconds of an engine that has work, and of which nothing comes."""
+"""The loop's progress, seconds of an engine that has work and of which nothing comes; when it reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ STEP_S = 10.0
 class Script:
     """An engine by a script: per step, the prompt tokens that wait behind it, and whether it brings a chunk."""
 
-    def __init__(self, steps: list[tuple[int, bool]]) -> None:
+    def __init__(self, steps: list[tuple[int, bool]], step_s: float = STEP_S) -> None:
         self._steps = steps
+        self._step_s = step_s
         self._num_queued = 100
         self.now_s = 0.0
         self.stalled_s: list[float] = []
+        self.reported_s: list[float] = []
         self.loop = EngineLoop(self, lambda output: None, clock=lambda: self.now_s)
 
     is_starved = False
@@ -30,7 +32,7 @@ class Script:
         return True
 
     def step(self) -> list[TokenChunk]:
-        self.now_s += STEP_S
+        self.now_s += self._step_s
         self.stalled_s.append(self.loop.stalled_s)
         self._num_queued, brings = self._steps.pop(0)
         if not self._steps:
@@ -38,6 +40,7 @@ class Script:
         return [TokenChunk("a", (1,))] if brings else []
 
     def stats(self) -> EngineStats:
+        self.reported_s.append(self.now_s)
         return EngineStats(1, 0, self._num_queued, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
 
     def prepare(self, request: GenerateRequest) -> None: ...
@@ -83,3 +86,30 @@ def test_a_thread_that_is_stuck_between_steps_is_seen() -> None:
     loop.submit(Add(GenerateRequest("a", (1,))))
     loop.run()
     assert seen_s == [0.0, 300.0]
+
+
+def test_short_steps_share_a_report() -> None:
+    engine = Script([(100, True)] * 100, step_s=0.004)
+    engine.loop.run()
+    assert engine.reported_s == pytest.approx([0.0, 0.0, *(0.052 * number for number in range(1, 8))])
+
+
+class Ending(Script):
+    """An engine whose work ends with its script; the loop is closed while it waits for more."""
+
+    @property
+    def has_work(self) -> bool:
+        if not self._steps and len(self.reported_s) > 2:
+            self.loop.close()
+        return bool(self._steps)
+
+    def step(self) -> list[TokenChunk]:
+        self.now_s += self._step_s
+        self._steps.pop(0)
+        return []
+
+
+def test_the_last_step_is_reported_before_the_engine_waits() -> None:
+    engine = Ending([(100, True)] * 3, step_s=0.004)
+    engine.loop.run()
+    assert engine.reported_s == pytest.approx([0.0, 0.0, 0.012])

@@ -20,9 +20,8 @@ class Target:
         self.keys: set[bytes] = set()
         self.reporter = StatusReporter(self.sent.append, self.kv_events, lambda: self.keys, lambda: self.now_s)
 
-    def turn(self, num_running: int, *, is_idle: bool = False) -> None:
-        stats = EngineStats(num_running, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())
-        self.reporter.report(stats, is_idle=is_idle)
+    def turn(self, num_running: int) -> None:
+        self.reporter.report(EngineStats(num_running, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes()))
 
 
 def test_an_unchanged_status_is_not_repeated():
@@ -33,23 +32,15 @@ def test_an_unchanged_status_is_not_repeated():
     assert len(target.sent) == 1
 
 
-def test_short_steps_share_a_frame_and_lose_no_event():
+def test_changes_and_events_are_sent_with_their_time() -> None:
     target = Target()
-    for number in range(20):
+    for number in range(3):
         target.kv_events.record(CacheDelta(stored=bytes([number]) * 16))
         target.turn(number)
-        target.now_s += 0.001
-    target.turn(0, is_idle=True)
-    assert len(target.sent) == 3
-    stored = b"".join(status.cache.stored for status in target.sent if isinstance(status, Status))
-    assert len(stored) == 20 * 16
-
-
-def test_the_last_change_before_idleness_is_sent_at_once():
-    target = Target()
-    target.turn(1)
-    target.turn(0, is_idle=True)
-    assert [status.engine.num_running for status in target.sent if isinstance(status, Status)] == [1, 0]
+        target.now_s += 1.0
+    sent = [status for status in target.sent if isinstance(status, Status)]
+    assert [(each.measured_at_s, each.engine.num_running) for each in sent] == [(100.0, 0), (101.0, 1), (102.0, 2)]
+    assert [each.cache.stored for each in sent] == [bytes([number]) * 16 for number in range(3)]
 
 
 def test_a_snapshot_covers_what_the_buffer_held():
@@ -58,7 +49,7 @@ def test_a_snapshot_covers_what_the_buffer_held():
     target.kv_events.record(CacheDelta(stored=A))
     target.reporter.send_snapshot()
     target.kv_events.record(CacheDelta(removed=A))
-    target.turn(0, is_idle=True)
+    target.turn(0)
     snapshot, status = target.sent
     assert isinstance(snapshot, Snapshot)
     assert isinstance(status, Status)

@@ -19,7 +19,8 @@ MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_copy_has_the_numbers_and_shape_of_its_weight(dtype: torch.dtype) -> None:
     weight = torch.arange(3 * 5 * 7).view(3, 5, 7).to(dtype)
     copy = in_large_pages(weight)
-    assert torch.equal(copy, weight) and copy.dtype is dtype
+    assert torch.equal(copy, weight)
+    assert copy.dtype is dtype
     weight.zero_()
     assert copy.any()
 
