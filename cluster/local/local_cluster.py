@@ -88,6 +88,7 @@ class LocalCluster:
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
+        _end_monitors()
 
     def deploy(self, file: DeployFile) -> None:
         """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder.
@@ -157,6 +158,18 @@ class LocalCluster:
         waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
         messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+
+def _end_monitors() -> None:
+    """End the processes of this driver's cluster that nothing asks for: 1% of a core, and what they take of memory.
+
+    The monitor of logs sends what workers write to drivers, which ours do not print; that of the autoscaler has no
+    nodes to start here. Ray has no setting for either in `ray.init`.
+    """
+    node = ray._private.worker.global_worker.node
+    assert node is not None, "this process has started it"
+    for end in (node.kill_log_monitor, node.kill_monitor):
+        end(check_alive=False)
 
 
 def own(folder: Path) -> IO[bytes]:

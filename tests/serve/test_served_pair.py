@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 import pytest
 import ray
 import torch
@@ -194,6 +195,12 @@ def test_frontends_wait_for_cores_and_the_target_does_not(served: ServedPair):
 
 def policies(actor: str) -> set[int]:
     return {os.sched_getscheduler(thread.id) for process in processes(actor) for thread in process.threads()}
+
+
+def test_no_monitor_of_ray_runs_beside_the_models(served: ServedPair):
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("raylet" in command for command in commands)
+    assert not [command for command in commands if "monitor.py" in command]
 
 
 def test_another_network_gets_numbers_of_processes_and_nothing_else(served: ServedPair):
