@@ -101,7 +101,7 @@ class PlainReason(StrEnum):
     LAST_TOKEN = "last_token"  # one token was left to generate
     CLASS_OFF = "class_off"  # drafts slow such requests down, by measurement
     LOAD = "load"  # no draft pays at this load, or this pass measured the baseline
-    NO_ROOM = "no_room"  # the pass or the KV pool was full
+    NO_ROOM = "no_room"  # the pass or the KV pool was full, or more prompts were to be read than sequences decoded
     DRAFT_AWAY = "draft_away"  # the draft process was away or late, and no n-gram matched
     NO_MATCH = "no_match"  # the text does not repeat itself here
     CONSTRAINT = "constraint"  # the grammar forbade the first draft

@@ -48,6 +48,7 @@ class Scheduler:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
        of a `tree`. Every last token gets its slot before any draft does; drafts shrink to what budget and pool leave.
+       There are none where more sequences have prompts to read than decode: making drafts would hold them up.
     2. Prefill chunks fill the budget, running sequences before new ones; while others decode, only as much of it as
        `rates` say they can wait for.
     3. New sequences are admitted in order of urgency, none overtakes, while there are blocks for all their tokens and
@@ -167,7 +168,8 @@ class Scheduler:
         """
         self._expire()
         ready, behind = self._secure_ready()
-        decodes = self._schedule_decodes([each for each in ready if not each.is_held])
+        has_drafts = self._num_prompts(behind) <= len(ready)
+        decodes = self._schedule_decodes([each for each in ready if not each.is_held], has_drafts=has_drafts)
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
             budget = int(min(budget, self._rates.chunk_tokens(self._max_stall_passes)))
@@ -262,12 +264,21 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _schedule_decodes(self, ready: list[Sequence]) -> list[ScheduledSequence]:
+    def _num_prompts(self, running: Seq[Sequence]) -> int:
+        """Count the sequences whose prompts this step could read, running ones and those that may be admitted."""
+        num_prompts = sum([not sequence.is_fetching for sequence in running])
+        num_seats = self._max_num_sequences - self.num_running
+        if self._waiting and num_seats > 0 and self._blocks.can_admit(self._waiting[0], self.num_running):
+            num_prompts += min(len(self._waiting), num_seats)
+        return num_prompts
+
+    def _schedule_decodes(self, ready: list[Sequence], *, has_drafts: bool) -> list[ScheduledSequence]:
         budget, blocks, size = self._max_tokens_per_step - len(ready), self._blocks, self._blocks.block_size
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
-            num_rows = num_drafts = min(sequence.num_wanted_drafts, budget)
+            has_own = has_drafts or sequence.has_fixed_length  # the text of such a seed may depend on lengths
+            num_rows = num_drafts = min(sequence.num_wanted_drafts, budget) if has_own else 0
             num_nodes = 0
             if self._tree is not None and num_drafts > 0:
                 num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)

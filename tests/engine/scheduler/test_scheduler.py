@@ -187,6 +187,50 @@ def test_verification_rows_come_before_prefill_chunks() -> None:
     assert scheduled_of(bench.scheduler.schedule()) == [("0", 5, 1, 3), ("1", 0, 8, 0)]
 
 
+def test_no_draft_holds_up_more_prompts_than_sequences_decode() -> None:
+    bench = Bench()
+    bench.add(range(5), num_drafts=3)
+    bench.step()
+    bench.add(range(100, 105), num_drafts=3)
+    batch = bench.scheduler.schedule()
+    assert scheduled_of(batch) == [("0", 5, 1, 3), ("1", 0, 5, 0)]
+    bench.finish(batch, num_right=0)
+    for first in (200, 300, 400):
+        bench.add(range(first, first + 5))
+    batch = bench.scheduler.schedule()
+    assert [drafts for *_, drafts in scheduled_of(batch)] == [0] * 5
+    bench.finish(batch)
+    assert [drafts for *_, drafts in scheduled_of(bench.scheduler.schedule())] == [3, 3, 0, 0, 0]
+
+
+def test_drafts_go_on_where_the_prompts_that_wait_have_no_seat() -> None:
+    bench = Bench(max_num_sequences=2)
+    bench.add(range(5), num_drafts=3)
+    bench.step()
+    for first in (100, 200, 300):
+        bench.add(range(first, first + 5))
+    assert scheduled_of(bench.scheduler.schedule())[0] == ("0", 5, 1, 3)
+
+
+def test_drafts_go_on_where_the_prompts_that_wait_have_no_blocks() -> None:
+    bench = Bench(num_blocks=8)
+    bench.add(range(20), num_drafts=3)
+    bench.step()
+    for first in (100, 200):
+        bench.add(range(first, first + 12))
+    assert scheduled_of(bench.scheduler.schedule()) == [("0", 20, 1, 3)]
+
+
+def test_a_seed_that_depends_on_lengths_keeps_its_drafts_beside_prompts() -> None:
+    bench = Bench()
+    sequence = bench.add(range(5), num_drafts=3)
+    sequence.has_fixed_length = True
+    bench.step()
+    for first in (100, 200):
+        bench.add(range(first, first + 5))
+    assert scheduled_of(bench.scheduler.schedule())[0] == ("0", 5, 1, 3)
+
+
 def test_sampled_sequences_come_first() -> None:
     bench = Bench(max_tokens_per_step=20)
     bench.add(range(30))
