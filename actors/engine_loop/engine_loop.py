@@ -149,6 +149,9 @@ class EngineLoop:
         self._num_queued_tokens = num_queued_tokens
         if chunks := self._engine.step():
             self._stalled_since_s = None
+            if any(chunk.finish_reason is not None for chunk in chunks):
+                self._next_report_s = -inf  # who has an answer finds it in the numbers
+                self._report()
             self._emit(StepOutput(tuple(chunks)))
 
     def _report(self) -> None:

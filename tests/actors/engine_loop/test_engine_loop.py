@@ -8,7 +8,7 @@ from actors.engine_loop.engine_loop import EngineLoop
 from actors.shell_messages import Add
 from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import FinishReason, GenerateRequest, TokenChunk
 
 STEP_S = 10.0
 
@@ -113,3 +113,22 @@ def test_the_last_step_is_reported_before_the_engine_waits() -> None:
     engine = Ending([(100, True)] * 3, step_s=0.004)
     engine.loop.run()
     assert engine.reported_s == pytest.approx([0.0, 0.0, 0.012])
+
+
+def test_an_answer_is_in_the_numbers_before_it_leaves() -> None:
+    """A client that asks for metrics behind its answer finds it there, however short the request was."""
+    order: list[str] = []
+
+    class Answering(Script):
+        def step(self) -> list[TokenChunk]:
+            super().step()
+            return [TokenChunk("a", (1,), finish_reason=FinishReason.LENGTH if not self._steps else None)]
+
+        def stats(self) -> EngineStats:
+            order.append(f"stats of {len(self._steps)}")
+            return super().stats()
+
+    engine = Answering([(100, True)] * 3, step_s=0.004)
+    engine.loop = EngineLoop(engine, lambda output: order.append("chunk"), clock=lambda: engine.now_s)
+    engine.loop.run()
+    assert order[-4:] == ["chunk", "chunk", "stats of 0", "chunk"]
