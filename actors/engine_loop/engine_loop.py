@@ -21,9 +21,7 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
-_REPORT_S = (
-    0.05  # between two looks at the engine's numbers while it works; what is behind a pass is cold, and costs it
-)
+_REPORT_S = 0.05  # between two looks at the numbers of an engine that works: they are out of the cache behind a pass
 _IDLE_TURN_S = 0.5  # between calls of `before_step` without work: a draft process that is back is met while idle
 
 
@@ -95,7 +93,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._is_closing = False
         self._stalled_since_s: float | None = None  # None: nothing to do, or something has just come of it
-        self._next_report_s = -inf  # before it, none between two steps
+        self._next_report_s = -inf  # none before it while the engine works
         self._turned_s: float | None = None  # the begin of the current turn; None while it sleeps, or does not run
         self._num_queued_tokens = 0
 
@@ -150,7 +148,7 @@ class EngineLoop:
         if chunks := self._engine.step():
             self._stalled_since_s = None
             if any(chunk.finish_reason is not None for chunk in chunks):
-                self._next_report_s = -inf  # who has an answer finds it in the numbers
+                self._next_report_s = -inf  # a client with an answer finds it in the numbers
                 self._report()
             self._emit(StepOutput(tuple(chunks)))
 

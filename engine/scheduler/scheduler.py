@@ -168,8 +168,8 @@ class Scheduler:
         """
         self._expire()
         ready, behind = self._secure_ready()
-        has_drafts = self._num_prompts(behind) <= len(ready)
-        decodes = self._schedule_decodes([each for each in ready if not each.is_held], has_drafts=has_drafts)
+        is_crowded = self._is_crowded(len(ready), behind)
+        decodes = self._schedule_decodes([each for each in ready if not each.is_held], is_crowded=is_crowded)
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
             budget = int(min(budget, self._rates.chunk_tokens(self._max_stall_passes)))
@@ -264,21 +264,21 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _num_prompts(self, running: Seq[Sequence]) -> int:
-        """Count the sequences whose prompts this step could read, running ones and those that may be admitted."""
-        num_prompts = sum([not sequence.is_fetching for sequence in running])
-        num_seats = self._max_num_sequences - self.num_running
-        if self._waiting and num_seats > 0 and self._blocks.can_admit(self._waiting[0], self.num_running):
-            num_prompts += min(len(self._waiting), num_seats)
-        return num_prompts
+    def _is_crowded(self, num_ready: int, behind: Seq[Sequence]) -> bool:
+        """True where sequences decode, and this step could read prompts of more: of those behind and of new ones."""
+        num_behind = sum([not sequence.is_fetching for sequence in behind])
+        num_new = min(len(self._waiting), self._max_num_sequences - self.num_running)
+        if not 0 < num_ready < num_behind + num_new:
+            return False
+        return num_ready < num_behind or self._blocks.can_admit(self._waiting[0], self.num_running)
 
-    def _schedule_decodes(self, ready: list[Sequence], *, has_drafts: bool) -> list[ScheduledSequence]:
+    def _schedule_decodes(self, ready: list[Sequence], *, is_crowded: bool) -> list[ScheduledSequence]:
         budget, blocks, size = self._max_tokens_per_step - len(ready), self._blocks, self._blocks.block_size
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
-            has_own = has_drafts or sequence.has_fixed_length  # the text of such a seed may depend on lengths
-            num_rows = num_drafts = min(sequence.num_wanted_drafts, budget) if has_own else 0
+            has_none = is_crowded and not sequence.has_fixed_length  # the text of such a seed may depend on lengths
+            num_rows = num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
             num_nodes = 0
             if self._tree is not None and num_drafts > 0:
                 num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)

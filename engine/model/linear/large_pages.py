@@ -24,8 +24,9 @@ class _Region:
 
     def __init__(self, num_bytes: int) -> None:
         memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a system without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a Linux without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         first = -whole.data_ptr() % _PAGE_BYTES
         self._left = whole[first : first + num_bytes]
@@ -38,7 +39,7 @@ class _Region:
         return taken
 
 
-_region = _Region(0)
+_region: _Region | None = None
 _lock = threading.Lock()
 
 
@@ -52,7 +53,7 @@ def in_large_pages(weight: Tensor) -> Tensor:
 def _take(num_bytes: int) -> Tensor:
     global _region
     with _lock:
-        memory = _region.take(num_bytes)
+        memory = None if _region is None else _region.take(num_bytes)
         if memory is None:
             size = max(_REGION_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
             _region = _Region(size)
