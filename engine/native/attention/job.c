@@ -156,6 +156,15 @@ AVX static void attend_int8_unit(const struct work *w, const struct unit *unit, 
 }
 #endif
 
+/* Whether the lanes of the job read rows of the pool as they lie there. */
+static int are_read_in_place(const struct work *w) {
+#ifdef NARROW
+    return are_side_by_side(w->a, w->job->num_lanes);
+#else
+    return w->has_few;
+#endif
+}
+
 /* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
 VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
                                      int64_t last) {
@@ -187,7 +196,7 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         const int has_next = begin + UNIT < end || w->following;
         if (begin + UNIT < end) load_unit(a, w->job, begin + UNIT, end, path, next);
         else if (w->following) load_first(a, w->following, next);
-        if (!w->is_int8) copy_to_room(a, unit, w->room, w->has_few, last - first <= FEW_TILES);
+        if (!w->is_int8) copy_to_room(a, unit, w->room, are_read_in_place(w), last - first <= FEW_TILES);
 #ifndef NARROW
         const struct unit *later = has_next ? next : NULL;
         if (w->is_int8) {

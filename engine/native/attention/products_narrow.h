@@ -72,20 +72,38 @@ AVX2 INLINE void add_all(const int at_once, const int registers, const struct un
     for (; d < dim; d++) add_dims(1, registers, unit, d, weights, num_keys, sums, size);
 }
 
+/* Eight numbers of a stored row from `d` on: floats, or int8 not in its unit yet. */
+AVX2 INLINE __m256 load_eight(const char *row, int64_t d, const int is_int8) {
+    if (!is_int8) return _mm256_loadu_ps((const float *)row + d);
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + d))));
+}
+
+/* The unit of a row of int8, behind its numbers. */
+AVX2 INLINE float unit_of(const char *row, int64_t dim) {
+    bf16 stored;
+    memcpy(&stored, row + dim, 2);
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)((uint32_t)stored << 16))));
+}
+
 /* The same scores of up to FEW_HALF lanes, with `8 * blocks` keys side by side in place of lanes: three lanes would use
    three eighths of a register. Each sum's order is that of the dims, as above. */
-AVX2 INLINE void score_few(const int lanes, const int blocks, const struct unit *unit, int64_t num_keys,
-                           const float *queries, int64_t dim, float *scores) {
+AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8, const struct unit *unit,
+                           int64_t num_keys, const float *queries, int64_t dim, float *scores) {
     for (int64_t key = 0; key < num_keys; key += 8 * blocks) {
-        __m256 sums[2][8];
+        __m256 sums[2][8], units[2];
         for (int i = 0; i < 8 * blocks; i++) sums[i / 8][i % 8] = _mm256_setzero_ps();
+        for (int block = 0; block < blocks && is_int8; block++) {
+            float each[8];
+            for (int i = 0; i < 8; i++) each[i] = unit_of(unit->keys[key + block * 8 + i], dim);
+            units[block] = _mm256_loadu_ps(each);
+        }
         for (int64_t d = 0; d < dim; d += 8)
 #pragma GCC unroll 2
             for (int block = 0; block < blocks; block++) {
                 __m256 numbers[8];
-                for (int i = 0; i < 8; i++)
-                    numbers[i] = _mm256_loadu_ps((const float *)unit->keys[key + block * 8 + i] + d);
+                for (int i = 0; i < 8; i++) numbers[i] = load_eight(unit->keys[key + block * 8 + i], d, is_int8);
                 transpose_eight(numbers);
+                for (int i = 0; i < 8 && is_int8; i++) numbers[i] = _mm256_mul_ps(numbers[i], units[block]);
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; i++)
 #pragma GCC unroll 4
@@ -102,20 +120,22 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const struct unit 
 }
 
 /* Sums of up to FEW_HALF lanes over all keys, `8 * registers` dims from `d` on side by side. */
-AVX2 INLINE void add_block(const int lanes, const int registers, const struct unit *unit, int64_t d,
-                           const float *weights, int64_t num_keys, float *sums) {
+AVX2 INLINE void add_block(const int lanes, const int registers, const int is_int8, const struct unit *unit, int64_t d,
+                           int64_t dim, const float *weights, int64_t num_keys, float *sums) {
     const __m256i apart = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES));
     __m256 kept[FEW_HALF][8];
     for (int lane = 0; lane < lanes; lane++)
         for (int i = 0; i < registers; i++)
             kept[lane][i] = _mm256_i32gather_ps(sums + (d + i * 8) * LANES + lane, apart, 4);
     for (int64_t key = 0; key < num_keys; key++) {
-        const float *row = (const float *)unit->values[key] + d;
+        const char *row = unit->values[key];
+        const __m256 unit_of_row = _mm256_set1_ps(is_int8 ? unit_of(row, dim) : 1.0f);
         __m256 weight[FEW_HALF];
         for (int lane = 0; lane < lanes; lane++) weight[lane] = _mm256_set1_ps(weights[key * LANES + lane]);
 #pragma GCC unroll 8
         for (int i = 0; i < registers; i++) {
-            const __m256 numbers = _mm256_loadu_ps(row + i * 8);
+            __m256 numbers = load_eight(row, d + i * 8, is_int8);
+            if (is_int8) numbers = _mm256_mul_ps(numbers, unit_of_row);
 #pragma GCC unroll 4
             for (int lane = 0; lane < lanes; lane++)
                 kept[lane][i] = _mm256_fmadd_ps(numbers, weight[lane], kept[lane][i]);
@@ -129,15 +149,29 @@ AVX2 INLINE void add_block(const int lanes, const int registers, const struct un
         }
 }
 
-AVX2 INLINE void add_few(const int lanes, const int registers, const struct unit *unit, int64_t num_keys, int64_t dim,
-                         const float *weights, float *sums) {
+AVX2 INLINE void add_few(const int lanes, const int registers, const int is_int8, const struct unit *unit,
+                         int64_t num_keys, int64_t dim, const float *weights, float *sums) {
     int64_t d = 0;
-    for (; d + 8 * registers <= dim; d += 8 * registers) add_block(lanes, registers, unit, d, weights, num_keys, sums);
-    for (; d < dim; d += 8) add_block(lanes, 1, unit, d, weights, num_keys, sums);
+    for (; d + 8 * registers <= dim; d += 8 * registers)
+        add_block(lanes, registers, is_int8, unit, d, dim, weights, num_keys, sums);
+    for (; d < dim; d += 8) add_block(lanes, 1, is_int8, unit, d, dim, weights, num_keys, sums);
 }
 
-AVX2 INLINE int has_side_by_side(int64_t half_lanes, int64_t dim) {
-    return half_lanes > 0 && half_lanes <= FEW_HALF && dim % 8 == 0;
+/* Each number of lanes has code of its own, whose sums stay in registers. */
+AVX2 INLINE void score_up_to_4(const int is_int8, int64_t lanes, const struct unit *unit, int64_t num_keys,
+                               const float *queries, int64_t dim, float *scores) {
+    if (lanes == 1) score_few(1, 2, is_int8, unit, num_keys, queries, dim, scores);
+    else if (lanes == 2) score_few(2, 2, is_int8, unit, num_keys, queries, dim, scores);
+    else if (lanes == 3) score_few(3, 1, is_int8, unit, num_keys, queries, dim, scores);
+    else score_few(4, 1, is_int8, unit, num_keys, queries, dim, scores);
+}
+
+AVX2 INLINE void add_up_to_4(const int is_int8, int64_t lanes, const struct unit *unit, int64_t num_keys, int64_t dim,
+                             const float *weights, float *sums) {
+    if (lanes == 1) add_few(1, 8, is_int8, unit, num_keys, dim, weights, sums);
+    else if (lanes == 2) add_few(2, 4, is_int8, unit, num_keys, dim, weights, sums);
+    else if (lanes == 3) add_few(3, 4, is_int8, unit, num_keys, dim, weights, sums);
+    else add_few(4, 2, is_int8, unit, num_keys, dim, weights, sums);
 }
 
 /* scores [tiles, UNIT, LANES] of one or two tiles, or of the first half of one where it has `half_lanes`. */
@@ -145,11 +179,9 @@ AVX2 INLINE void score_unit(const struct attention *a, const struct unit *unit, 
                             const void *queries, float *scores, int is_pair, int64_t half_lanes) {
     (void)values;
     const int64_t dim = a->key_dim, width = round_up(dim, 32);
-    if (has_side_by_side(half_lanes, dim)) {
-        if (half_lanes == 1) score_few(1, 2, unit, num_keys, queries, dim, scores);
-        else if (half_lanes == 2) score_few(2, 2, unit, num_keys, queries, dim, scores);
-        else if (half_lanes == 3) score_few(3, 1, unit, num_keys, queries, dim, scores);
-        else score_few(4, 1, unit, num_keys, queries, dim, scores);
+    if (are_side_by_side(a, half_lanes)) {
+        if (a->is_int8) score_up_to_4(1, half_lanes, unit, num_keys, queries, dim, scores);
+        else score_up_to_4(0, half_lanes, unit, num_keys, queries, dim, scores);
     } else if (is_pair) score_all(2, 4, unit, num_keys, queries, dim, width, scores);
     else if (half_lanes) score_all(8, 1, unit, num_keys, queries, dim, width, scores);
     else score_all(4, 2, unit, num_keys, queries, dim, width, scores);
@@ -161,11 +193,9 @@ AVX2 INLINE void add_unit(const struct attention *a, const struct unit *unit, co
                           int64_t half_lanes) {
     (void)next, (void)values, (void)pairs;
     const int64_t dim = a->value_dim, size = (round_up(dim, 32) + 2) * LANES;
-    if (has_side_by_side(half_lanes, dim)) {
-        if (half_lanes == 1) add_few(1, 8, unit, num_keys, dim, weights, sums);
-        else if (half_lanes == 2) add_few(2, 4, unit, num_keys, dim, weights, sums);
-        else if (half_lanes == 3) add_few(3, 4, unit, num_keys, dim, weights, sums);
-        else add_few(4, 2, unit, num_keys, dim, weights, sums);
+    if (are_side_by_side(a, half_lanes)) {
+        if (a->is_int8) add_up_to_4(1, half_lanes, unit, num_keys, dim, weights, sums);
+        else add_up_to_4(0, half_lanes, unit, num_keys, dim, weights, sums);
     } else if (is_pair) add_all(2, 4, unit, num_keys, dim, weights, sums, size);
     else if (half_lanes) add_all(8, 1, unit, num_keys, dim, weights, sums, size);
     else add_all(4, 2, unit, num_keys, dim, weights, sums, size);

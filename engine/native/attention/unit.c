@@ -36,10 +36,8 @@ VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, 
     bf16 bits;
     memcpy(&bits, head + dim, 2);
     const floats scale = lanes_as_floats(lanes_set_int((int)((uint32_t)bits << 16)));
-    for (int64_t d = 0; d < width; d += 16) {
-        const mask lanes = mask_of(dim - d >= 16 ? 0xffff : dim > d ? (1 << (dim - d)) - 1 : 0);
-        lanes_store(out + d, lanes_mul(lanes_load_int8(lanes, head + d), scale));
-    }
+    for (int64_t d = 0; d < width; d += 16)
+        lanes_store(out + d, lanes_mul(lanes_load_int8(head + d, max(0, min(dim - d, 16))), scale));
 }
 #endif
 
@@ -56,7 +54,7 @@ VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char
 #ifdef NARROW
     const int64_t value_width = round_up(a->value_dim, 32);
     float *keys = (float *)room, *values = keys + UNIT * key_width;
-    for (int64_t i = 0; a->is_int8 && i < count; i++) {
+    for (int64_t i = 0; a->is_int8 && !is_few && i < count; i++) {
         load_int8(unit->keys[i], a->key_dim, key_width, keys + i * key_width);
         load_int8(unit->values[i], a->value_dim, value_width, values + i * value_width);
         unit->keys[i] = (const char *)(keys + i * key_width);

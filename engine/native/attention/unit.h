@@ -31,6 +31,13 @@ WITHIN void load_unit(const struct attention *a, const struct job *job, int64_t 
    that they share few sets of the cache. Few lanes read it as it is. */
 WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once);
 
+#ifdef NARROW
+/* Whether so few lanes have keys, and then dims, side by side in their place. */
+INLINE int are_side_by_side(const struct attention *a, int64_t num_lanes) {
+    return num_lanes > 0 && num_lanes <= FEW_HALF && a->key_dim % 8 == 0 && a->value_dim % 8 == 0;
+}
+#endif
+
 #ifndef NARROW
 /* V^T of the unit as tiles of 16 dims x 32 keys, [keys / 32, dims / 16]. Two tiles share 32 dims, of which the even one
    has 0-3 8-11 16-19 24-27 and the odd one the others: as they come apart in registers. `num_bytes` of each value of

@@ -162,12 +162,11 @@ AVX2 INLINE int num_first(mask some) {
            __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(some.high)));
 }
 
-AVX2 INLINE floats lanes_load_int8(mask some, const char *at) {
-    int8_t numbers[LANES] = {0};
-    const int count = num_first(some);
-    if (count == LANES) __builtin_memcpy(numbers, at, LANES);
-    else __builtin_memcpy(numbers, at, (size_t)count);
-    const __m128i all = _mm_loadu_si128((const __m128i *)numbers);
+/* The first `count` of 16, and zeros. */
+AVX2 INLINE floats lanes_load_int8(const char *at, int64_t count) {
+    int8_t some[LANES] = {0};
+    if (count < LANES) at = __builtin_memcpy(some, at, (size_t)count);
+    const __m128i all = _mm_loadu_si128((const __m128i *)at);
     return (floats){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)),
                     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
 }

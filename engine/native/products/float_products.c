@@ -12,9 +12,10 @@ enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
     LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
-    WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512 */
-    NARROW_ROWS = 3,    /* those of AVX2 */
-    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of both */
+    WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512, */
+    NARROW_ROWS = 6,    /* or those of AVX2, of one half of a pair, */
+    FEW_ROWS = 3,       /* or of both halves, which few rows read as one stream */
+    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of all */
     BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
@@ -71,10 +72,10 @@ AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, sum[row][half]);
 }
 
-/* The same on AVX2. */
-AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_first) {
+/* The same on AVX2, of few rows. */
+AVX2 INLINE void add_few(const int rows, struct part p, float *sums, int is_first) {
     const __m256i high = _mm256_set1_epi32(0xffff0000);
-    __m256 sum[NARROW_ROWS][4];
+    __m256 sum[FEW_ROWS][4];
 #pragma GCC unroll 3
     for (int row = 0; row < rows; row++)
         for (int quarter = 0; quarter < 4; quarter++)
@@ -102,6 +103,47 @@ AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_f
             _mm256_storeu_ps(sums + row * OUTPUTS + quarter * 8, sum[row][quarter]);
 }
 
+/* One input of 16 outputs onto the sums of some rows. */
+AVX2 INLINE void add_input(const int rows, __m256 first, __m256 second, const float *x, int64_t stride,
+                           __m256 sum[NARROW_ROWS][2]) {
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++) {
+        const __m256 input = _mm256_set1_ps(x[row * stride]);
+        sum[row][0] = _mm256_fmadd_ps(first, input, sum[row][0]);
+        sum[row][1] = _mm256_fmadd_ps(second, input, sum[row][1]);
+    }
+}
+
+/* The same of more rows, one half of the pair after the other: a number of x is loaded once for 16 outputs instead of
+   once for 8, and there are two loads in a cycle, as there are products. */
+AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_first) {
+    const __m256i high = _mm256_set1_epi32(0xffff0000);
+    for (int half = 0; half < 2; half++, sums += 16) {
+        const float *x = p.x;
+        const bf16 *w = p.w + half * TILE;
+        __m256 sum[NARROW_ROWS][2];
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < 2; i++)
+                sum[row][i] = is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + row * OUTPUTS + i * 8);
+        for (int64_t k = 0; k < p.steps; k++, x += 32, w += 2 * TILE) {
+            fetch_lines(w + p.ahead, (p.from + half) / 2, (p.to + half) / 2); /* of its own tile */
+#pragma GCC unroll 1
+            for (int line = 0; line < 16; line++) { /* two inputs of 16 outputs */
+                const __m256i first = _mm256_loadu_si256((const __m256i *)(w + line * 32));
+                const __m256i second = _mm256_loadu_si256((const __m256i *)(w + line * 32 + 16));
+                add_input(rows, _mm256_castsi256_ps(_mm256_slli_epi32(first, 16)),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(second, 16)), x + line * 2, p.stride, sum);
+                add_input(rows, _mm256_castsi256_ps(_mm256_and_si256(first, high)),
+                          _mm256_castsi256_ps(_mm256_and_si256(second, high)), x + line * 2 + 1, p.stride, sum);
+            }
+        }
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < 2; i++) _mm256_storeu_ps(sums + row * OUTPUTS + i * 8, sum[row][i]);
+    }
+}
+
 /* Each number of rows has code of its own, whose sums stay in registers. */
 AVX512F static void add_up_to_12(int64_t rows, struct part part, float *sums, int is_first) {
 #define ROWS(n) case n: add_wide(n, part, sums, is_first); break;
@@ -111,10 +153,15 @@ AVX512F static void add_up_to_12(int64_t rows, struct part part, float *sums, in
 #undef ROWS
 }
 
-AVX2 static void add_up_to_3(int64_t rows, struct part part, float *sums, int is_first) {
-    if (rows == 1) add_narrow(1, part, sums, is_first);
-    else if (rows == 2) add_narrow(2, part, sums, is_first);
-    else add_narrow(3, part, sums, is_first);
+AVX2 static void add_up_to_6(int64_t rows, struct part part, float *sums, int is_first) {
+    switch (rows) {
+        case 1: add_few(1, part, sums, is_first); break;
+        case 2: add_few(2, part, sums, is_first); break;
+        case 3: add_few(3, part, sums, is_first); break;
+        case 4: add_narrow(4, part, sums, is_first); break;
+        case 5: add_narrow(5, part, sums, is_first); break;
+        case 6: add_narrow(6, part, sums, is_first); break;
+    }
 }
 
 /* Bias and epilogue of the sums [rows, 32] of one pair. */
@@ -128,8 +175,9 @@ AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows
 /* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
 static void multiply_block(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t at_once = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS;
-    const int is_few = rows <= at_once; /* which read a pair whole, as one stream */
+    const int64_t most = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS, num_turns = (rows + most - 1) / most;
+    const int64_t at_once = (rows + num_turns - 1) / num_turns;
+    const int is_few = num_turns == 1; /* which read a pair whole, as one stream */
     const int64_t block = is_few ? p->num_inputs : BLOCK_INPUTS;
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += block) {
@@ -141,7 +189,7 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
                 part.x = p->x + (row + i) * p->num_inputs + k;
                 part.from = LINES * i / rows, part.to = LINES * (i + height) / rows;
                 if (outrider_has_wide_floats) add_up_to_12(height, part, sums + i * OUTPUTS, k == 0);
-                else add_up_to_3(height, part, sums + i * OUTPUTS, k == 0);
+                else add_up_to_6(height, part, sums + i * OUTPUTS, k == 0);
             }
         }
         finish(p, row, rows, pair, sums);

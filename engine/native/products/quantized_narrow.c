@@ -27,11 +27,11 @@ AVX2 INLINE __m256i four_inputs(const int8_t *x) {
     return _mm256_set1_epi32(bits);
 }
 
-/* sum += levels * x, in pairs. One step, for else the compiler makes a loop's products before their sums, and has no
-   registers for all of them. */
+/* sum += levels * x, in pairs. One step, and in the order of the source, for else the compiler makes products before
+   their sums, and has no registers for all of them. */
 AVX2 INLINE __m256i add_products(__m256i sum, __m256i levels, __m256i x) {
     __m256i products;
-    __asm__("vpmaddubsw %3, %2, %0\n\tvpaddw %0, %1, %1" : "=&x"(products), "+x"(sum) : "x"(levels), "x"(x));
+    __asm__ volatile("vpmaddubsw %3, %2, %0\n\tvpaddw %0, %1, %1" : "=&x"(products), "+x"(sum) : "x"(levels), "x"(x));
     return sum;
 }
 
@@ -60,7 +60,7 @@ AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float 
                 __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
 #pragma GCC unroll 4
                 for (int i = 0; i < rows * 2; i++) low[i / 2][i % 2] = high[i / 2][i % 2] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll 8
                 for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
                     const uint8_t *w = p.w + (half * runs + run) * HALF_BLOCK + line * 64;
                     const __m256i weights[2] = {load(w), load(w + 32)};
@@ -114,7 +114,7 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
             __m256i sum[NIBBLE_ROWS][2];
 #pragma GCC unroll 8
             for (int i = 0; i < rows * 2; i++) sum[i / 2][i % 2] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll 8
             for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
                 const __m256i both = load(p.w + line * 64 + half * 32);
                 const __m256i first = _mm256_and_si256(both, low);
