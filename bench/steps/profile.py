@@ -3,10 +3,10 @@
     python -m bench.steps.profile --threads 2 --context 1024
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
-of a matrix product, both the best of some tries just before it, since a machine's speed drifts. Bytes: every weight of
-every layer once, and the keys and values that its rows read. Operations: two per weight and row, and attention's.
-Last, a long prompt, chunk after chunk, against products of the shapes of its weights and chunks with nothing between
-them, by our kernel or by torch's, whichever takes less.
+of a matrix product in `--dtype`, both the best of some tries just before it, since a machine's speed drifts. Bytes:
+every weight of every layer once, and the keys and values that its rows read. Operations: two per weight and row, and
+attention's. Last, a long prompt, chunk after chunk, against products of the shapes of its weights and chunks with
+nothing between them, by our kernel or by torch's, whichever takes less.
 """
 
 from __future__ import annotations
@@ -113,14 +113,15 @@ def main() -> None:
     folder = args.model or padded_target(name=args.padded)
     runner = _runner(folder, args)
     size = ModelSize.of(folder, args.dtype, args.quantization)
+    dtype = getattr(torch, args.dtype)
     print(f"{args.threads} threads, {args.dtype}")
     print(
         f"{'step':34} {'MB':>8} {'GFLOP':>8} {'GB/s':>6} {'TFLOP/s':>8} {'floor ms':>9} {'ms':>8} {'over':>6}   "
         "where it goes"
     )
     for path in _paths(args.context):
-        _report(path, runner, size, measure_ceiling(), args.repeats)
-    _report_prompt(runner, folder, size)
+        _report(path, runner, size, measure_ceiling(dtype), args.repeats)
+    _report_prompt(runner, folder, size, dtype)
 
 
 def _parse_args() -> argparse.Namespace:
@@ -154,11 +155,11 @@ def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
     return ModelRunner(model, CacheConfig(num_blocks=num_blocks))
 
 
-def measure_ceiling() -> Ceiling:
-    """Reading a gigabyte by `sum`, from pages as weights have, and a bfloat16 product that arithmetic alone limits."""
+def measure_ceiling(dtype: torch.dtype) -> Ceiling:
+    """Reading a gigabyte by `sum`, from pages as weights have, and a product in `dtype` that arithmetic alone limits."""
     memory = in_large_pages(torch.ones(BANDWIDTH_BYTES // 4))
-    weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
-    multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=torch.bfloat16)
+    weight = torch.randn(4096, 4096, dtype=dtype)
+    multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=dtype)
     read_s = min(_seconds(lambda: memory.sum()) for _ in range(5))
     product_s = min(_seconds(lambda: multiply(rows)) for _ in range(5))
     return Ceiling(BANDWIDTH_BYTES / read_s, 2 * weight.numel() * len(rows) / product_s)
@@ -178,11 +179,11 @@ def _report(path: Step, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, 
     )
 
 
-def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
+def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize, dtype: torch.dtype) -> None:
     """The rate at which a prompt is read, and that of its products alone, chunk by chunk in turn."""
     blocks = list(range(PROMPT_TOKENS // runner.block_size))
     ids = [1 + (7 * row) % 1000 for row in range(PROMPT_TOKENS)]
-    contenders = [_products(folder, make_linear) for make_linear in (linear_of, torch_linear_of)]
+    contenders = [_products(folder, make_linear, dtype) for make_linear in (linear_of, torch_linear_of)]
     prompt_s = 0.0
     totals_s = [0.0 for _ in contenders]
     for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
@@ -200,13 +201,16 @@ def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize) -> None:
     )
 
 
-def _products(folder: Path, make_linear: LinearFactory) -> list[tuple[Callable[[], Tensor], int]]:
-    """Return a chunk's rows times a bfloat16 matrix of each shape, packed by `make_linear`, and how many there are."""
+def _products(folder: Path, make_linear: LinearFactory, dtype: torch.dtype) -> list[tuple[Callable[[], Tensor], int]]:
+    """Return a chunk's rows times a matrix of each shape, packed by `make_linear`, and how many there are.
+
+    The matrix is in `dtype` of bfloat16 numbers, as published ones are.
+    """
     shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
     products: list[tuple[Callable[[], Tensor], int]] = []
     for (num_out, num_in), count in shapes.items():
-        multiply = make_linear(torch.randn(num_out, num_in, dtype=torch.bfloat16), None)
-        products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=torch.bfloat16)), count))
+        multiply = make_linear(torch.randn(num_out, num_in, dtype=torch.bfloat16).to(dtype), None)
+        products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=dtype)), count))
     return products
 
 

@@ -13,10 +13,11 @@ enum {
     LINES = 32,         /* of the cache, of two tiles */
     OUTPUTS = 32,       /* of a pair */
     WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512, */
-    NARROW_ROWS = 6,    /* or those of AVX2, of one half of a pair, */
-    FEW_ROWS = 3,       /* or of both halves, which few rows read as one stream */
-    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of all */
-    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by */
+    NARROW_ROWS = 6,    /* or those of AVX2, of one half of a pair */
+    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of both */
+    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by, */
+    SMALL_INPUTS = 64,  /* or so few that it is still read in its order where rows wait for memory: */
+    SMALL_TURNS = 3,    /* up to so many times as many rows as registers hold, on AVX2 */
     PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
 };
 
@@ -36,6 +37,7 @@ struct part {
     int64_t stride; /* numbers from row to row */
     const bf16 *w;
     int64_t steps;
+    int64_t turn; /* steps of one half before those of the other, where each half has its sums in registers */
     int64_t ahead;
     int from, to;
 };
@@ -72,37 +74,6 @@ AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, sum[row][half]);
 }
 
-/* The same on AVX2, of few rows. */
-AVX2 INLINE void add_few(const int rows, struct part p, float *sums, int is_first) {
-    const __m256i high = _mm256_set1_epi32(0xffff0000);
-    __m256 sum[FEW_ROWS][4];
-#pragma GCC unroll 3
-    for (int row = 0; row < rows; row++)
-        for (int quarter = 0; quarter < 4; quarter++)
-            sum[row][quarter] = is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + row * OUTPUTS + quarter * 8);
-    for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
-        fetch_lines(p.w + p.ahead, p.from, p.to);
-        for (int line = 0; line < 16; line++)
-#pragma GCC unroll 4
-            for (int quarter = 0; quarter < 4; quarter++) { /* two inputs of 8 outputs */
-                const bf16 *at = p.w + quarter / 2 * TILE + line * 32 + quarter % 2 * 16;
-                const __m256i both = _mm256_loadu_si256((const __m256i *)at);
-                const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-                const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(both, high));
-#pragma GCC unroll 3
-                for (int row = 0; row < rows; row++) {
-                    const float *inputs = p.x + row * p.stride + line * 2;
-                    sum[row][quarter] = _mm256_fmadd_ps(even, _mm256_set1_ps(inputs[0]), sum[row][quarter]);
-                    sum[row][quarter] = _mm256_fmadd_ps(odd, _mm256_set1_ps(inputs[1]), sum[row][quarter]);
-                }
-            }
-    }
-#pragma GCC unroll 3
-    for (int row = 0; row < rows; row++)
-        for (int quarter = 0; quarter < 4; quarter++)
-            _mm256_storeu_ps(sums + row * OUTPUTS + quarter * 8, sum[row][quarter]);
-}
-
 /* One input of 16 outputs onto the sums of some rows. */
 AVX2 INLINE void add_input(const int rows, __m256 first, __m256 second, const float *x, int64_t stride,
                            __m256 sum[NARROW_ROWS][2]) {
@@ -114,33 +85,39 @@ AVX2 INLINE void add_input(const int rows, __m256 first, __m256 second, const fl
     }
 }
 
-/* The same of more rows, one half of the pair after the other: a number of x is loaded once for 16 outputs instead of
-   once for 8, and there are two loads in a cycle, as there are products. */
+/* The same on AVX2, half by half: a number of x is loaded once for 16 outputs, for a cycle has two loads, as it has two
+   products. */
 AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_first) {
     const __m256i high = _mm256_set1_epi32(0xffff0000);
-    for (int half = 0; half < 2; half++, sums += 16) {
-        const float *x = p.x;
-        const bf16 *w = p.w + half * TILE;
-        __m256 sum[NARROW_ROWS][2];
+    for (int64_t begin = 0; begin < p.steps; begin += p.turn) {
+        const int64_t end = min(begin + p.turn, p.steps);
+        for (int half = 0; half < 2; half++) {
+            float *at = sums + half * 16;
+            __m256 sum[NARROW_ROWS][2];
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++)
-            for (int i = 0; i < 2; i++)
-                sum[row][i] = is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + row * OUTPUTS + i * 8);
-        for (int64_t k = 0; k < p.steps; k++, x += 32, w += 2 * TILE) {
-            fetch_lines(w + p.ahead, (p.from + half) / 2, (p.to + half) / 2); /* of its own tile */
+            for (int row = 0; row < rows; row++)
+                for (int i = 0; i < 2; i++) {
+                    const float *before = at + row * OUTPUTS + i * 8;
+                    sum[row][i] = is_first && !begin ? _mm256_setzero_ps() : _mm256_loadu_ps(before);
+                }
+            for (int64_t k = begin; k < end; k++) {
+                const float *x = p.x + k * 32;
+                const bf16 *w = p.w + (2 * k + half) * TILE;
+                fetch_lines(w + p.ahead, (p.from + half) / 2, (p.to + half) / 2);
 #pragma GCC unroll 1
-            for (int line = 0; line < 16; line++) { /* two inputs of 16 outputs */
-                const __m256i first = _mm256_loadu_si256((const __m256i *)(w + line * 32));
-                const __m256i second = _mm256_loadu_si256((const __m256i *)(w + line * 32 + 16));
-                add_input(rows, _mm256_castsi256_ps(_mm256_slli_epi32(first, 16)),
-                          _mm256_castsi256_ps(_mm256_slli_epi32(second, 16)), x + line * 2, p.stride, sum);
-                add_input(rows, _mm256_castsi256_ps(_mm256_and_si256(first, high)),
-                          _mm256_castsi256_ps(_mm256_and_si256(second, high)), x + line * 2 + 1, p.stride, sum);
+                for (int line = 0; line < 16; line++) { /* two inputs of 16 outputs */
+                    const __m256i first = _mm256_loadu_si256((const __m256i *)(w + line * 32));
+                    const __m256i second = _mm256_loadu_si256((const __m256i *)(w + line * 32 + 16));
+                    add_input(rows, _mm256_castsi256_ps(_mm256_slli_epi32(first, 16)),
+                              _mm256_castsi256_ps(_mm256_slli_epi32(second, 16)), x + line * 2, p.stride, sum);
+                    add_input(rows, _mm256_castsi256_ps(_mm256_and_si256(first, high)),
+                              _mm256_castsi256_ps(_mm256_and_si256(second, high)), x + line * 2 + 1, p.stride, sum);
+                }
             }
-        }
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++)
-            for (int i = 0; i < 2; i++) _mm256_storeu_ps(sums + row * OUTPUTS + i * 8, sum[row][i]);
+            for (int row = 0; row < rows; row++)
+                for (int i = 0; i < 2; i++) _mm256_storeu_ps(at + row * OUTPUTS + i * 8, sum[row][i]);
+        }
     }
 }
 
@@ -154,14 +131,9 @@ AVX512F static void add_up_to_12(int64_t rows, struct part part, float *sums, in
 }
 
 AVX2 static void add_up_to_6(int64_t rows, struct part part, float *sums, int is_first) {
-    switch (rows) {
-        case 1: add_few(1, part, sums, is_first); break;
-        case 2: add_few(2, part, sums, is_first); break;
-        case 3: add_few(3, part, sums, is_first); break;
-        case 4: add_narrow(4, part, sums, is_first); break;
-        case 5: add_narrow(5, part, sums, is_first); break;
-        case 6: add_narrow(6, part, sums, is_first); break;
-    }
+#define ROWS(n) case n: add_narrow(n, part, sums, is_first); break;
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+#undef ROWS
 }
 
 /* Bias and epilogue of the sums [rows, 32] of one pair. */
@@ -177,13 +149,14 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t most = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS, num_turns = (rows + most - 1) / most;
     const int64_t at_once = (rows + num_turns - 1) / num_turns;
-    const int is_few = num_turns == 1; /* which read a pair whole, as one stream */
-    const int64_t block = is_few ? p->num_inputs : BLOCK_INPUTS;
+    const int is_stream = num_turns <= (outrider_has_wide_floats ? 1 : SMALL_TURNS);
+    const int64_t block = num_turns == 1 ? p->num_inputs : is_stream ? SMALL_INPUTS : BLOCK_INPUTS;
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t k = 0; k < p->num_inputs; k += block) {
             struct part part = {.stride = p->num_inputs, .steps = min(block, p->num_inputs - k) / 32};
             part.w = p->weight + (pair * p->num_inputs + k) * OUTPUTS;
-            part.ahead = is_few ? PREFETCH : part.steps * 2 * TILE;
+            part.ahead = is_stream ? PREFETCH : part.steps * 2 * TILE;
+            part.turn = is_stream ? 1 : part.steps;
             for (int64_t i = 0; i < rows; i += at_once) {
                 const int64_t height = min(at_once, rows - i);
                 part.x = p->x + (row + i) * p->num_inputs + k;
