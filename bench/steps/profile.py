@@ -156,7 +156,7 @@ def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
 
 
 def measure_ceiling(dtype: torch.dtype) -> Ceiling:
-    """Reading a gigabyte by `sum`, from pages as weights have, and a product in `dtype` that arithmetic alone limits."""
+    """Reading a gigabyte by `sum`, from pages as weights have, and a product in `dtype` that arithmetic limits."""
     memory = in_large_pages(torch.ones(BANDWIDTH_BYTES // 4))
     weight = torch.randn(4096, 4096, dtype=dtype)
     multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=dtype)
