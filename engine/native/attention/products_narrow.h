@@ -72,14 +72,14 @@ AVX2 INLINE void add_all(const int at_once, const int registers, const struct un
     for (; d < dim; d++) add_dims(1, registers, unit, d, weights, num_keys, sums, size);
 }
 
-/* Eight numbers of a stored row from `d` on: floats, or int8 not in its unit yet. */
+/* Eight numbers of a stored row from `d` on: floats, or int8 without their scale. */
 AVX2 INLINE __m256 load_eight(const char *row, int64_t d, const int is_int8) {
     if (!is_int8) return _mm256_loadu_ps((const float *)row + d);
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + d))));
 }
 
-/* The unit of a row of int8, behind its numbers. */
-AVX2 INLINE float unit_of(const char *row, int64_t dim) {
+/* The scale of a row of int8, behind its numbers. */
+AVX2 INLINE float row_scale(const char *row, int64_t dim) {
     bf16 stored;
     memcpy(&stored, row + dim, 2);
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)((uint32_t)stored << 16))));
@@ -90,12 +90,12 @@ AVX2 INLINE float unit_of(const char *row, int64_t dim) {
 AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8, const struct unit *unit,
                            int64_t num_keys, const float *queries, int64_t dim, float *scores) {
     for (int64_t key = 0; key < num_keys; key += 8 * blocks) {
-        __m256 sums[2][8], units[2];
+        __m256 sums[2][8], scales[2];
         for (int i = 0; i < 8 * blocks; i++) sums[i / 8][i % 8] = _mm256_setzero_ps();
         for (int block = 0; block < blocks && is_int8; block++) {
             float each[8];
-            for (int i = 0; i < 8; i++) each[i] = unit_of(unit->keys[key + block * 8 + i], dim);
-            units[block] = _mm256_loadu_ps(each);
+            for (int i = 0; i < 8; i++) each[i] = row_scale(unit->keys[key + block * 8 + i], dim);
+            scales[block] = _mm256_loadu_ps(each);
         }
         for (int64_t d = 0; d < dim; d += 8)
 #pragma GCC unroll 2
@@ -103,7 +103,7 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8,
                 __m256 numbers[8];
                 for (int i = 0; i < 8; i++) numbers[i] = load_eight(unit->keys[key + block * 8 + i], d, is_int8);
                 transpose_eight(numbers);
-                for (int i = 0; i < 8 && is_int8; i++) numbers[i] = _mm256_mul_ps(numbers[i], units[block]);
+                for (int i = 0; i < 8 && is_int8; i++) numbers[i] = _mm256_mul_ps(numbers[i], scales[block]);
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; i++)
 #pragma GCC unroll 4
@@ -129,13 +129,13 @@ AVX2 INLINE void add_block(const int lanes, const int registers, const int is_in
             kept[lane][i] = _mm256_i32gather_ps(sums + (d + i * 8) * LANES + lane, apart, 4);
     for (int64_t key = 0; key < num_keys; key++) {
         const char *row = unit->values[key];
-        const __m256 unit_of_row = _mm256_set1_ps(is_int8 ? unit_of(row, dim) : 1.0f);
+        const __m256 scale = _mm256_set1_ps(is_int8 ? row_scale(row, dim) : 1.0f);
         __m256 weight[FEW_HALF];
         for (int lane = 0; lane < lanes; lane++) weight[lane] = _mm256_set1_ps(weights[key * LANES + lane]);
 #pragma GCC unroll 8
         for (int i = 0; i < registers; i++) {
             __m256 numbers = load_eight(row, d + i * 8, is_int8);
-            if (is_int8) numbers = _mm256_mul_ps(numbers, unit_of_row);
+            if (is_int8) numbers = _mm256_mul_ps(numbers, scale);
 #pragma GCC unroll 4
             for (int lane = 0; lane < lanes; lane++)
                 kept[lane][i] = _mm256_fmadd_ps(numbers, weight[lane], kept[lane][i]);
