@@ -63,8 +63,9 @@ def test_taps_change_no_logit_and_a_model_without_them_keeps_no_features(tmp_pat
         model = PagedModel(copy.deepcopy(stock), taps=taps)
         logits.append(model.forward(ForwardBatch.of([Span(IDS, 0, [0], 3)], model.new_cache(1, 16))))
         assert (model.features is None) is (not taps)
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    # With taps all rows of the last layer go on, and torch's products may round by the number of rows.
+    for tapped in logits[1:]:
+        torch.testing.assert_close(tapped, logits[0], atol=1e-6, rtol=1e-5)
 
 
 def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> None:
