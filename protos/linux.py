@@ -1,13 +1,18 @@
-"""Calls of Linux that frontends and pairs share: the user behind a Unix socket, a process's scheduling policy."""
+"""Calls of Linux that all processes share: the user behind a Unix socket, who waits for a core and who keeps one."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import socket
 import struct
 from contextlib import suppress
 
+SLICE_S = 0.04  # of a core, for threads that compute: a pass on a processor takes 5 to 50 ms
 _THREADS = "/proc/self/task"
+_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # sched_setattr, for which Python has no function
+_ATTRIBUTES = "IIQiIQQQ"  # of a thread: size, policy, flags, niceness, priority, slice in ns, two for other policies
 
 
 def is_own(peer: socket.socket) -> bool:
@@ -22,10 +27,27 @@ def wait_for_cores() -> None:
     The threads of a model's pass work on parts of one product. Where one loses its core with a part in hand, all wait
     for it: a frontend that takes a core for a millisecond holds up the pass for a millisecond, not for half of one. A
     thread that waits (Linux' SCHED_BATCH) runs between two passes, on the core that a helper gives up, or in its turn.
-    Threads that are started later inherit it. It does nothing where the system has no such thing.
+    Threads and processes that are started later inherit it. It does nothing where the system has no such thing.
     """
     if not hasattr(os, "SCHED_BATCH") or not os.path.isdir(_THREADS):
         return
     for thread in os.listdir(_THREADS):
         with suppress(OSError):  # it has ended, or the system forbids it
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+
+def keep_cores() -> None:
+    """Have this thread, and those that it starts, compute for `SLICE_S` before it is another's turn.
+
+    A thread whose slice of time is over gives its core to those that wait, with a part of a product in hand: by default
+    after 1.4 ms, on two cores. With slices as long as a pass they find the core between two passes. Linux has them from
+    6.12 on; before that the thread only waits for nobody any more (`wait_for_cores`, from whoever started it).
+    """
+    if not hasattr(os, "SCHED_OTHER"):
+        return
+    with suppress(OSError):  # the system forbids it
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    if (number := _SET_ATTRIBUTES.get(platform.machine())) is not None:
+        size, niceness = struct.calcsize(_ATTRIBUTES), os.getpriority(os.PRIO_PROCESS, 0)
+        attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, niceness, 0, int(SLICE_S * 1e9), 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # what it answers changes nothing: it is a wish

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from protos.errors import EngineError, ServingError
+from protos.linux import keep_cores
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +18,8 @@ class ActorThread:
     """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
     A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
-    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts:
-    others of the process stay as quick as they were.
+    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts, and
+    they keep their cores for a pass; others of the process stay as they were.
     """
 
     def __init__(self, name: str, main: Callable[[Callable[[], None]], None], niceness: int = 0) -> None:
@@ -43,6 +44,7 @@ class ActorThread:
     def _run(self) -> None:
         try:
             os.nice(self._niceness)  # of the thread, on Linux
+            keep_cores()
             self._main(self._settle)
         except BaseException as error:  # Rust libraries panic with children of it alone
             logger.exception("%s failed", self._thread.name)

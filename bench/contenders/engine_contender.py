@@ -47,18 +47,20 @@ class EngineContender:
         self._num_runs += 1
         waiting = self._requests(prompts, num_tokens)
         outputs: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+        arrivals: dict[str, list[float]] = {request.request_id: [] for request in waiting}
         num_passes = num_running = 0
         is_steady = self._waves > 1
         seconds = num_timed_tokens = None
         num_tokens_before = 0
         times_before = self.engine.stats().times
-        began = time.perf_counter()
+        started = began = time.perf_counter()
         while waiting or self.engine.has_work:
             while waiting and num_running < len(prompts):
                 self.engine.add(waiting.popleft())
                 num_running += 1
             for chunk in self.engine.step():
                 outputs[chunk.request_id].extend(chunk.token_ids)
+                arrivals[chunk.request_id].append(time.perf_counter() - started)
                 num_passes += 1
                 num_running -= chunk.finish_reason is not None
             if is_steady and seconds is None and num_running < len(prompts):
@@ -75,6 +77,7 @@ class EngineContender:
             seconds,
             num_generated / num_passes,
             step_times,
+            arrivals=list(arrivals.values()),
             num_timed_tokens=num_timed_tokens,
         )
 

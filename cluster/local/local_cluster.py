@@ -26,6 +26,7 @@ from cluster.local.serve_environment import haproxy_files, set_variables, tls_va
 from cluster.placement.devices import order_devices
 from cluster.schema.frontends import IngressSection
 from protos.errors import ConfigError
+from protos.linux import wait_for_cores
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.5
@@ -70,7 +71,8 @@ class LocalCluster:
         TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
         `gpus_per_pair` of them. Its dashboard is for other terminals: nothing here needs it, and it is nine processes.
         Its processes start in a folder without packages: Ray puts the current one before all others on their path,
-        where a user's `engine` or `models` would take the place of ours.
+        where a user's `engine` or `models` would take the place of ours. They all wait for cores, this one too, but for
+        the threads that compute.
         """
         set_variables()
         os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
@@ -79,6 +81,7 @@ class LocalCluster:
         self._folder = TemporaryDirectory(prefix=_PREFIX, dir=_FOLDERS, ignore_cleanup_errors=True)
         self._owner = own(Path(self._folder.name))
         os.environ.update(haproxy_files(self._folder.name))
+        wait_for_cores()
         with chdir(self._folder.name):
             ray.init(
                 address="local",

@@ -82,10 +82,10 @@ def cluster_logs() -> str:
 
 def processes(actor: str) -> list[psutil.Process]:
     """Return the processes of this test's cluster that Ray has titled with the actor's class."""
-    return [each for each in psutil.Process().children(recursive=True) if _title(each).startswith(f"ray::{actor}")]
+    return [each for each in psutil.Process().children(recursive=True) if title(each).startswith(f"ray::{actor}")]
 
 
-def _title(process: psutil.Process) -> str:
+def title(process: psutil.Process) -> str:
     """Return the title of a process; while a method runs, its name follows the actor's."""
     try:
         return "".join(process.cmdline()[:1])

@@ -37,7 +37,7 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.serve.other_network import listening_ports, other_network, probe_from_there
-from tests.serve.served_pair import MODEL, ServedPair, eventually, once, processes
+from tests.serve.served_pair import MODEL, ServedPair, eventually, once, title
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -187,14 +187,17 @@ def test_health_and_metrics_answer(served: ServedPair):
     assert served.metric("outrider_draft_connected") == 1
 
 
-def test_frontends_wait_for_cores_and_the_target_does_not(served: ServedPair):
-    assert policies("ServeReplica:") == {os.SCHED_BATCH}
-    assert policies("IndexActor") == {os.SCHED_BATCH}
-    assert policies("TargetActor") == {os.SCHED_OTHER}
+def test_all_wait_for_cores_but_the_threads_that_compute(served: ServedPair):
+    waiting = ("ServeReplica:", "IndexActor", "ServeController", "ProxyActor", "raylet", "gcs_server", "haproxy")
+    assert {name: policies(name) for name in waiting} == {name: {os.SCHED_BATCH} for name in waiting}
+    for name in ("TargetActor", "DraftActor"):
+        assert policies(name) == {os.SCHED_BATCH, os.SCHED_OTHER}, "Ray's threads wait in that process too"
 
 
-def policies(actor: str) -> set[int]:
-    return {os.sched_getscheduler(thread.id) for process in processes(actor) for thread in process.threads()}
+def policies(name: str) -> set[int]:
+    """The policies by which Linux gives cores to the threads of those processes of the cluster that are called so."""
+    found = [each for each in psutil.Process().children(recursive=True) if name in title(each)]
+    return {os.sched_getscheduler(thread.id) for process in found for thread in process.threads()}
 
 
 def test_no_monitor_of_ray_runs_beside_the_models(served: ServedPair):
