@@ -9,7 +9,7 @@ import socket
 import struct
 from contextlib import suppress
 
-SLICE_S = 0.04  # of a core, for threads that compute: a pass on a processor takes 5 to 50 ms
+SLICE_S = 0.008  # of a core, for threads that compute: a short pass on a processor, and no long wait for a frontend
 _THREADS = "/proc/self/task"
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # sched_setattr, for which Python has no function
 _ATTRIBUTES = "IIQiIQQQ"  # of a thread: size, policy, flags, niceness, priority, slice in ns, two for other policies
@@ -40,8 +40,8 @@ def keep_cores() -> None:
     """Have this thread, and those that it starts, compute for `SLICE_S` before it is another's turn.
 
     A thread whose slice of time is over gives its core to those that wait, with a part of a product in hand: by default
-    after 1.4 ms, on two cores. With slices as long as a pass they find the core between two passes. Linux has them from
-    6.12 on; before that the thread only waits for nobody any more (`wait_for_cores`, from whoever started it).
+    after 1.4 ms, on two cores. With longer slices they find one between two passes more often. Linux gives those from
+    6.12 on; before that, this only ends the waiting (`wait_for_cores`) that a thread has from whoever started it.
     """
     if not hasattr(os, "SCHED_OTHER"):
         return
