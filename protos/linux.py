@@ -1,4 +1,4 @@
-"""Calls of Linux that all processes share: the user behind a Unix socket, who waits for a core and who keeps one."""
+"""Calls of Linux that all processes share: the user behind a Unix socket, and the scheduling policy of threads."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def wait_for_cores() -> None:
 
 
 def keep_cores() -> None:
-    """Have this thread, and those that it starts, compute for `SLICE_S` before it is another's turn.
+    """Give this thread, and those that it starts, slices of `SLICE_S` of a core, and end its waiting for one.
 
     A thread whose slice of time is over gives its core to those that wait, with a part of a product in hand: by default
     after 1.4 ms, on two cores. With longer slices they find one between two passes more often. Linux gives those from
-    6.12 on; before that, this only ends the waiting (`wait_for_cores`) that a thread has from whoever started it.
+    6.12 on; before that, this only ends the waiting (`wait_for_cores`) that a thread inherits from its process.
     """
     if not hasattr(os, "SCHED_OTHER"):
         return
@@ -50,4 +50,4 @@ def keep_cores() -> None:
     if (number := _SET_ATTRIBUTES.get(platform.machine())) is not None:
         size, niceness = struct.calcsize(_ATTRIBUTES), os.getpriority(os.PRIO_PROCESS, 0)
         attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, niceness, 0, int(SLICE_S * 1e9), 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # what it answers changes nothing: it is a wish
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # an error is ignored: default slices do, too

@@ -1,9 +1,9 @@
-"""What a server costs a step: the time between two tokens over HTTP, over that of the engine alone.
+"""The time between two tokens over HTTP as a ratio to that of the engine alone: the cost of serving, per step.
 
     python -m bench.served.step_cost --model .cache/models/smollm2-135m-instruct --quantization int4 --streams 1 8
 
 Both decode the same prompts without drafts, in turn, round after round. While the engine decodes in this process, all
-processes of the application are stopped, so what it has for itself is the whole machine.
+processes of the application are stopped, so it has the whole machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def step_ms(run: Run) -> float:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process and all below it meanwhile."""
+    """Stop a process and all its descendants inside the block."""
     root = psutil.Process(pid)
     processes = [root, *root.children(recursive=True)]
     for process in processes:

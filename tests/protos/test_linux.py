@@ -1,4 +1,4 @@
-"""Who waits for cores and who keeps them; nothing of this process is changed here: the threads are other programs'."""
+"""Scheduling policies of threads; each test runs a program of its own, so that this process keeps its policy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ print(*(number for each in found for number in each))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not hasattr(os, "SCHED_BATCH"), reason="calls Linux by number")
-def test_a_thread_that_computes_keeps_its_core_for_a_pass_and_those_it_starts_do() -> None:
+def test_a_thread_that_computes_gets_long_slices_and_so_do_those_it_starts() -> None:
     found = subprocess.run([sys.executable, "-c", _KEEPING], capture_output=True, text=True, check=True, timeout=60)
     *kept, policy, niceness, slice_ns = map(int, found.stdout.split())
     assert kept[0::3] == [os.SCHED_OTHER] * 2

@@ -195,7 +195,7 @@ def test_all_wait_for_cores_but_the_threads_that_compute(served: ServedPair):
 
 
 def policies(name: str) -> set[int]:
-    """The policies by which Linux gives cores to the threads of those processes of the cluster that are called so."""
+    """Return the scheduling policies of all threads of the cluster's processes with `name` in their title."""
     found = [each for each in psutil.Process().children(recursive=True) if name in title(each)]
     return {os.sched_getscheduler(thread.id) for process in found for thread in process.threads()}
 
