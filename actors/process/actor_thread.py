@@ -18,8 +18,8 @@ class ActorThread:
     """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
     A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
-    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts, which
-    get long slices of a core (`keep_cores`); other threads of the process stay as they were.
+    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts,
+    which get long slices of a core (`keep_cores`); other threads of the process stay as they were.
     """
 
     def __init__(self, name: str, main: Callable[[Callable[[], None]], None], niceness: int = 0) -> None:
