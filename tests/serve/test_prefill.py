@@ -18,7 +18,7 @@ from engine.model.loader import model_version
 from engine.remote_prefill.fetch_failure import FetchFailure
 from tests.engine.fixtures.eagle3_fixtures import head_tensors, write_original
 from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp
-from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually
+from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, Stream, eventually
 from tests.serve.tiny_models import NUM_POSITIONS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -88,12 +88,20 @@ def test_long_prompts_are_prefilled_remotely_with_the_same_text(served: ServedPa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_draft_after_remote_prefill_and_change_no_token(served: ServedPair, temperature: float) -> None:
-    salt, remote = {"cache_salt": str(temperature)}, served.metric("outrider_prefill_remote_tokens")
-    drafted = served.stream(prompt=prompt(0), temperature=temperature, extra_body=salt)
-    assert served.metric("outrider_prefill_remote_tokens") > remote
+    answers: dict[str, Stream] = {}
+    remote = served.metric("outrider_prefill_remote_tokens")
+
+    def replica_reads_it() -> bool:  # the pair reads it where it takes itself to be faster
+        salt = f"{temperature} {len(answers)}"
+        answers[salt] = served.stream(prompt=prompt(0), temperature=temperature, extra_body={"cache_salt": salt})
+        return served.metric("outrider_prefill_remote_tokens") > remote
+
+    eventually(replica_reads_it)
+    salt, drafted = answers.popitem()
     assert drafted.speculation["num_accepted_draft_tokens"] > 0
     for wish in ({"enabled": False}, {"method": "hybrid", "num_tokens": 5}, {"verify": "coupled"}):
-        other = served.stream(prompt=prompt(0), temperature=temperature, extra_body={**salt, "speculation": wish})
+        options = {"cache_salt": salt, "speculation": wish}
+        other = served.stream(prompt=prompt(0), temperature=temperature, extra_body=options)
         assert other.token_ids == drafted.token_ids
     eventually(lambda: served.metric("outrider_kv_cache_used_blocks") == 0)
 

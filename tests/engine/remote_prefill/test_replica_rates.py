@@ -20,6 +20,15 @@ def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
     return KVChunk(ChunkHeader(0, 0, load), torch.zeros(1, 1, dtype=torch.uint8), transfer_s)
 
 
+def known_replica(clock: Clock) -> ReplicaRates:
+    """Return the rates of an engine whose first order was accepted ten seconds ago."""
+    meter = ReplicaRates(clock)
+    meter.ordered(0, 16)
+    meter.accepted(0, RemoteLoad("a", 0, 0.0), after_s=3.0)
+    clock.now_s += 10.0
+    return meter
+
+
 def test_orders_that_no_replica_has_accepted_count_as_queue() -> None:
     meter = ReplicaRates(Clock())
     meter.ordered(1, 4000)
@@ -31,7 +40,7 @@ def test_orders_that_no_replica_has_accepted_count_as_queue() -> None:
 
 def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
     clock = Clock()
-    meter = ReplicaRates(clock)
+    meter = known_replica(clock)
     meter.ordered(1, 4000)
     meter.accepted(1, RemoteLoad("a", 1000, 500.0), after_s=0.02)
     outlook = meter.outlook()
@@ -75,9 +84,22 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> 
     assert meter.gate.is_open
 
 
-def test_the_measured_cost_of_a_call_fades() -> None:
+def test_orders_that_wait_for_the_router_to_start_do_not_tell_the_cost_of_a_call() -> None:
     clock = Clock()
     meter = ReplicaRates(clock)
+    load = RemoteLoad("a", 0, 500.0)
+    meter.accepted(1, load, after_s=3.0)
+    clock.now_s += 0.5
+    meter.accepted(2, load, after_s=3.5)
+    meter.accepted(3, load, after_s=0.6)
+    assert meter.outlook().call_s == 0
+    meter.accepted(4, load, after_s=0.4)
+    assert meter.outlook().call_s == 0.4
+
+
+def test_the_measured_cost_of_a_call_fades() -> None:
+    clock = Clock()
+    meter = known_replica(clock)
     load = RemoteLoad("a", 0, 500.0)
     meter.accepted(1, load, after_s=8.0)
     clock.now_s += 60.0
