@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
             section = args.get(name) or {}
             for key in (key for key in keys if section.get(key)):
                 path = Path(section[key]).expanduser()
-                if path.exists():  # else it is a Hub id, or stands beside our packages
+                if os.path.exists(path):  # else it is a Hub id, a template's text, or stands beside our packages
                     section[key] = str(path.absolute())
     return changed
 

@@ -27,7 +27,8 @@ _OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the te
     "admin": lambda value: value == "true",
     "tune_log": lambda value: value == "false",
 }
-_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+_HASH_MARK = "sha256:"
+_HASH = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class TokenRate:
@@ -187,8 +188,14 @@ class ApiKeys:
     def _client_of(self, entry: str, name: str) -> tuple[str, Client]:
         """Read `KEY` or `sha256:HASH`, then options (`_OPTIONS`) as `NAME=VALUE`."""
         key, *options = entry.split()
-        match = _HASH.fullmatch(key)
-        digest = match[1] if match else _hash_of(key)
+        digest = _hash_of(key)
+        if key.startswith(_HASH_MARK):
+            digest = key.removeprefix(_HASH_MARK).lower()
+            if not _HASH.fullmatch(digest):
+                raise ConfigError(
+                    f"{name} has a key that starts with {_HASH_MARK} and goes on with {len(digest)} characters; a "
+                    "hash has 64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them"
+                )
         given = dict(option.partition("=")[::2] for option in options)
         if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
             raise ConfigError(

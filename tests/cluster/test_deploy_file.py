@@ -118,10 +118,11 @@ def test_files_of_this_folder_are_named_from_the_root_and_hub_ids_stay(tmp_path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "keys").touch()
-    args = {"target": {"path": "mine"}, "draft": {"path": "org/small"}, "ingress": {"api_keys_file": "keys"}}
+    ingress = {"api_keys_file": "keys", "chat_template": "{{ messages }}" + " " * 5000}
+    args = {"target": {"path": "mine"}, "draft": {"path": "org/small"}, "ingress": ingress}
     deployment = {"applications": [{"args": args}]}
     changed = with_absolute_paths(deployment)["applications"][0]["args"]
     assert changed["target"]["path"] == str(tmp_path / "mine")
     assert changed["draft"]["path"] == "org/small"
-    assert changed["ingress"]["api_keys_file"] == str(tmp_path / "keys")
+    assert changed["ingress"] == ingress | {"api_keys_file": str(tmp_path / "keys")}
     assert args["target"]["path"] == "mine"

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, without root, and with the fast path of Serve."""
+"""The Dockerfiles: linted, without root, and with the variables that Serve needs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from cluster.local.serve_environment import FAST_PATH
+from cluster.local.serve_environment import cluster_variables
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "deploy" / "images"
@@ -19,15 +20,30 @@ INSTALL = "    && apt-get install --yes --no-install-recommends"
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
 
 
+def image(name: str) -> str:
+    return (IMAGES / f"{name}.Dockerfile").read_text(encoding="utf-8")
+
+
+def variables(name: str) -> dict[str, str]:
+    """Return what the image sets, with the paths of this environment and of this folder."""
+    lines = re.search(r"\nENV (.*?[^\\])\n", image(name), re.DOTALL)[1]
+    packages = "/opt/outrider/lib/python3.11/site-packages"
+    for theirs, ours in {
+        f"{packages}/cluster": str(ROOT / "cluster"),
+        packages: sysconfig.get_path("purelib"),
+        "/opt/outrider/bin": str(Path(sys.executable).parent),
+    }.items():
+        lines = lines.replace(theirs, ours)
+    return dict(each.split("=", 1) for each in lines.replace("\\\n", " ").split())
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_an_image_is_not_root_and_sets_the_fast_path(name: str):
-    text = (ROOT / "deploy" / "images" / f"{name}.Dockerfile").read_text(encoding="utf-8")
-    last = text.rpartition("\nFROM ")[2]
-    assert "\nUSER 1000\n" in last
-    assert all(f"{key}={value}" in last for key, value in FAST_PATH.items())
-    script = re.search(r"RAY_SERVE_HAPROXY_BINARY_PATH=\S+/site-packages/(\S+)", last)
-    assert (ROOT / script[1]).is_file()
-    assert "torch==2.13.0" in text
+def test_an_image_is_not_root_and_sets_the_variables_of_a_cluster(name: str):
+    """But for the token's mode, which KubeRay and `outrider serve` set with a token, and the path of a checkout."""
+    assert "\nUSER 1000\n" in image(name).rpartition("\nFROM ")[2]
+    wanted = {key: value for key, value in cluster_variables().items() if key not in {"RAY_AUTH_MODE", "PYTHONPATH"}}
+    assert wanted.items() <= variables(name).items()
+    assert "torch==2.13.0" in image(name)
     assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 

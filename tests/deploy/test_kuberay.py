@@ -19,6 +19,7 @@ def definition() -> dict[str, Any]:
     worker["properties"] = {**group, **counts, "groupName": {"type": "string"}}
     cluster = {
         "rayVersion": {"type": "string"},
+        "authOptions": {"type": "object", "properties": {"mode": {"type": "string"}}},
         "enableInTreeAutoscaling": {"type": "boolean"},
         "headGroupSpec": {"type": "object", "properties": group},
         "workerGroupSpecs": {"type": "array", "items": worker},

@@ -28,7 +28,7 @@ def manifest(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
-# Fields of KubeRay 1.5's custom resources, of its reference of ray.io/v1; pods are held to Kubernetes' schemas by
+# Fields of KubeRay 1.5.1's custom resources, of its reference of ray.io/v1; pods are held to Kubernetes' schemas by
 # schemas/run.sh.
 KUBERAY = {
     "RayService": {
@@ -36,7 +36,7 @@ KUBERAY = {
         *("serveConfigV2", "serveService", "upgradeStrategy"),
     },
     "RayCluster": {
-        *("autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec"),
+        *("authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec"),
         *("headServiceAnnotations", "managedBy", "rayVersion", "suspend", "workerGroupSpecs"),
     },
     "HeadGroup": {
@@ -102,6 +102,10 @@ def test_the_budget_and_the_monitor_select_our_pods(name: str):
     selected = manifest(name)["spec"]["selector"]["matchLabels"]
     assert all(selected.items() <= each["template"]["metadata"]["labels"].items() for each in templates)
     assert not any(key.startswith("app.kubernetes.io") for key in selected), "KubeRay gives those to every cluster"
+
+
+def test_rays_ports_ask_for_a_token() -> None:
+    assert SERVICE["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_the_image_has_the_version_of_ray_that_is_installed():

@@ -45,10 +45,17 @@ def write(path: Path, *lines: str) -> str:
 
 def test_a_hash_stands_for_its_key_and_either_header_carries_it(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"sesame").hexdigest()
-    keys = ApiKeys(write(tmp_path / "keys", f"sha256:{digest} tenant=acme"))
-    assert keys.check("Bearer sesame").tenant == keys.check(None, "sesame").tenant == "acme"
-    with pytest.raises(AuthenticationError):
-        keys.check(f"Bearer sha256:{digest}")
+    for written in (digest, digest.upper()):
+        keys = ApiKeys(write(tmp_path / "keys", f"sha256:{written} tenant=acme"))
+        assert keys.check("Bearer sesame").tenant == keys.check(None, "sesame").tenant == "acme"
+        with pytest.raises(AuthenticationError):
+            keys.check(f"Bearer sha256:{written}")
+
+
+@pytest.mark.parametrize("digits", ["", "ab" * 31 + "a", "ab" * 33, "xy" * 32])
+def test_a_hash_that_is_none_is_refused_and_is_no_key(tmp_path: Path, digits: str) -> None:
+    with pytest.raises(ConfigError, match=f"goes on with {len(digits)} characters; a hash has 64"):
+        ApiKeys(write(tmp_path / "keys", f"sha256:{digits} tenant=acme"))
 
 
 def test_a_changed_file_changes_the_keys_and_a_broken_one_does_not(tmp_path: Path) -> None:

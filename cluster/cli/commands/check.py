@@ -45,8 +45,8 @@ def check_deployment(file: DeployFile) -> DeployFile:
     for note in check_models(config):
         report(f"note: {note}")
     ApiKeys.from_file(config.ingress.api_keys_file)
-    if (template := config.ingress.chat_template) is not None:
-        ChatTemplate(Path(template).expanduser().read_text(encoding="utf-8"), {})
+    if (template := config.ingress.chat_template_text) is not None:
+        ChatTemplate(template, {})
     check_log(config)
     check_memory(config)
     return replace(file, config=config)

@@ -61,7 +61,11 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(folder: Path):
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{% for x in %}", "not valid Jinja, line 1"), ("no/such.jinja", "is no file; give the path of a template")],
+    [
+        ("{% for x in %}", "not valid Jinja, line 1"),
+        ("no/such.jinja", "is no file; give the path of a template"),
+        ("You are an assistant. " * 300, "is no file; give the path of a template"),
+    ],
 )
 def test_an_operators_template_is_checked_before_anything_starts(folder: Path, template: str, said: str):
     with pytest.raises(ConfigError, match=said):
