@@ -24,6 +24,7 @@ from protos import outrider_pb2, outrider_pb2_grpc
 from protos.errors import ConfigError
 from tests.serve.tiny_models import write_pair
 
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[3]
 
 
@@ -48,7 +49,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[range]:
 
 
 def wait_healthy(process: subprocess.Popen[bytes], port: int) -> None:
-    end_s = time.monotonic() + 120
+    end_s = time.monotonic() + 300  # it loads beside all other tests, at their niceness
     while time.monotonic() < end_s:
         assert process.poll() is None, "the server has ended"
         try:

