@@ -20,11 +20,11 @@ from bench.peers.system import Limits, System
 NUM_PROCESSES = 6
 INTRODUCTION = """# Against its peers
 
-Written by `make bench-peers` (`bench/peers/`) under the conditions at its end: do not edit. The same model, the same prompts, one system
-alive at a time with the machine to itself, rounds of all systems in turn. The prompts are distinct, given as token ids,
-and nothing is taken from a prefix cache. Outrider is measured as a user meets it, through its HTTP interface and Ray
-Serve; llama-server through its HTTP interface too; OpenVINO GenAI and Transformers inside a Python process, with no
-server between.
+Written by `make bench-peers` (`bench/peers/`) under the conditions at its end: do not edit. The same model, the same
+prompts, one system alive at a time with the machine to itself, rounds of all systems in turn. The prompts are distinct,
+given as token ids, and nothing is taken from a prefix cache. Outrider is measured as a user meets it, through its HTTP
+interface and Ray Serve; llama-server through its HTTP interface too; OpenVINO GenAI and Transformers inside a Python
+process, with no server between.
 """
 LEGEND = """- **tokens/s**: of all streams together, prefill included; median of the rounds (lowest and highest).
 - **first**: milliseconds from the start of the run to a stream's first token. **gap**: from one arrival of tokens to

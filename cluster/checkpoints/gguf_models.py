@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3600.0
 _DIGITS = 12  # of a file's digest, in the name of its conversion
+_CONVERTER = 2  # another number where files are converted otherwise than before
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
@@ -42,7 +43,7 @@ def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> s
         return path
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # what can be refused at once is
-    folder = _cache() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}"
+    folder = _cache() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}-{_CONVERTER}"
     if not folder.is_dir():
         report(
             f"converting {file} into {folder}, once: its numbers are exact in float32, then rounded to dtype {dtype}"

@@ -10,7 +10,7 @@ from cluster.config import DeployConfig
 from engine.model.checkpoint.hub import cached_folder, find_model
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
-from engine.model.checkpoint.weight_files import read_config, tensor_headers
+from engine.model.checkpoint.weight_files import read_config, refuse_unindexed, refuse_untyped, tensor_headers
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
@@ -46,11 +46,13 @@ def _check_weights(folder: Path) -> None:
     if not headers:
         raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors, and names no GGUF file")
     config = read_config(folder)
+    refuse_untyped(folder, config)
     scheme = scheme_of(config, str(folder))
     if scheme is not None:
         stored_weights(scheme, headers, str(folder))
-    elif "quantization_config" not in config:
-        refuse_unscaled(headers, str(folder))
+    else:
+        refuse_unindexed(folder, config)
+        refuse_unscaled(config, headers, str(folder))
 
 
 def hub_models(config: DeployConfig) -> list[str]:

@@ -19,8 +19,17 @@ def resolve_model_path(path: str) -> str:
     bundled models are found wherever `serve deploy` builds it.
 
     Raises:
-        ConfigError: there is no such folder or file, and it is no Hub id.
+        ConfigError: there is no such folder or file, and it is no Hub id; or it cannot be read.
     """
+    try:
+        return _resolve(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~name`, and this machine has no such user
+        raise ConfigError(
+            f"model path {path!r} cannot be looked up: {error}; give a path that exists, and let this user read it"
+        ) from error
+
+
+def _resolve(path: str) -> str:
     for folder in (Path(path).expanduser().absolute(), _PROJECT / path):
         if folder.is_file() and folder.suffix == GGUF:
             return str(folder)

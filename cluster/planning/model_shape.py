@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cluster.planning.tables import entry_of
+from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
 
 _BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
+_LARGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +39,33 @@ class ModelShape:
         """Return the shape of a folder, a config.json, or a public model by name.
 
         Raises:
-            ConfigError: there is no such model, its file is not read, or the dtype is unknown.
+            ConfigError: there is no such model, its file is not read or has no such sizes, or the dtype is unknown.
         """
         if dtype not in _BYTES:
             raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(_BYTES)}")
         config = _read_config(model)
-        config = config.get("text_config", config)
-        try:
-            return cls(
-                name=model,
-                dtype=dtype,
-                num_layers=config["num_hidden_layers"],
-                hidden_size=config["hidden_size"],
-                mlp_size=config.get("moe_intermediate_size") or config["intermediate_size"],
-                num_heads=config["num_attention_heads"],
-                num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-                head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-                vocab_size=config["vocab_size"],
-                has_tied_head=bool(config.get("tie_word_embeddings", False)),
-                num_experts=config.get("num_experts") or config.get("num_local_experts") or 1,
-                num_experts_per_token=config.get("num_experts_per_tok") or 1,
-            )
-        except KeyError as error:
+        size = partial(_size, model, config)
+        num_layers, hidden_size, num_heads = map(size, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        shape = cls(
+            name=model,
+            dtype=dtype,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            mlp_size=size("moe_intermediate_size", "intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=size("num_key_value_heads", default=num_heads),
+            head_dim=size("head_dim", default=hidden_size // num_heads),
+            vocab_size=size("vocab_size"),
+            has_tied_head=bool(config.get("tie_word_embeddings", False)),
+            num_experts=size("num_experts", "num_local_experts", default=1),
+            num_experts_per_token=size("num_experts_per_tok", default=1),
+        )
+        if shape.num_experts_per_token > shape.num_experts:
             raise ConfigError(
-                f"the config of {model!r} has no {error}; a plan needs a Llama-like config.json"
-            ) from error
+                f"the config of {model!r} has num_experts_per_tok {shape.num_experts_per_token} of "
+                f"{shape.num_experts} experts; give their number as num_experts"
+            )
+        return shape
 
     @property
     def bytes_per_weight(self) -> float:
@@ -112,16 +118,34 @@ class ModelShape:
         return 2.0 * self.num_layers * self.num_kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 
-def _read_config(model: str) -> dict[str, Any]:
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        return entry_of("shapes", model, "or give a folder or a config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not read: {error}; give a model's config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no JSON object; give a model's config.json")
-    return config
+def _read_config(model: str) -> Mapping[str, Any]:
+    if os.path.isdir(model):
+        return _text_config(read_config(Path(model)), model)
+    if os.path.isfile(model):
+        return _text_config(read_mapping(Path(model)), model)
+    return entry_of("shapes", model, "or give a folder or a config.json")
+
+
+def _text_config(config: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+    """Return the part of a multimodal model that is its language model, the whole of another."""
+    part = config.get("text_config")
+    if not isinstance(part, dict | None):
+        raise ConfigError(f"the config of {model!r} has text_config {part!r}; a plan needs a mapping, or none")
+    return config if part is None else part
+
+
+def _size(model: str, config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """Return the first of these keys that is neither null nor 0, else the default.
+
+    Raises:
+        ConfigError: it is no whole number from 1 to the largest that a plan takes.
+    """
+    key = next((key for key in keys if config.get(key)), keys[-1])
+    value = config.get(key) or default
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        found = f"{key} {config[key]!r}" if key in config else f"no {key!r}"
+        raise ConfigError(
+            f"the config of {model!r} has {found}; a plan needs a Llama-like config.json, with a whole number from 1 "
+            f"to {_LARGEST} there"
+        )
+    return value

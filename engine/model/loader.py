@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -22,14 +23,20 @@ from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dequantize import read_dequantized
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.file_digest import file_digest
+from engine.model.checkpoint.finiteness import refuse_not_finite_model
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.reading_progress import reported_reading
-from engine.model.checkpoint.scheme import Scheme, scheme_of
+from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
+from engine.model.checkpoint.stored_weights import refuse_unscaled
+from engine.model.checkpoint.weight_files import refuse_unindexed, tensor_headers
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+# What transformers raises for a config.json that it does not understand.
+_READING_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
@@ -47,18 +54,21 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
         check_memory(folder, config.path, dtype.itemsize)
     try:
         if scheme is None:
+            refuse_unindexed(folder, model_config.to_dict())
+            refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
             with reported_reading(folder, _display_name(config.path)):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.path, config=model_config, trust_remote_code=False, **_options(dtype)
                 )
         else:
             loaded = _load_quantized(config.path, folder, model_config, scheme, dtype)
-    except (OSError, ValueError, RuntimeError, KeyError, IndexError, ImportError, SafetensorError) as error:
+    except (*_READING_ERRORS, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
-            f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {error}"
+            f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
         ) from error
     model, info = loaded
-    refuse_incomplete(config.path, info)
+    refuse_incomplete(config.path, info, model.state_dict())
+    refuse_not_finite_model(config.path, model)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
@@ -89,7 +99,9 @@ def _display_name(path: str) -> str:
 def _load_quantized(path: str, folder: Path, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
     """Load the plain model of a quantized checkpoint: its weights as the numbers that they stand for."""
     weights = read_dequantized(folder, scheme, dtype)
-    del config.quantization_config
+    for section in SECTIONS:
+        if hasattr(config, section):
+            delattr(config, section)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     model, info = kind.from_pretrained(None, config=config, state_dict=weights, **_options(dtype))
@@ -122,8 +134,13 @@ def load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {error}") from error
+    except _READING_ERRORS as error:
+        raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {_named(error)}") from error
+
+
+def _named(error: Exception) -> str:
+    """Return an error's text with the name of its kind, without which that of a KeyError is a word alone."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _looks_local(path: str) -> bool:

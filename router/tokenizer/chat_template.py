@@ -29,7 +29,7 @@ class ChatTemplate:
     """One model's template, compiled once.
 
     Raises:
-        ConfigError: the template is not valid Jinja.
+        ConfigError: the template is not valid Jinja, or nested too deeply.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -38,6 +38,11 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid Jinja, line {error.lineno}: {error}") from error
+        except (*_FAILURES, SyntaxError) as error:  # Jinja writes Python, which has limits and rules of its own
+            raise ConfigError(
+                f"the model's chat template cannot be compiled: {error}; mend it, or give another as "
+                "ingress.chat_template"
+            ) from error
         self._special_tokens = dict(special_tokens)
 
     def render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
     The text `chat_template`, if it is given, takes the place of the model's own template.
 
     Raises:
-        ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, the content of a file
-            contradicts its name, or the Hub id cannot be fetched.
+        ConfigError: the folder holds a tokenizer that was never converted to tokenizer.json, a file cannot be read or
+            its content contradicts its name, or the Hub id cannot be fetched.
     """
     folder = _folder(path)
     config = _read_json(folder / "tokenizer_config.json")
@@ -71,11 +72,11 @@ def _folder(path: str) -> Path:
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
-    if file.is_file():
+    if _is_there(file):
         try:
             core = TokenizerCore.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}; fetch it again") from error
         core.no_truncation()
         core.no_padding()
         return Tokenizer(core)
@@ -90,14 +91,28 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 def _read_template(folder: Path, config: dict[str, object]) -> str | None:
     """Return the model's chat template: its own file in newer checkpoints, or an entry of tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    text = _read_text(folder / "chat_template.jinja")
+    if text is not None:
+        return text
     template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default") or next(iter(named.values()), None)
+    if isinstance(template, list) and template:
+        return _default_template(template, folder)
     return template if isinstance(template, str) else None
+
+
+def _default_template(entries: list[object], folder: Path) -> str:
+    """Return the template named "default" of several, or else the first."""
+    named = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+    if not named:
+        raise ConfigError(
+            f"chat_template in {str(folder)!r} is a list, and none of its entries has the texts 'name' and 'template'; "
+            "mend it, or remove it from tokenizer_config.json or chat_template.json"
+        )
+    return named.get("default") or next(iter(named.values()))
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
@@ -115,11 +130,30 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
 
 
-def _read_json(file: Path) -> dict[str, object]:
-    if not file.is_file():
-        return {}
+def _is_there(file: Path) -> bool:
+    """Return whether there is such a file; raise ConfigError for a folder of its name, or a link that leads nowhere."""
+    if os.path.lexists(file) and not os.path.isfile(file):
+        raise ConfigError(f"{str(file)!r} is no file, but a folder or a link to none; fetch it again, or remove it")
+    return os.path.isfile(file)
+
+
+def _read_text(file: Path) -> str | None:
+    """Return the text of a file, None where there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+        return file.read_text(encoding="utf-8") if _is_there(file) else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read: {error}; make it readable UTF-8, or fetch it again"
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    """Return the mapping in a file, an empty one where there is no file."""
+    text = _read_text(file)
+    try:
+        content = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(file)!r} is not valid JSON: {error}; mend it, or fetch it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{str(file)!r} holds no mapping in JSON; mend it, or fetch it again")
+    return content

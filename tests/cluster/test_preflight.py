@@ -27,7 +27,7 @@ H100S = NodeTopology(tuple(Device(index, "H100", 85_520_809_984) for index in ra
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.checkpoint.reading_progress import ReadingReport
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
-from engine.model.checkpoint.stored_weights import StoredWeight, stored_weights
+from engine.model.checkpoint.stored_weights import StoredWeight, not_whole, stored_weights
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
 _WORD_BITS = 32
@@ -27,7 +27,7 @@ def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[s
     """Return all weights of the checkpoint in `folder` under the names of the plain model, floating ones in `dtype`.
 
     Raises:
-        ConfigError: a tensor of a quantized weight is missing or has another shape.
+        ConfigError: a tensor of a quantized weight is missing or has another shape, or names a group that is not there.
     """
     headers = tensor_headers(folder)
     quantized = stored_weights(scheme, headers, str(folder))
@@ -42,14 +42,29 @@ def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[s
     weights = {name: _cast(read(name), dtype) for name in headers if name not in parts}
     for stored in quantized:
         tensors = {last: read(name) for last, name in stored.tensors.items()}
+        _check_groups(stored, tensors, str(folder))
         weights[f"{stored.module}.weight"] = dequantized(stored, tensors, scheme).to(dtype)
     return weights
+
+
+def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The group of each input [in]; all are -1 where inputs are in the order of their groups."""
+    return tensors.get("g_idx", tensors.get("weight_g_idx"))
+
+
+def _check_groups(stored: StoredWeight, tensors: Mapping[str, Tensor], path: str) -> None:
+    groups, num_groups = _group_index(tensors), -(-stored.shape[1] // stored.step[1])
+    if groups is None or bool((groups == -1).all()):
+        return
+    low, high = int(groups.min()), int(groups.max())
+    if low < 0 or high >= num_groups:
+        raise not_whole(path, f"{stored.module!r} has inputs in groups {low} to {high}, and scales of {num_groups}")
 
 
 def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
     """Return the weight [out, in] float32 that the tensors of a stored weight stand for."""
     rows, columns = (torch.arange(size) // step for size, step in zip(stored.shape, stored.step, strict=True))
-    groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    groups = _group_index(tensors)
     if groups is not None and bool((groups >= 0).all()):
         columns = groups.long()
     parts = _PARTS[stored.format](tensors, scheme)

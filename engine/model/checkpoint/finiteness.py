@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
@@ -27,9 +28,21 @@ def refuse_not_finite(folder: Path) -> None:
     for file, entries in groupby(sorted(floats), key=lambda entry: entry[0]):
         with safe_open(file, framework="pt") as tensors:
             for _, name in entries:
-                tensor = tensors.get_tensor(name)
-                if num_wrong := int(tensor.numel() - torch.isfinite(tensor).sum()):
-                    raise ConfigError(
-                        f"{num_wrong} of {tensor.numel()} values of {name!r} in {str(file)!r} are NaN or infinite: the "
-                        "checkpoint is damaged, or its training diverged; write it anew"
-                    )
+                _check(tensors.get_tensor(name), name, str(file))
+
+
+def refuse_not_finite_model(path: str, model: nn.Module) -> None:
+    """Raise ConfigError if a weight of `model`, loaded from `path`, is NaN or infinite."""
+    for name, weight in model.named_parameters():
+        if weight.numel() > 0 and weight.is_floating_point():
+            _check(weight, name, path)
+
+
+def _check(tensor: Tensor, name: str, source: str) -> None:
+    low, high = torch.aminmax(tensor)  # NaN where a value is NaN; without a tensor of booleans as large
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        num_wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
+        raise ConfigError(
+            f"{num_wrong} of {tensor.numel()} values of {name!r} in {source!r} are NaN or infinite: the checkpoint is "
+            "damaged, or its training diverged; write it anew"
+        )

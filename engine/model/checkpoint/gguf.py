@@ -10,25 +10,42 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGUFReader
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import ModelDtype
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
-from engine.model.checkpoint.gguf_header import GgufHeader, read_gguf_header
+from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.checkpoint.gguf_metadata import GgufHeader
 from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one in each family
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What transformers raises for a file that it does not understand.
+_ERRORS = (
+    *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+    StrictDataclassError,
+)
 
 
 def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -38,63 +55,119 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
         ConfigError: the file is no whole GGUF file, or transformers does not read all of its model.
     """
     header = read_gguf_header(file)
-    model = _read(file, header, dtype)
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights that are written have none
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with _understood(header):
+        config = AutoConfig.from_pretrained(**source)
+        with torch.device("meta"):  # takes no memory; of up to a half that is missing, `_read` names a tensor
+            _check_size(header, AutoModelForCausalLM.from_config(config), at_most=2)
+        _restore_numbers(header, config)
+        _restore_rope(header, config)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = _read(header, source, config, dtype)
     config.dtype = dtype
-    _restore_rope(file, header, config)
     with torch.device("meta"):  # a new model: `save_pretrained` refuses the dequantized one
         plain: Any = type(model)._from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
+    _restore_ends(header, plain.generation_config)
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def _read(file: Path, header: GgufHeader, dtype: torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _understood(header: GgufHeader) -> Iterator[None]:
+    """Make a refusal of what transformers raises for a file that it does not understand."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=dtype, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError, NotImplementedError) as error:
+        yield
+    except _ERRORS as error:
         raise ConfigError(
-            f"{str(file)!r} (architecture {header.architecture!r}) is not read by transformers: {error}"
+            f"{str(header.file)!r} (architecture {header.architecture!r}) is not read by transformers: "
+            f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _read(header: GgufHeader, source: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **source,
+        config=config,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,  # they are refused by name
+        output_loading_info=True,
+    )
     model, info = loaded
-    refuse_incomplete(str(file), info)
-    read = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(tensor.num_numbers for tensor in header.tensors if tensor.name != _ROPE_DIVISORS)
-    if read != held:
-        raise ConfigError(
-            f"{str(file)!r} (architecture {header.architecture!r}) holds {held:,} numbers, and transformers' model has "
-            f"{read:,}: a part of it would be left out. Convert the original checkpoint instead"
-        )
+    refuse_incomplete(str(header.file), info, model.state_dict())
+    _check_size(header, model, at_most=1)
     return model
 
 
-def _restore_rope(file: Path, header: GgufHeader, config: PreTrainedConfig) -> None:
+def _check_size(header: GgufHeader, model: nn.Module, at_most: int) -> None:
+    """Refuse a model of fewer numbers than the file holds, or of more than `at_most` times as many."""
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(tensor.num_numbers for tensor in header.tensors if tensor.name != _ROPE_DIVISORS)
+    if not held <= wanted <= at_most * held:
+        raise ConfigError(
+            f"{str(header.file)!r} (architecture {header.architecture!r}) holds {held:,} numbers, and transformers' "
+            f"model has {wanted:,}: its metadata does not go with its tensors, or a part of it would be left out. "
+            "Convert the original checkpoint instead"
+        )
+
+
+def _restore_numbers(header: GgufHeader, config: PreTrainedConfig) -> None:
+    """Give the configuration the numbers that transformers reads for some families, or from another key."""
+    for name in _EPSILONS:
+        if hasattr(config, name):
+            setattr(config, name, header.epsilon)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    of_layers = {
+        "rope.freq_base": rope.get("full_attention", rope),
+        "rope.freq_base_swa": rope.get("sliding_attention", {}),
+    }
+    for key, parameters in of_layers.items():
+        if parameters and (theta := header.number(key)) is not None:
+            parameters["rope_theta"] = theta
+    if "partial_rotary_factor" in rope and (rotated := header.number("rope.dimension_count")) is not None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rope["partial_rotary_factor"] = rotated / head_dim
+
+
+def _restore_ends(header: GgufHeader, config: GenerationConfig) -> None:
+    """Let the tokens that end a turn end a text, as in llama.cpp."""
+    stated = config.eos_token_id
+    ends = [stated] if isinstance(stated, int) else list(stated or ())
+    turn_ends = {token_id for role in ("eot", "eom") if (token_id := header.token_id(role)) is not None}
+    if added := sorted(turn_ends - set(ends)):
+        config.eos_token_id = [*ends, *added]
+
+
+def _restore_rope(header: GgufHeader, config: PreTrainedConfig) -> None:
     """Give the configuration the scaling of rotary frequencies that the file has and transformers does not read.
 
     llama.cpp writes Llama 3's as a divisor of each frequency, of which the greatest is the scaling's factor.
     """
     rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
-    scaling = header.values.get(f"{header.architecture}.rope.scaling.type")
-    if _ROPE_DIVISORS in {tensor.name for tensor in header.tensors}:
-        divisors = _rope_divisors(file)
+    scaling = _scaling(header) if rope.get("rope_type", "default") == "default" else None
+    if scaling is None and _ROPE_DIVISORS in {tensor.name for tensor in header.tensors}:
+        divisors = _rope_divisors(header.file)
         scaled = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA_3}
         config.rope_parameters = {**rope, **scaled}
         expected = _scaled_divisors(config)
-        if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-3):
-            return
-        scaling = f"of the divisors {divisors.tolist()}"
-    elif scaling in (None, "", "none") or rope.get("rope_type", "default") != "default":
-        return
-    raise ConfigError(
-        f"{str(file)!r} scales its rotary frequencies ({scaling}), which is not read; convert the original checkpoint "
-        "instead"
-    )
+        if expected.shape != divisors.shape or not torch.allclose(expected, divisors, rtol=1e-3):
+            scaling = f"of the divisors {divisors.tolist()}"
+    if scaling is not None:
+        raise ConfigError(
+            f"{str(header.file)!r} scales its rotary frequencies ({scaling}), which is not read; convert the original "
+            "checkpoint instead"
+        )
+
+
+def _scaling(header: GgufHeader) -> str | None:
+    """Return how all rotary frequencies are scaled, which is linear where only a factor is stated."""
+    kind = header.value("rope.scaling.type")
+    factor = header.value("rope.scaling.factor") or header.value("rope.scale_linear")
+    if kind is None and factor not in (None, 0, 1):
+        return f"linear, {factor}"
+    return None if kind in (None, "", "none") else str(kind)
 
 
 def _rope_divisors(file: Path) -> Tensor:

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.model.checkpoint.gguf_metadata import (
+    GgufArray,
+    GgufHeader,
+    GgufTensor,
+    Value,
+    check_sizes,
+    check_tokenizer,
+    positive_integer,
+)
 from protos.errors import ConfigError
 
 _MAGIC = b"GGUF"
@@ -19,6 +26,7 @@ _VERSIONS = (2, 3)
 _MAX_COUNT = 1 << 24  # more entries or longer names are no header but noise
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
 _ALIGNMENT = 32
 # Types that are read: name, numbers in a block, bytes of a block.
 _TYPES = {
@@ -37,48 +45,24 @@ _TYPES = {
     30: ("BF16", 1, 2),
 }
 
-Value = bool | int | float | str | None  # None: an array, which is skipped
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """A tensor's name, the name of its type, and its shape, rows first."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_numbers(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
-    """Single values of a file's metadata, and its tensors."""
-
-    values: Mapping[str, Value]
-    tensors: tuple[GgufTensor, ...]
-
-    @property
-    def architecture(self) -> str:
-        """The family in llama.cpp's words."""
-        return str(self.values.get("general.architecture", ""))
-
 
 def read_gguf_header(file: Path) -> GgufHeader:
     """Read and check the header of `file`.
 
     Raises:
-        ConfigError: it is no GGUF file, cut short, one part of several, or has a tensor of a type that is not read.
+        ConfigError: it is no GGUF file, cut short, one part of several, or has a tensor of a type that is not read; or
+            its metadata lacks what a model cannot be built without, or makes no sense.
     """
     try:
         with file.open("rb") as stream:
-            return _Reader(stream, file).header()
+            header = _Reader(stream, file).header()
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}") from None
     except (struct.error, UnicodeDecodeError, MemoryError):
         raise ConfigError(f"{str(file)!r} is no whole GGUF file: its header is cut short or damaged") from None
+    check_sizes(header)
+    check_tokenizer(header)
+    return header
 
 
 class _Reader:
@@ -93,23 +77,29 @@ class _Reader:
         if (version := self._number("I")) not in _VERSIONS:
             raise ConfigError(f"{str(self._file)!r} is GGUF of version {version}; versions 2 and 3 are read")
         num_tensors, num_values = self._count(), self._count()
-        values = {self._string(): self._value(int(self._number("I"))) for _ in range(num_values)}
-        if int(values.get("split.count") or 1) > 1:
+        values = dict(self._entry() for _ in range(num_values))
+        if (num_parts := positive_integer(self._file, "split.count", values.get("split.count") or 1)) > 1:
             raise ConfigError(
-                f"{str(self._file)!r} is one of {values['split.count']} parts; join them with llama-gguf-split --merge"
+                f"{str(self._file)!r} is one of {num_parts} parts; join them with llama-gguf-split --merge"
             )
+        alignment = positive_integer(self._file, "general.alignment", values.get("general.alignment", _ALIGNMENT))
         tensors, num_bytes = [], 0
         for _ in range(num_tensors):
             tensor, end = self._tensor()
             tensors.append(tensor)
             num_bytes = max(num_bytes, end)
-        self._check_size(num_bytes, int(values.get("general.alignment") or _ALIGNMENT))
-        return GgufHeader(values, tuple(tensors))
+        self._check_size(num_bytes, alignment)
+        return GgufHeader(self._file, values, tuple(tensors))
 
     def _tensor(self) -> tuple[GgufTensor, int]:
         """Return a tensor and the end of its data behind the header, in bytes."""
         name = self._string()
-        dims = [int(self._number("Q")) for _ in range(min(int(self._number("I")), 8))]
+        if (num_dims := int(self._number("I"))) > _MAX_DIMS:
+            raise ConfigError(
+                f"tensor {name!r} of {str(self._file)!r} has {num_dims:,} dimensions, and GGUF's have at most "
+                f"{_MAX_DIMS}; fetch the file again"
+            )
+        dims = [int(self._number("Q")) for _ in range(num_dims)]
         number, offset = int(self._number("I")), int(self._number("Q"))
         if number not in _TYPES:
             read = ", ".join(each for each, *_ in _TYPES.values())
@@ -128,23 +118,31 @@ class _Reader:
                 f"{size:,}; fetch it again"
             )
 
-    def _value(self, kind: int) -> Value:
-        if kind == _STRING:
-            return self._string()
+    def _entry(self) -> tuple[str, Value]:
+        """Return a key of the metadata and its value."""
+        key, kind, length = self._string(), int(self._number("I")), None
         if kind == _ARRAY:
-            self._skip_array()
-            return None
-        if kind not in _SCALARS:
-            raise struct.error
-        return self._number(_SCALARS[kind])
+            kind, length = int(self._number("I")), self._count()
+        if kind not in _SCALARS and kind != _STRING:
+            what = f"GGUF type {kind}" if length is None else f"an array of {length:,} of GGUF type {kind}"
+            raise ConfigError(
+                f"{str(self._file)!r} has {key!r} as {what}; read are numbers, strings and arrays of these: fetch the "
+                "file again"
+            )
+        if length is None:
+            return key, self._value(kind)
+        self._skip(kind, length)
+        return key, GgufArray(length)
 
-    def _skip_array(self) -> None:
-        kind, length = int(self._number("I")), self._count()
+    def _value(self, kind: int) -> int | float | bool | str:
+        return self._string() if kind == _STRING else self._number(_SCALARS[kind])
+
+    def _skip(self, kind: int, length: int) -> None:
         if kind in _SCALARS:
             self._stream.seek(length * struct.calcsize(_SCALARS[kind]), 1)
             return
         for _ in range(length):
-            self._value(kind)
+            self._string()
 
     def _string(self) -> str:
         return self._bytes(self._count()).decode("utf-8")

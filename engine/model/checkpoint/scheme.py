@@ -10,6 +10,7 @@ from typing import Any
 from protos.errors import ConfigError
 
 _SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8 and compressed-tensors (packed integers, int8, float8)"
+SECTIONS = ("quantization_config", "compression_config")  # of config.json
 _BY_TRANSFORMERS = "mxfp4"  # transformers dequantizes it itself
 _COMPRESSED_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -38,6 +39,8 @@ class Scheme:
         num_bits: of a number that is packed into words.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's first format.
         block: rows and columns that share a scale where scales are of blocks.
+        group_size: inputs that share a scale where scales are of groups of inputs, the last of which may be smaller.
+        has_group_index: inputs are in no order of groups, and a tensor must name the group of each.
         may_be_dense: no quantized weight need be there.
     """
 
@@ -46,6 +49,8 @@ class Scheme:
     num_bits: int = 4
     zero_offset: int = 0
     block: tuple[int, int] | None = None
+    group_size: int | None = None
+    has_group_index: bool = False
     may_be_dense: bool = False
 
 
@@ -55,15 +60,20 @@ def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
     Raises:
         ConfigError: they are in a format that is not read.
     """
-    section = config.get("quantization_config") or config.get("compression_config")
+    section = next((config[key] for key in SECTIONS if config.get(key) is not None), None)
     if section is None:
         return None
+    if not isinstance(section, Mapping):
+        raise refusal(path, f"quantization_config is {section!r}, and must be a mapping")
     method = section.get("quant_method", "compressed-tensors" if "config_groups" in section else None)
     if method == _BY_TRANSFORMERS:
         return None
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise refusal(path, f"quant_method is {method!r}")
-    return _READERS[method](section, path)
+    try:
+        return _READERS[method](section, path)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise refusal(path, f"quantization_config is not as {method} writes it: {error}") from error
 
 
 def refusal(path: str, reason: str) -> ConfigError:
@@ -81,7 +91,14 @@ def _gptq(section: Mapping[str, Any], path: str) -> Scheme:
         raise refusal(path, f"the format of GPTQ is {version!r}, and must be 'gptq' or 'gptq_v2'")
     if section.get("dynamic"):
         raise refusal(path, "GPTQ has other bits for some modules ('dynamic')")
-    return Scheme("gptq", (WeightFormat.GPTQ,), int(section["bits"]), zero_offset=int(version == "gptq"))
+    return Scheme(
+        "gptq",
+        (WeightFormat.GPTQ,),
+        int(section["bits"]),
+        zero_offset=int(version == "gptq"),
+        group_size=_group_size(section),
+        has_group_index=bool(section.get("desc_act")),
+    )
 
 
 def _awq(section: Mapping[str, Any], path: str) -> Scheme:
@@ -89,7 +106,7 @@ def _awq(section: Mapping[str, Any], path: str) -> Scheme:
     version = str(section.get("version", section.get("format", "gemm"))).lower()
     if version != "gemm":
         raise refusal(path, f"the version of AWQ is {version!r}, and must be 'gemm'")
-    return Scheme("awq", (WeightFormat.AWQ,))
+    return Scheme("awq", (WeightFormat.AWQ,), group_size=_group_size(section))
 
 
 def _fp8(section: Mapping[str, Any], path: str) -> Scheme:
@@ -111,11 +128,14 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     widths = {int(each.get("num_bits", 8)) for each in weights if each.get("type", "int") == "int"}
     if len(blocks) > 1 or len(widths) > 1 or not widths <= {4, 8}:
         raise refusal(path, f"its groups have {sorted(widths)} bits and blocks of {sorted(blocks)}")
+    sizes = {_group_size(each) for each in weights}
     return Scheme(
         "compressed-tensors",
         (WeightFormat.PACKED, WeightFormat.SCALED),
         num_bits=next(iter(widths), 8),
         block=next(iter(blocks), None),
+        group_size=next(iter(sizes)) if len(sizes) == 1 else None,
+        has_group_index=any(each.get("actorder") in (True, "group") for each in weights),
         may_be_dense=formats == {"dense"},
     )
 
@@ -129,7 +149,15 @@ def _require(path: str, section: Mapping[str, Any], key: str, allowed: tuple[int
         raise refusal(path, f"{key} is {section.get(key)!r}, and must be {wanted}")
 
 
+def _group_size(section: Mapping[str, Any]) -> int | None:
+    """Read the inputs that share a scale; None where the section does not say, or -1: all inputs do."""
+    size = section.get("group_size", section.get("q_group_size"))
+    return None if size is None or int(size) <= 0 else int(size)
+
+
 def _pair(block: Any) -> tuple[int, int]:
     """Read a block's rows and columns, written as a list or as "128x128"."""
-    rows, columns = block.lower().split("x") if isinstance(block, str) else block
-    return int(rows), int(columns)
+    rows, columns = (int(size) for size in (block.lower().split("x") if isinstance(block, str) else block))
+    if min(rows, columns) <= 0:
+        raise ValueError(f"a block of {rows} rows and {columns} columns")
+    return rows, columns

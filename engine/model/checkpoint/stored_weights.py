@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.model.checkpoint.scheme import Scheme, WeightFormat, refusal
+from engine.model.checkpoint.scheme import SECTIONS, Scheme, WeightFormat, refusal
 from engine.model.checkpoint.weight_files import TensorHeader
 from protos.errors import ConfigError
 
@@ -25,6 +25,9 @@ _OTHERS = {
     WeightFormat.PACKED: ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     WeightFormat.SCALED: ("weight_scale", "weight_scale_inv", "weight_zero_point"),
 }
+_WORDS = ("qweight", "qzeros", "weight_packed")
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_GROUP_INDICES = ("g_idx", "weight_g_idx")
 _BY_GROUP = (WeightFormat.GPTQ, WeightFormat.AWQ)  # scales [groups of inputs, out], and zero points always
 
 
@@ -49,7 +52,7 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
     """Return the quantized weights of a checkpoint.
 
     Raises:
-        ConfigError: a tensor of one is missing or has a shape that does not go with the others'.
+        ConfigError: a tensor of one is missing, or has a dtype or shape that does not go with the others'.
     """
     found = []
     for name in headers:
@@ -64,10 +67,12 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
     return found
 
 
-def refuse_unscaled(headers: Mapping[str, TensorHeader], path: str) -> None:
-    """Raise ConfigError for a tensor in float8 that no configuration explains: its scales would be left out."""
+def refuse_unscaled(config: Mapping[str, object], headers: Mapping[str, TensorHeader], path: str) -> None:
+    """Raise ConfigError for a weight in few bits that no configuration explains: its scales would be left out."""
+    if any(config.get(key) for key in SECTIONS):
+        return
     for name, header in headers.items():
-        if header.dtype.startswith("F8"):
+        if header.dtype.startswith(("F8", "F4")) or (header.dtype in ("I8", "U8") and name.endswith(".weight")):
             raise refusal(path, f"{name!r} is {header.dtype}, and config.json has no quantization_config")
 
 
@@ -79,7 +84,7 @@ def _refuse_orphans(scheme: Scheme, headers: Mapping[str, TensorHeader], found: 
         module, _, last = name.rpartition(".")
         if last in lasts and name not in used:
             numbers = " or ".join(repr(f"{module}.{_NUMBERS[kind]}") for kind in scheme.formats)
-            raise _broken(path, f"it has {name!r}, and no quantized {numbers}")
+            raise not_whole(path, f"it has {name!r}, and no quantized {numbers}")
 
 
 class _Module:
@@ -92,8 +97,10 @@ class _Module:
         names = {last: f"{module}.{last}" for last in (_NUMBERS[kind], *_OTHERS[kind])}
         self._names = {last: name for last, name in names.items() if name in headers}
         self._shapes = {last: headers[name].shape for last, name in self._names.items()}
+        self._dtypes = {last: headers[name].dtype for last, name in self._names.items()}
 
     def stored(self) -> StoredWeight:
+        self._check_dtypes()
         kind, scales = self._kind, self._shape_of("scales" if self._kind in _BY_GROUP else self._scale_name())
         rows, columns = self._matrix(_NUMBERS[kind])
         per_word = _WORD_BITS // self._scheme.num_bits
@@ -108,6 +115,8 @@ class _Module:
                 shape = (rows, columns)
         step = self._step(scales[::-1] if kind in _BY_GROUP else scales, shape)
         self._check_others(shape, step, per_word)
+        if kind is WeightFormat.SCALED and "weight_zero_point" in self._shapes:
+            self._expect("weight_zero_point", scales)
         return StoredWeight(self._module, kind, shape, self._names, step)
 
     def _step(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
@@ -118,8 +127,12 @@ class _Module:
         if block is not None and scales == tuple(-(-size // each) for size, each in zip(shape, block, strict=True)):
             return block
         num_columns = scales[1] if len(scales) == 2 else 1
-        if len(scales) in (1, 2) and scales[0] == shape[0] and num_columns and shape[1] % num_columns == 0:
-            return 1, shape[1] // num_columns
+        if len(scales) in (1, 2) and scales[0] == shape[0] and num_columns:
+            size = self._scheme.group_size
+            if size is not None and num_columns == -(-shape[1] // size):
+                return 1, size
+            if shape[1] % num_columns == 0:
+                return 1, shape[1] // num_columns
         raise self._refusal(f"its scales are {list(scales)}, which does not go with a weight of {list(shape)}")
 
     def _check_others(self, shape: tuple[int, int], step: tuple[int, int], per_word: int) -> None:
@@ -129,9 +142,19 @@ class _Module:
             self._expect("qzeros", (num_groups, shape[0] // per_word))
         elif self._kind is WeightFormat.PACKED and "weight_zero_point" in self._shapes:
             self._expect("weight_zero_point", (-(-shape[0] // per_word), num_groups))
-        for name in ("g_idx", "weight_g_idx"):
-            if name in self._shapes:
+        for name in _GROUP_INDICES:
+            is_needed = self._scheme.has_group_index and num_groups > 1 and name in _OTHERS[self._kind]
+            if is_needed or name in self._shapes:
                 self._expect(name, (shape[1],))
+
+    def _check_dtypes(self) -> None:
+        for last, dtype in self._dtypes.items():
+            if last in _WORDS and dtype != "I32":
+                raise self._refusal(f"its {last!r} is {dtype}, and must be I32")
+            if last in _GROUP_INDICES and dtype not in ("I32", "I64"):
+                raise self._refusal(f"its {last!r} is {dtype}, and must be I32 or I64")
+            if last in _SCALES and not dtype.startswith(("F", "BF")):
+                raise self._refusal(f"its {last!r} is {dtype}, and must be floating")
 
     def _scale_name(self) -> str:
         return "weight_scale_inv" if "weight_scale_inv" in self._shapes else "weight_scale"
@@ -152,8 +175,9 @@ class _Module:
             raise self._refusal(f"its {last!r} is {list(self._shapes[last])}, and must be {list(shape)}")
 
     def _refusal(self, reason: str) -> ConfigError:
-        return _broken(self._path, f"{self._module!r} is in {self._kind}, and {reason}")
+        return not_whole(self._path, f"{self._module!r} is in {self._kind}, and {reason}")
 
 
-def _broken(path: str, reason: str) -> ConfigError:
+def not_whole(path: str, reason: str) -> ConfigError:
+    """An error that names the checkpoint and what its tensors contradict."""
     return ConfigError(f"the quantized weights of {path!r} are not whole: {reason}; fetch the checkpoint again")

@@ -15,7 +15,7 @@ from protos.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     save_file({"weight": np.zeros(64)}, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -38,7 +38,7 @@ def test_a_file_that_is_cut_short_is_named(folder: Path, num_bytes: int):
 
 def test_a_draft_without_weights_is_named(folder: Path, tmp_path_factory: pytest.TempPathFactory):
     draft = tmp_path_factory.mktemp("draft")
-    (draft / "config.json").write_text("{}")
+    (draft / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=f"{draft}' has no weights"):
         check(folder, draft={"kind": "model", "path": str(draft)})
 

@@ -24,6 +24,21 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
         resolve_model_path(str(tmp_path))
 
 
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(file: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # permissions do not hold for root
+    with pytest.raises(ConfigError, match=r"cannot be looked up.*Permission denied.*let this user read it"):
+        resolve_model_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/x" * 3000, "x" * 300, "~no-such-user/m"])
+def test_a_path_that_cannot_be_is_refused(path: str):
+    with pytest.raises(ConfigError, match=r"cannot be looked up.*give a path that exists"):
+        resolve_model_path(path)
+
+
 def test_a_path_that_is_nowhere_is_refused():
     with pytest.raises(ConfigError, match="neither a folder here"):
         resolve_model_path("models/nobody/target")

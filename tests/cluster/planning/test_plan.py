@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +144,66 @@ def test_a_config_without_a_transformer_is_refused(tmp_path: Path, capsys: pytes
     assert "has no 'num_hidden_layers'" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[")
     assert main(["plan", str(tmp_path)]) == 1
-    assert "is not read" in capsys.readouterr().err
+    assert "config.json' cannot be read" in capsys.readouterr().err
+
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", "x", "hidden_size 'x'"),
+        ("hidden_size", 0, "hidden_size 0"),
+        ("hidden_size", 64.0, "hidden_size 64.0"),
+        ("hidden_size", math.inf, "hidden_size inf"),
+        ("num_attention_heads", 0, "num_attention_heads 0"),
+        ("num_attention_heads", 128, "no 'head_dim'"),
+        ("num_hidden_layers", None, "num_hidden_layers None"),
+        ("vocab_size", -1, "vocab_size -1"),
+        ("vocab_size", 10**30, "vocab_size 1000000000000000000000000000000"),
+        ("num_key_value_heads", True, "num_key_value_heads True"),
+        ("head_dim", [16], "head_dim [16]"),
+        ("text_config", [1], "text_config [1]"),
+        ("num_experts_per_tok", 8, "num_experts_per_tok 8 of 1 experts"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_by_name(
+    tmp_path: Path, key: str, value: object, said: str, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, key: value}))
+    assert main(["plan", str(file)]) == 1
+    assert f"the config of {str(file)!r} has {said}" in capsys.readouterr().err
+
+
+def test_sizes_that_are_left_out_follow_from_others(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    shape = ModelShape.of(str(tmp_path), "bf16")
+    assert (shape.num_kv_heads, shape.head_dim, shape.num_experts, shape.mlp_size) == (4, 16, 1, 128)
+    unset = {"num_key_value_heads": None, "head_dim": None, "num_experts": 0, "moe_intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **unset, "text_config": None}))
+    assert ModelShape.of(str(tmp_path), "bf16") == shape
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
+    assert ModelShape.of(str(tmp_path), "bf16") == shape
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]"])
+def test_a_config_that_is_no_mapping_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "mend it, or fetch it again" in capsys.readouterr().err
+
+
+def test_a_model_whose_name_is_no_path_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "x" * 5000]) == 1
+    assert "is not in the table of shapes" in capsys.readouterr().err
 
 
 PADDED = {

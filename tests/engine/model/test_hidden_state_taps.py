@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
@@ -91,8 +92,9 @@ def test_a_target_without_an_mtp_layer_is_refused(tmp_path: Path) -> None:
 
 def test_an_mtp_layer_that_is_configured_and_missing_is_refused(tmp_path: Path) -> None:
     write_llama_with_mtp(tmp_path / "target")
-    config = tmp_path / "target" / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    file = tmp_path / "target" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight for name, weight in weights.items() if "layers.2." not in name}, file)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*missing"):
         runner(tmp_path / "target", HeadConfig(HeadKind.MTP))
 

@@ -69,6 +69,21 @@ def test_a_template_that_is_not_jinja_is_refused_at_start() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% for i in m %}" * 25 + "{% endfor %}" * 25,
+        "{% if m %}" * 150 + "{% endif %}" * 150,
+        "{{ " + "9" * 5000 + " }}",
+        "{% break %}",
+    ],
+)
+def test_a_template_that_python_cannot_compile_is_refused_at_start(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be compiled: .*give another as ingress\.chat_template"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],

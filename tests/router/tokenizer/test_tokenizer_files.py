@@ -79,6 +79,61 @@ def test_a_broken_file_is_named(folder: Path, name: str) -> None:
         load_tokenizer_files(str(folder))
 
 
+def test_of_several_templates_those_with_two_texts_count(folder: Path) -> None:
+    entries = [{"name": "x"}, "x", {"name": "default", "template": 5}, {"name": "rag", "template": "r"}]
+    write_config(folder, chat_template=entries)
+    assert load_tokenizer_files(str(folder)).chat_template.render([]) == "r"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[{"name": "x"}], ["x"], [5], [{"template": "x"}], [{"name": ["a"], "template": "x"}]],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_templates_without_such_an_entry_are_refused(folder: Path, name: str, entries: object) -> None:
+    (folder / name).write_text(json.dumps({"chat_template": entries}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="none of its entries has the texts 'name' and 'template'; mend it"):
+        load_tokenizer_files(str(folder))
+
+
+READ = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_file_that_cannot_be_read_is_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"{name}' cannot be read: .*make it readable UTF-8"):
+        load_tokenizer_files(str(folder))
+    (folder / name).write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(Path, "read_text", deny)  # permissions do not hold for root
+    with pytest.raises(ConfigError, match=f"{name}' cannot be read: .*Permission denied"):
+        load_tokenizer_files(str(folder))
+
+
+def deny(file: Path, **options: object) -> str:
+    raise PermissionError(13, "Permission denied", str(file))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", *READ])
+@pytest.mark.parametrize("kind", ["folder", "loop", "broken link"])
+def test_what_is_no_file_does_not_pass_for_none(folder: Path, name: str, kind: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(name if kind == "loop" else "nowhere")
+    with pytest.raises(ConfigError, match=f"{name}' is no file.*fetch it again, or remove it"):
+        load_tokenizer_files(str(folder))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]"])
+@pytest.mark.parametrize("name", READ[:3])
+def test_json_that_is_no_mapping_is_refused(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{name}' .*; mend it, or fetch it again"):
+        load_tokenizer_files(str(folder))
+
+
 def test_a_path_that_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="not-a-folder"):

@@ -1,13 +1,18 @@
-"""A small Llama as a GGUF file with a type of its own for each linear layer, and the weights it stands for."""
+"""A small Llama as a GGUF file with a type of its own for each linear layer, and the weights it stands for.
+
+`write_model` makes one of any family's model, in float32.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFValueType, GGUFWriter, get_tensor_name_map
+from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.engine.model.checkpoint.gguf_blocks import BLOCKS, random_blocks
@@ -25,6 +30,44 @@ LINEAR = {
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TOKENS = [*bytes_to_unicode().values(), "he", "<s>", "</s>"]
 
+Metadata = Mapping[str, object]  # None: the key is left out
+
+
+def write_model(path: Path, architecture: str, model: PreTrainedModel, metadata: Metadata) -> None:
+    """Write a model as a file, whose `metadata` is given without the architecture's name."""
+    writer = GGUFWriter(path, architecture)
+    add_tokenizer(writer)
+    set_metadata(writer, {f"{architecture}.{key}": value for key, value in metadata.items()})
+    kind = next(each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(kind, model.config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+    finish(writer)
+
+
+def set_metadata(writer: GGUFWriter, metadata: Metadata) -> None:
+    for key, value in metadata.items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, GGUFValueType.get_type(value))
+
+
+def add_tokenizer(writer: GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(len(TOKENS) - 2)
+    writer.add_eos_token_id(len(TOKENS) - 1)
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
 
 @dataclass
 class GgufFile:
@@ -36,6 +79,7 @@ class GgufFile:
     template: str | None = TEMPLATE
     rope_divisors: np.ndarray | None = None
     left_out: str = ""
+    metadata: Metadata = field(default_factory=dict)  # instead of what a file has otherwise
     expected: dict[str, np.ndarray] = field(default_factory=dict)
 
     def write(self) -> GgufFile:
@@ -43,6 +87,7 @@ class GgufFile:
         self._random = np.random.default_rng(3)
         self._metadata()
         self._tokenizer()
+        set_metadata(self._writer, self.metadata)
         self._matrix("token_embd", "model.embed_tokens", len(TOKENS), "Q8_0")
         kinds = cycle(BLOCKS)
         for layer in range(NUM_LAYERS):
@@ -55,10 +100,7 @@ class GgufFile:
             self._matrix("output", "lm_head", len(TOKENS), "Q6_K")
         if self.rope_divisors is not None:
             self._writer.add_tensor("rope_freqs.weight", self.rope_divisors.astype(np.float32))
-        self._writer.write_header_to_file()
-        self._writer.write_kv_data_to_file()
-        self._writer.write_tensors_to_file()
-        self._writer.close()
+        finish(self._writer)
         return self
 
     def _metadata(self) -> None:
@@ -76,16 +118,9 @@ class GgufFile:
         writer.add_vocab_size(len(TOKENS))
 
     def _tokenizer(self) -> None:
-        writer = self._writer
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(TOKENS)
-        writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
-        writer.add_token_merges(["h e"])
-        writer.add_bos_token_id(len(TOKENS) - 2)
-        writer.add_eos_token_id(len(TOKENS) - 1)
+        add_tokenizer(self._writer)
         if self.template is not None:
-            writer.add_chat_template(self.template)
+            self._writer.add_chat_template(self.template)
 
     def _matrix(self, name: str, module: str, rows: int, kind: str) -> None:
         data, numbers = random_blocks(kind, rows, HIDDEN, self._random)

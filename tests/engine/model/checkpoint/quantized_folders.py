@@ -53,12 +53,14 @@ def quantize_folder(
     return expected
 
 
-def gptq(weight: Tensor, zero_offset: int = 1, num_bits: int = 4, *, is_ordered: bool = False) -> Written:
+def gptq(
+    weight: Tensor, zero_offset: int = 1, num_bits: int = 4, group_size: int = GROUP, *, is_ordered: bool = False
+) -> Written:
     """A matrix as AutoGPTQ writes it: words along the inputs; a zero point is stored less `zero_offset`."""
     num_outputs, num_inputs = weight.shape
     order = torch.randperm(num_inputs) if is_ordered else torch.arange(num_inputs)
-    group_of = order // GROUP
-    levels, scales, zeros = _random_levels(num_inputs, num_outputs, num_bits)
+    group_of = order // group_size
+    levels, scales, zeros = _random_levels(num_inputs, num_outputs, num_bits, group_size)
     expected = torch.empty(num_outputs, num_inputs)
     for row in range(num_inputs):
         group = group_of[row]
@@ -95,9 +97,17 @@ def float8(weight: Tensor, scales_shape: Callable[[int, int], tuple[int, ...]], 
     return {"weight": numbers, name: scales, "input_scale": torch.ones(())}, expected
 
 
-def _random_levels(num_inputs: int, num_outputs: int, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def without_group_index(written: Written) -> Written:
+    """The same matrix without the group of each input, as it is where these are in order."""
+    parts, expected = written
+    return {last: part for last, part in parts.items() if last != "g_idx"}, expected
+
+
+def _random_levels(
+    num_inputs: int, num_outputs: int, num_bits: int, group_size: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor]:
     """Levels [in, out], scales and zero points [groups, out]."""
-    shape = (num_inputs // GROUP, num_outputs)
+    shape = (-(-num_inputs // group_size), num_outputs)
     levels = torch.randint(0, 1 << num_bits, (num_inputs, num_outputs))
     zeros = torch.randint(1, 1 << num_bits, shape)
     return levels, (torch.rand(shape) * 0.1 + 0.01).half(), zeros

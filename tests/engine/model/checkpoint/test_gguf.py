@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StableLmConfig, Starcoder2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import CacheConfig, ModelConfig
@@ -19,7 +20,16 @@ from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.engine.model.checkpoint.gguf_files import HEAD_DIM, TEMPLATE, TOKENS, GgufFile
+from tests.engine.model.checkpoint.gguf_files import (
+    HEAD_DIM,
+    TEMPLATE,
+    TOKENS,
+    GgufFile,
+    add_tokenizer,
+    finish,
+    set_metadata,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +104,136 @@ def test_other_scalings_of_frequencies_are_refused(tmp_path: Path) -> None:
     file = GgufFile(tmp_path / "odd.gguf", rope_divisors=np.linspace(1, 3, HEAD_DIM // 2)).write()
     with pytest.raises(ConfigError, match="scales its rotary frequencies"):
         convert_gguf(file.path, tmp_path / "m", torch.float32)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_alone_is_a_scaling(tmp_path: Path, key: str) -> None:
+    file = GgufFile(tmp_path / "linear.gguf", metadata={f"llama.{key}": 8.0}).write()
+    with pytest.raises(ConfigError, match=r"scales its rotary frequencies \(linear, 8.0\)"):
+        convert_gguf(file.path, tmp_path / "m", torch.float32)
+    file = GgufFile(tmp_path / "none.gguf", metadata={f"llama.{key}": 1.0}).write()
+    convert_gguf(file.path, tmp_path / "m", torch.float32)
+
+
+FAMILIES = {
+    "starcoder2": (Starcoder2Config, {"rope_theta": 1e6}, {"norm_epsilon": 0.01}),
+    "stablelm": (StableLmConfig, {"rope_theta": 1e6, "partial_rotary_factor": 0.5}, {"layer_norm_eps": 0.01}),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families_keep_the_numbers_of_their_metadata(tmp_path: Path, architecture: str) -> None:
+    kind, rope, epsilon = FAMILIES[architecture]
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "default", **rope}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    config = kind(
+        **sizes,
+        **epsilon,
+        **ends,
+        rope_parameters=rope,
+        num_key_value_heads=2,
+        vocab_size=len(TOKENS),
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    metadata = {
+        "context_length": 64,
+        "embedding_length": 64,
+        "feed_forward_length": 128,
+        "block_count": 2,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_epsilon": 0.01,
+        "rope.freq_base": 1e6,
+        "rope.dimension_count": int(16 * rope.get("partial_rotary_factor", 1)),
+    }
+    write_model(tmp_path / "a.gguf", architecture, model, metadata)
+    convert_gguf(tmp_path / "a.gguf", tmp_path / "m", torch.float32)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    token_ids = torch.arange(40)[None]
+    torch.testing.assert_close(converted(token_ids).logits, model(token_ids).logits)
+
+
+def test_the_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": len(TOKENS) - 1}
+    convert_gguf(GgufFile(tmp_path / "chat.gguf", metadata=ends).write().path, tmp_path / "m", torch.float32)
+    assert GenerationConfig.from_pretrained(tmp_path / "m").eos_token_id == [len(TOKENS) - 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("llama.block_count", None, "has no llama.block_count; it must be a positive integer"),
+        ("llama.context_length", None, "has no llama.context_length"),
+        ("llama.embedding_length", None, "has no llama.embedding_length"),
+        ("llama.attention.head_count", None, "has no llama.attention.head_count"),
+        ("llama.attention.head_count", 0, "has llama.attention.head_count 0; it must be a positive integer"),
+        ("llama.attention.head_count_kv", 0, "has llama.attention.head_count_kv 0; it must be a positive number"),
+        ("llama.rope.freq_base", float("inf"), "has llama.rope.freq_base inf"),
+        ("llama.feed_forward_length", None, "has no llama.feed_forward_length"),
+        ("llama.feed_forward_length", 2.5, "has llama.feed_forward_length 2.5"),
+        ("llama.block_count", 10**9, "has llama.block_count 1000000000; it must be at most .* its tensors, 21"),
+        ("llama.attention.layer_norm_rms_epsilon", None, "has no llama.*rms_epsilon or llama.*norm_epsilon"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "_epsilon nan; it must be a positive number"),
+        ("split.count", "two", "has split.count 'two'; it must be a positive integer"),
+        ("split.count", float("inf"), "has split.count inf"),
+        ("split.count", float("nan"), "has split.count nan"),
+        ("general.alignment", "x", "has general.alignment 'x'; it must be a positive integer"),
+        ("general.alignment", 0.5, "has general.alignment 0.5"),
+        ("general.alignment", 0, "has general.alignment 0"),
+        ("general.tags", [[1], [2]], "has 'general.tags' as an array of 2 of GGUF type 9"),
+        ("tokenizer.ggml.eos_token_id", 10**6, "eos_token_id 1000000; it must be an id of one of its 259 tokens"),
+        ("tokenizer.ggml.eot_token_id", -1, "eot_token_id -1; it must be an id of one of its 259 tokens"),
+        ("tokenizer.ggml.tokens", None, r"has no tokenizer \(tokenizer.ggml.tokens is missing\)"),
+        ("tokenizer.ggml.model", None, r"has no tokenizer \(tokenizer.ggml.model is missing\)"),
+    ],
+)
+def test_metadata_of_which_no_model_can_be_made_is_refused_by_its_key(
+    tmp_path: Path, key: str, value: object, said: str
+) -> None:
+    path = GgufFile(tmp_path / "odd.gguf", metadata={key: value}).write().path
+    with pytest.raises(ConfigError, match=f"odd.gguf' .*{said}"):
+        read_gguf_header(path)
+
+
+def test_sizes_of_each_layer_and_those_of_layers_that_it_has_not_are_no_mistake(tmp_path: Path) -> None:
+    read_gguf_header(GgufFile(tmp_path / "a.gguf", metadata={"llama.feed_forward_length": [256, 256]}).write().path)
+    writer = GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    add_tokenizer(writer)
+    sizes = {"context_length": 64, "embedding_length": 64, "block_count": 1, "attention.layer_norm_rms_epsilon": 1e-5}
+    set_metadata(writer, {f"mamba.{key}": value for key, value in sizes.items()})
+    writer.add_tensor("blk.0.ssm_a", np.ones(4, dtype=np.float32))
+    finish(writer)
+    assert read_gguf_header(tmp_path / "mamba.gguf").epsilon == pytest.approx(1e-5)
+
+
+def test_a_tensor_has_at_most_four_dimensions(tmp_path: Path) -> None:
+    class Deep(GgufFile):
+        def _tokenizer(self) -> None:
+            super()._tokenizer()
+            self._writer.add_tensor("deep.weight", np.ones((1, 1, 1, 1, 2), dtype=np.float32))
+
+    with pytest.raises(ConfigError, match=r"tensor 'deep.weight' of .* has 5 dimensions, and GGUF's have at most 4"):
+        read_gguf_header(Deep(tmp_path / "deep.gguf").write().path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("llama.attention.head_count", 8, r"self_attn.*weight' is \[256, 256\] in the files, and \[.*512.*\] by"),
+        ("llama.vocab_size", 10**9, "holds 920,320 numbers, and transformers' model has 512,000,"),
+        ("llama.embedding_length", 2**30, "holds 920,320 numbers, and transformers' model has 3,8"),
+        ("tokenizer.ggml.model", "odd", "is not read by transformers: ValueError: Cannot build a tokenizer"),
+    ],
+)
+def test_metadata_that_does_not_go_with_the_tensors_is_refused(
+    tmp_path: Path, key: str, value: object, said: str
+) -> None:
+    path = GgufFile(tmp_path / "odd.gguf", metadata={key: value}).write().path
+    with pytest.raises(ConfigError, match=said):
+        convert_gguf(path, tmp_path / "m", torch.float32)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 12, 500, 4_000, 100_000, -64])

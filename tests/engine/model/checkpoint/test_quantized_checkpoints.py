@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.engine.model.checkpoint.quantized_folders import (
     gptq,
     llama,
     quantize_folder,
+    without_group_index,
 )
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
@@ -47,6 +49,11 @@ BY_DEFINITION = {
     "gptq with another order": (partial(gptq, is_ordered=True), {**GPTQ, "desc_act": True}),
     "gptq_v2": (partial(gptq, zero_offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
     "gptq of 8 bits": (partial(gptq, num_bits=8), {**GPTQ, "bits": 8}),
+    "gptq, the last group smaller": (partial(gptq, group_size=48), {**GPTQ, "group_size": 48}),
+    "gptq so, without the groups' index": (
+        lambda weight: without_group_index(gptq(weight, group_size=48)),
+        {**GPTQ, "group_size": 48},
+    ),
     "awq": (awq, AWQ),
     "fp8 per tensor": (partial(float8, scales_shape=lambda *_: ()), FP8),
     "fp8 per tensor, [1]": (partial(float8, scales_shape=lambda *_: (1,)), FP8),
@@ -166,18 +173,31 @@ DAMAGES = {
     "up_proj.scales": (r"up_proj' is in gptq, and its scales are \[128, 3\]", (3, 128)),
     "up_proj.qzeros": (r"its 'qzeros' is \[2, 15\], and must be \[2, 16\]", (2, 15)),
     "up_proj.g_idx": (r"its 'g_idx' is \[63\], and must be \[64\]", (63,)),
+    "up_proj.qweight of 16 bits": ("its 'qweight' is I16, and must be I32", torch.int16),
+    "up_proj.qzeros of floats": ("its 'qzeros' is F32, and must be I32", torch.float32),
+    "up_proj.scales of integers": ("its 'scales' is I32, and must be floating", torch.int32),
+    "up_proj.g_idx of bytes": ("its 'g_idx' is U8, and must be I32 or I64", torch.uint8),
 }
 
 
+def changed(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Write a tensor of a folder anew."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: change(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("damaged", DAMAGES)
-def test_a_missing_tensor_or_a_wrong_shape_is_named_before_anything_starts(tmp_path: Path, damaged: str) -> None:
+def test_a_tensor_that_is_missing_or_another_is_named_before_anything_starts(tmp_path: Path, damaged: str) -> None:
     quantize_folder(tmp_path, gptq, GPTQ)
-    reason, shape = DAMAGES[damaged]
+    reason, damage = DAMAGES[damaged]
     weights = load_file(tmp_path / "model.safetensors")
-    name = next(each for each in weights if each.startswith("model.layers.1") and each.endswith(damaged))
+    last = damaged.split()[0]
+    name = next(each for each in weights if each.startswith("model.layers.1") and each.endswith(last))
     tensor = weights.pop(name)
-    if shape is not None:
-        weights[name] = torch.zeros(shape, dtype=tensor.dtype)
+    if isinstance(damage, tuple):
+        weights[name] = torch.zeros(damage, dtype=tensor.dtype)
+    elif damage is not None:
+        weights[name] = tensor.to(damage)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=reason):
         check(tmp_path)
@@ -192,11 +212,58 @@ def test_a_whole_module_that_is_missing_is_named_at_load(tmp_path: Path) -> None
         read(tmp_path)
 
 
-def test_float8_without_its_configuration_is_refused(tmp_path: Path) -> None:
-    write, section = BY_DEFINITION["fp8 per tensor"]
-    quantize_folder(tmp_path, write, section)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"F8_E4M3, and config.json has no quantization_config"):
+def test_an_order_of_inputs_without_their_groups_is_refused(tmp_path: Path) -> None:
+    quantize_folder(tmp_path, lambda weight: without_group_index(gptq(weight)), {**GPTQ, "desc_act": True})
+    with pytest.raises(ConfigError, match=r"is in gptq, and its 'g_idx' is missing"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_an_input_of_no_group_is_refused_at_load(tmp_path: Path, group: int) -> None:
+    quantize_folder(tmp_path, gptq, GPTQ)
+    name = "model.layers.1.mlp.up_proj.g_idx"
+    changed(tmp_path, name, lambda groups: torch.cat([groups[:-1], torch.tensor([group], dtype=torch.int32)]))
+    with pytest.raises(ConfigError, match=r"up_proj' has inputs in groups (-1 to 1|0 to 2), and scales of 2;"):
+        read(tmp_path)
+
+
+def test_zero_points_go_with_the_scales(tmp_path: Path) -> None:
+    section = BY_LIBRARY["int8 by channel"]
+    quantize_folder(tmp_path, partial(by_library, section=section), section, is_tied=False)
+    name = "model.layers.1.mlp.up_proj.weight_zero_point"
+    weights = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(3, dtype=torch.int8)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"its 'weight_zero_point' is \[3\], and must be \[128, 1\]"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("section", [None, {}])
+@pytest.mark.parametrize(("name", "dtype"), [("fp8 per tensor", "F8_E4M3"), ("int8 by channel", "I8")])
+def test_weights_in_few_bits_without_their_configuration_are_refused(
+    tmp_path: Path, name: str, dtype: str, section: dict[str, Any] | None
+) -> None:
+    write, _ = BY_DEFINITION.get(name) or (partial(by_library, section=BY_LIBRARY[name]), None)
+    quantize_folder(tmp_path, write, section, is_tied=False)
+    reason = f"{dtype}, and config.json has no quantization_config" if section is None else "quant_method is None"
+    with pytest.raises(ConfigError, match=reason):
+        check(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *([GPTQ], "gptq", {"quant_method": ["gptq"]}, {**GPTQ, "group_size": "all"}),
+        *({**BLOCK_FP8, "weight_block_size": block} for block in ([32], 32, "axb", [0, 0])),
+        *({**compressed(INT4, "pack-quantized"), "config_groups": groups} for groups in ([INT4], {"group_0": None})),
+        compressed({**INT4, "num_bits": None}, "pack-quantized"),
+        {**compressed(INT4, "pack-quantized"), "format": ["pack-quantized"]},
+        {**compressed(INT4, "pack-quantized"), "sparsity_config": "dense"},
+    ],
+    ids=str,
+)
+def test_a_section_that_no_method_writes_is_refused(tmp_path: Path, section: Any) -> None:
+    quantize_folder(tmp_path, gptq, section)
+    with pytest.raises(ConfigError, match=r"not read: (quantization_config is |quant_method is )"):
         check(tmp_path)

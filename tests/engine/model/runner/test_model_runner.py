@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel
 
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.decoders import rotary
 from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
@@ -228,7 +228,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]())
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor an index"):
         load(tmp_path)
 
 
@@ -238,6 +238,47 @@ def test_incomplete_weights_are_refused_rather_than_filled_with_noise(tmp_path: 
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"1 tensors are missing, 'model.layers.1.mlp.up_proj.weight'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "num_layers"), [("layers.1.mlp.up_proj.bias", 2), ("layers.2.input_layernorm.weight", 3)]
+)
+def test_tensors_that_the_configuration_leaves_out_are_refused(tmp_path: Path, dropped: str, num_layers: int) -> None:
+    model = SERVED["llama"]()
+    write_family(tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    usual = {name: weight for name, weight in weights.items() if name.startswith("model.layers.1.")}
+    if num_layers == 3:
+        weights |= {name.replace("layers.1.", "layers.2."): weight.clone() for name, weight in usual.items()}
+    else:
+        weights[f"model.{dropped}"] = torch.zeros(3)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"'model.{dropped}' is in the files, and the configuration leaves it out"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, quantization: Quantization, value: float) -> None:
+    write_family(tmp_path, SERVED["llama"]())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][50, 3] = value
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 of \d+ values of 'model.embed_tokens.weight' in .* are NaN or infinite"):
+        ModelRunner(ModelConfig(str(tmp_path), dtype="float32", quantization=quantization), CACHE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "x"}, {"num_attention_heads": 0}, {"rms_norm_eps": None}, {"hidden_act": "nope"}],
+    ids=str,
+)
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    write_family(tmp_path, SERVED["llama"]())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=r"(holds no model configuration|cannot be loaded).*: \w*Error: "):
         load(tmp_path)
 
 

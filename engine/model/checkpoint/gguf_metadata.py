@@ -1,0 +1,131 @@
+"""What a GGUF file says of its model: the values of its header, its tensors, and a refusal where they make none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.errors import ConfigError
+
+# What llama.cpp, too, cannot do without: sizes of every model and of one with these weights, and one of the epsilons.
+_SIZES = ("context_length", "embedding_length", "block_count")
+_SIZES_OF = {"attn_q": "attention.head_count", "attn_qkv": "attention.head_count", "ffn_down": "feed_forward_length"}
+_OPTIONAL = ("attention.head_count_kv", "rope.freq_base")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArray:
+    """An array of metadata: only its length is read."""
+
+    length: int
+
+
+Value = bool | int | float | str | GgufArray
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor's name, the name of its type, and its shape, rows first."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A file's metadata and its tensors."""
+
+    file: Path
+    values: Mapping[str, Value]
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def architecture(self) -> str:
+        """The family in llama.cpp's words."""
+        return str(self.values.get("general.architecture", ""))
+
+    @property
+    def epsilon(self) -> float | None:
+        """What the norms add to a variance."""
+        return next((number for key in _EPSILONS if (number := self.number(key)) is not None), None)
+
+    def value(self, key: str) -> Value | None:
+        """Return the value of a key of the architecture, given without its name; None where there is none."""
+        return self.values.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str) -> float | None:
+        """Return the positive number of a key of the architecture; None where there is none, or one for each layer.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        value = self.value(key)
+        if value is None or isinstance(value, GgufArray):
+            return None
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            return value
+        raise _unfit(self.file, f"{self.architecture}.{key}", value, "a positive number")
+
+    def token_id(self, role: str) -> int | None:
+        """Return the id of a special token (`eos`); None where there is none.
+
+        Raises:
+            ConfigError: it is no token of the file's tokenizer.
+        """
+        key, tokens = f"tokenizer.ggml.{role}_token_id", self.values.get(_TOKENS)
+        value, num_tokens = self.values.get(key), tokens.length if isinstance(tokens, GgufArray) else 0
+        if value is None or (isinstance(value, int) and 0 <= value < num_tokens):
+            return value
+        raise _unfit(self.file, key, value, f"an id of one of its {num_tokens:,} tokens")
+
+
+def check_sizes(header: GgufHeader) -> None:
+    """Raise ConfigError for a file without the sizes of its model: transformers would take those of another."""
+    if not header.architecture:
+        raise _unfit(header.file, "general.architecture", None, "the name of a family")
+    kinds = {tensor.name.split(".")[-2] for tensor in header.tensors if tensor.name.endswith(".weight")}
+    for key in (*_SIZES, *(key for kind, key in _SIZES_OF.items() if kind in kinds)):
+        value = header.value(key)
+        if not isinstance(value, GgufArray):  # one for each layer
+            positive_integer(header.file, f"{header.architecture}.{key}", value)
+    if (num_blocks := header.number("block_count") or 0) > len(header.tensors):
+        limit = f"at most the number of its tensors, {len(header.tensors):,}"
+        raise _unfit(header.file, f"{header.architecture}.block_count", num_blocks, limit)
+    for key in _OPTIONAL:
+        header.number(key)
+    if header.epsilon is None:
+        keys = " or ".join(f"{header.architecture}.{key}" for key in _EPSILONS)
+        raise _unfit(header.file, keys, None, "a positive number")
+
+
+def check_tokenizer(header: GgufHeader) -> None:
+    """Raise ConfigError for a file without a tokenizer, or with a special token that is none of its tokens."""
+    if missing := {"tokenizer.ggml.model", _TOKENS} - set(header.values):
+        raise ConfigError(
+            f"{str(header.file)!r} has no tokenizer ({min(missing)} is missing); take a file that has one, or convert "
+            "the original checkpoint"
+        )
+    for role in _TOKEN_IDS:
+        header.token_id(role)
+
+
+def positive_integer(file: Path, key: str, value: Value | None) -> int:
+    """Return the value of a key, or raise ConfigError where it is no such number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _unfit(file, key, value, "a positive integer")
+    return value
+
+
+def _unfit(file: Path, key: str, value: Value | None, wanted: str) -> ConfigError:
+    found = f"has no {key}" if value is None else f"has {key} {value!r}"
+    return ConfigError(f"{str(file)!r} {found}; it must be {wanted}: convert the original checkpoint anew")
