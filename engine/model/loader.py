@@ -36,7 +36,10 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # What transformers raises for a config.json that it does not understand.
-_READING_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+_READING_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    StrictDataclassError,
+)
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
