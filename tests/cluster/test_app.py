@@ -20,7 +20,7 @@ from router.config import IngressConfig, IngressLimits
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     save_file({"weight": np.zeros(4)}, tmp_path / "model.safetensors")
     return str(tmp_path)
 

@@ -31,7 +31,7 @@ MARK = {"pair_node": 1.0}
 
 
 def config(model: Path, **pair: Any):
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "llama"}')
     args = {"model_id": "m", "target": {"path": str(model)}, "draft": {"path": str(model)}}
     return parse_config({**args, "pair": {"num_replicas": 3, "gpus": {"count": 2, "kind": "H100"}, **pair}})
 
@@ -111,7 +111,7 @@ def test_resources_that_ray_counts_itself_are_refused(tmp_path: Path):
 
 
 def test_prefill_goes_down_to_no_replica_and_pairs_do_not(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     args = {"model_id": "m", "target": {"path": str(tmp_path)}}
     none = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
     assert parse_config({**args, "prefill": none}).prefill.autoscaling.min_replicas == 0
