@@ -72,9 +72,10 @@ def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tok
         num_characters += len(pieces[-1])
     decoded = "".join(pieces) + detokenizer.flush()
     prompt = params.prompts[index // params.num_choices_per_prompt]
+    is_whole = len(prompt.token_ids) == len(request.prompt_token_ids)
     return Delta(
         index=index,
-        text=prompt.text or decoded,
+        text=(prompt.text if is_whole else None) or decoded,
         token_ids=request.prompt_token_ids,
         text_offsets=tuple(offsets) if params.num_logprobs is not None else (),
         sources=(TokenSource.PROMPT.value,) * len(offsets) if params.fields.return_token_sources else (),

@@ -125,6 +125,7 @@ def schema_source(param: str, schema: object) -> str:
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
     if isinstance(schema, dict):
+        _refuse_repeated_keys(schema, param)
         schema = {"x-guidance": _WHITESPACE, **schema}
     source = json.dumps(schema, ensure_ascii=False)
     try:
@@ -132,6 +133,26 @@ def schema_source(param: str, schema: object) -> str:
     except UnicodeEncodeError:
         raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param) from None
     return source
+
+
+def _refuse_repeated_keys(schema: dict[str, Any], param: str) -> None:
+    """Raise RequestError where a number of properties is asked for and keys are free: one could be written twice."""
+    nodes: list[object] = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            nodes += node.values()
+            least, required = node.get("minProperties"), node.get("required")
+            num_required = len(required) if isinstance(required, list) else 0
+            has_free_keys = node.get("additionalProperties") is not False or node.get("patternProperties")
+            if isinstance(least, int) and least > max(1, num_required) and has_free_keys:
+                raise RequestError(
+                    f"{param} has minProperties {least} beside keys that are free, of which one could be written "
+                    "twice; name them in properties with additionalProperties false, or require them.",
+                    param=param,
+                )
 
 
 def _json(param: str, schema: object | None) -> Grammar | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
@@ -31,10 +31,20 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _refuse_arguments_that_are_no_object(self) -> Function:
+        kinds = (self.parameters or {}).get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise RequestError(
+                f"the parameters of function {self.name!r} have the type {kinds!r}; arguments are an object.",
+                param="tools",
+            )
+        return self
+
     @property
     def schema_(self) -> dict[str, Any]:
-        """The JSON schema of a call's arguments."""
-        return _NO_PARAMETERS if self.parameters is None else self.parameters
+        """The JSON schema of a call's arguments, which are an object also where it leaves that open."""
+        return _NO_PARAMETERS if self.parameters is None else {**self.parameters, "type": "object"}
 
 
 class Tool(Body):

@@ -47,6 +47,8 @@ class MessagesRequest(Body):
         own = [_function(tool, rank) for rank, tool in tools if tool.get("type") in (None, "custom")]
         foreign = [f"tools.{rank}" for rank, tool in tools if tool.get("type") not in (None, "custom")]
         messages = [*self._system(), *self._messages()]
+        if not messages:
+            raise RequestError("messages have no content; send a text at least.", param="messages")
         is_prefill = messages[-1]["role"] == "assistant" and bool(messages[-1].get("content"))
         choice = self.tool_choice or {}
         chat = {
@@ -60,7 +62,7 @@ class MessagesRequest(Body):
             "stop": self.stop_sequences or None,
             "stream": self.stream,
             "tools": own or None,
-            "tool_choice": _choice(choice) if own else None,
+            "tool_choice": _choice(choice) if choice else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "chat_template_kwargs": self._thinking(),
             "response_format": self._format(),
@@ -81,14 +83,22 @@ class MessagesRequest(Body):
         return [said for message in self.messages for said in _said(message)]
 
     def _thinking(self) -> dict[str, Any] | None:
-        kind = (self.thinking or {}).get("type")
-        return {"enable_thinking": kind != "disabled"} if kind in ("enabled", "disabled", "adaptive") else None
+        if self.thinking is None:
+            return None
+        kind = self.thinking.get("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise RequestError(f"thinking is {kind!r}; it must be enabled, disabled or adaptive.", param="thinking")
+        return {"enable_thinking": kind != "disabled"}
 
     def _format(self) -> dict[str, Any] | None:
         match (self.output_config or {}).get("format"):
+            case None:
+                return None
             case {"type": "json_schema", "schema": schema}:
                 return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
-        return None
+        raise RequestError(
+            "output_config.format must have the type 'json_schema' and a 'schema'.", param="output_config.format"
+        )
 
 
 def _said(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -132,6 +142,6 @@ def _choice(choice: dict[str, Any]) -> object:
     kind = choice.get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice is {kind!r}; it must be auto, any, tool or none.", param="tool_choice")
     return _CHOICES[kind]

@@ -76,7 +76,7 @@ class ResponsesRequest(Body):
             "top_p": self.top_p,
             "stream": self.stream,
             "tools": own or None,
-            "tool_choice": _choice(self.tool_choice) if own else None,
+            "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls if own else None,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "response_format": self._format(),

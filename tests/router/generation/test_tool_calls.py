@@ -298,6 +298,26 @@ def test_the_grammar_allows_what_the_choice_does(
     assert [text for text in forbidden if is_allowed(checker, grammar, text)] == []
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"required": ["a"]}, True]},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_whatever_their_schema_leaves_open(parameters: object, checker: Checker) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    use = tool_use([tool], "required", None)
+    assert use is not None
+    grammar = HERMES.grammar(use, None)
+    assert grammar is not None
+    assert is_allowed(checker, grammar, GOOD)
+    assert not any(is_allowed(checker, grammar, call("f", text)) for text in ("null", '"x"', "[1]", "5"))
+
+
 def test_a_free_choice_is_not_constrained() -> None:
     use = tool_use(offered(), None, None)
     assert use is not None

@@ -85,6 +85,16 @@ async def test_echo_with_logprobs_scores_the_prompt(lenient_client: openai.Async
     assert logprobs.top_logprobs == [None, {"b": -0.25}, {"c": -0.25}, {"d": -0.5}, {"e": -0.5}]
 
 
+async def test_the_echo_of_a_prompt_that_was_cut_is_what_was_read(lenient_client: openai.AsyncOpenAI) -> None:
+    cut = {"truncate_prompt_tokens": 2}
+    answer = await lenient_client.completions.create(
+        model="fake", prompt="abc", max_tokens=1, echo=True, logprobs=0, extra_body=cut
+    )
+    assert answer.choices[0].text == "bcd"
+    assert answer.choices[0].logprobs.tokens == ["b", "c", "d"]
+    assert answer.choices[0].logprobs.text_offset == [0, 1, 2]
+
+
 async def test_max_tokens_0_with_echo_scores_the_prompt_alone(lenient_client: openai.AsyncOpenAI) -> None:
     answer = await lenient_client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "abc"

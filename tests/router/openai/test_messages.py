@@ -139,6 +139,13 @@ async def test_the_tool_choice_is_a_grammar(
         ({"temperature": 9.0}, "temperature"),
         ({"tool_choice": {"type": "some"}, "tools": TOOLS}, "some"),
         ({"tools": [{"input_schema": {}}]}, "name"),
+        ({"messages": [{"role": "user", "content": []}]}, "no content"),
+        ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]}, "no content"),
+        ({"tool_choice": {"type": []}, "tools": TOOLS}, "tool_choice is []"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"thinking": {"type": 5}}, "thinking is 5"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "json_schema"),
+        ({"output_config": {"format": 5}}, "json_schema"),
     ],
 )
 async def test_errors_have_anthropic_s_shape(http: httpx.AsyncClient, change: dict, words: str) -> None:

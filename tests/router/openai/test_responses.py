@@ -84,6 +84,9 @@ async def test_the_format_of_the_text_is_a_grammar(client: openai.AsyncOpenAI, b
         ({"input": 5}, "input", "list of items"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.function.name", "'sub'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": 5}, "tool_choice", "'required'"),
     ],
 )
 async def test_bad_turns_are_refused(http: httpx.AsyncClient, change: dict, param: str, words: str) -> None:

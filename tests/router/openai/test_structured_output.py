@@ -146,6 +146,11 @@ async def test_every_constraint_holds_in_both_endpoints(
             "Invalid type: in",
         ),
         ({"guided_grammar": "start: foo"}, "guided_grammar", "foo"),
+        (
+            {"guided_json": {"properties": {"x": {"patternProperties": {"^a$": {}}, "minProperties": 2}}}},
+            "guided_json",
+            "minProperties 2 beside keys that are free",
+        ),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens is 2"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "end tokens"),
     ],
@@ -325,6 +330,11 @@ NAMED_OTHER = {"type": "function", "function": {"name": "nothing"}}
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
         ({"tools": [tool("f", x={"type": "nonsense"})], "tool_choice": "required"}, "tools", "nonsense"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["string", "null"]}}}]},
+            "tools",
+            "arguments are an object",
+        ),
     ],
 )
 async def test_tools_that_contradict_are_refused(
