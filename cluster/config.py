@@ -186,7 +186,7 @@ def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -
         return f"{where}: missing; it has no default"
     if kind == "value_error":
         return f"{where}: {message.removeprefix('Value error, ')}"
-    return f"{where}: {message[0].lower()}{message[1:]}, and it is {value!r}"
+    return f"{where}: {message[0].lower()}{message[1:]}, and it is {value!r:.200}"
 
 
 def unknown_key(where: str, key: str, valid: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ray.serve.schema import (
 from cluster.config import DeployConfig, parse_config, unknown_key
 from protos.errors import ConfigError
 
+_LAST_PORT = 65_535
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
 _BUILDERS = ("cluster.app:build", "outrider:build")
@@ -66,19 +68,46 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
     if mistakes := list(_unknown_keys(deployment)):
         raise ConfigError(f"{source} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
     grpc, config = schema.grpc_options, parse_config(_our_args(schema, source))
+    grpc_port = grpc.port if grpc.grpc_servicer_functions else None
+    _check_port_numbers(schema.http_options.port, grpc_port, source)
     if config.ingress.open_admin and schema.http_options.host not in LOOPBACK:
         raise ConfigError(
             f"{source}: ingress.open_admin is for loopback, and http_options.host is {schema.http_options.host!r}; "
             "remove it and set ingress.api_keys_file"
         )
+    _check_servicers(grpc.grpc_servicer_functions, source)
     _check_vllm_grpc(grpc.grpc_servicer_functions, source, is_wanted=config.ingress.vllm_grpc)
     return DeployFile(
         deployment=deployment,
         http_host=schema.http_options.host,
         http_port=schema.http_options.port,
-        grpc_port=grpc.port if grpc.grpc_servicer_functions else None,
+        grpc_port=grpc_port,
         config=config,
     )
+
+
+def _check_port_numbers(http_port: int, grpc_port: int | None, source: str) -> None:
+    """Raise ConfigError for a port that no machine has, or one for both servers."""
+    for key, port in (("http_options", http_port), ("grpc_options", grpc_port)):
+        if port is not None and not 1 <= port <= _LAST_PORT:
+            raise ConfigError(f"{source}: {key}.port is {port}; it must be 1 to {_LAST_PORT}")
+    if http_port == grpc_port:
+        raise ConfigError(f"{source}: http_options.port and grpc_options.port are both {http_port}; change one of them")
+
+
+def _check_servicers(servicer_functions: list[str], source: str) -> None:
+    """Raise ConfigError for a name that leads to no function: Serve would start without that service."""
+    for name in servicer_functions:
+        module, _, function = name.rpartition(".")
+        try:
+            is_there = callable(getattr(import_module(module), function))
+        except (ImportError, AttributeError, ValueError):
+            is_there = False
+        if not is_there:
+            raise ConfigError(
+                f"{source}: grpc_options.grpc_servicer_functions has {name!r}, and there is no such function; "
+                "deploy.yaml of the project has those there are"
+            )
 
 
 def _check_vllm_grpc(servicer_functions: list[str], source: str, *, is_wanted: bool) -> None:
@@ -99,9 +128,9 @@ def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
         for name, keys in _PATHS.items():
             section = args.get(name) or {}
             for key in (key for key in keys if section.get(key)):
-                path = Path(section[key]).expanduser()
+                path = os.path.expanduser(section[key])
                 if os.path.exists(path):  # else it is a Hub id, a template's text, or stands beside our packages
-                    section[key] = str(path.absolute())
+                    section[key] = str(Path(path).absolute())
     return changed
 
 
@@ -117,10 +146,28 @@ class _OnceLoader(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # of a date 2024-13-45, or `!!int x`
+            raise yaml.MarkedYAMLError(problem=f"it has no value: {error}", problem_mark=node.start_mark) from None
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a YAML document says; a key may stand in a mapping once.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    try:
+        return yaml.load(text, _OnceLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        deployment = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+        deployment = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -138,7 +185,7 @@ def _unknown_keys(deployment: dict[str, Any]) -> Iterator[str]:
     for application in deployment["applications"]:
         where = f"application {application.get('name', '')!r}: "
         yield from _unknown(application, ServeApplicationSchema, where)
-        for each in application.get("deployments", ()):
+        for each in filter(None, application.get("deployments") or ()):
             yield from _unknown(each, DeploymentSchema, f"{where}deployment {each.get('name', '')!r}: ")
 
 

@@ -21,7 +21,6 @@ from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
-_LAST_PORT = 65_535
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
 _LOADING_FACTOR = 2  # packed weights beside those read, or float32 of bfloat16
@@ -31,14 +30,10 @@ _CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest 
 
 def check_ports(file: DeployFile) -> None:
     """Raise ConfigError for a port that cannot be had, naming it, its key and the process that has it."""
-    if file.http_port == file.grpc_port:
-        raise ConfigError(f"http_options.port and grpc_options.port are both {file.http_port}; change one of them")
     for host, port, key in (
         (file.http_host, file.http_port, "http_options"),
         ("0.0.0.0", file.grpc_port, "grpc_options"),
     ):
-        if port is not None and not 1 <= port <= _LAST_PORT:
-            raise ConfigError(f"{key}.port is {port}; it must be 1 to {_LAST_PORT}")
         if port is not None and not is_free(host, port):
             raise ConfigError(
                 f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml, "
@@ -57,7 +52,7 @@ def check_log(config: DeployConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"tune.log {str(folder)!r} cannot be had: {error}; give another folder") from error
     if free < section.max_gib * _GIB:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -118,7 +119,7 @@ class ApiKeys:
         self, path: str | None = None, clock: Callable[[], float] = time.monotonic, *, is_open_admin: bool = False
     ) -> None:
         self._anyone = replace(ANYONE, is_admin=is_open_admin)
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else Path(os.path.expanduser(path))
         self._clock = clock
         self._rates: dict[str, tuple[int, TokenRate]] = {}
         self._stamp: tuple[int, int] | None = None
@@ -171,9 +172,11 @@ class ApiKeys:
 
     def _read(self, path: Path) -> dict[str, Client]:
         try:
+            if not path.is_file():
+                raise FileNotFoundError("there is no such file")
             self._stamp = _stamp_of(path)
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"ingress.api_keys_file {str(path)!r} cannot be read: {error}") from error
         entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         clients = _with_refusals(

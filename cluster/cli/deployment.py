@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from cluster.checkpoints.model_path import resolve_model_path
-from cluster.deploy_file import LOOPBACK, VLLM_SERVICER_FUNCTION
+from cluster.deploy_file import LOOPBACK, VLLM_SERVICER_FUNCTION, read_yaml
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 
@@ -111,9 +112,10 @@ def located(model: str) -> str:
     Raises:
         ConfigError: it is neither, or looks like a mistyped bundled name.
     """
-    if not Path(model).expanduser().exists() and (close := difflib.get_close_matches(model, BUNDLED, n=1)):
+    is_there = os.path.exists(os.path.expanduser(model))
+    if not is_there and (close := difflib.get_close_matches(model, BUNDLED, n=1)):
         raise ConfigError(f"there is no model {model!r}; did you mean {close[0]!r}? (bundled: {', '.join(BUNDLED)})")
-    if not Path(model).expanduser().exists() and "/" not in model:
+    if not is_there and "/" not in model:
         raise ConfigError(
             f"there is no model {model!r}: no file or folder here ({Path.cwd()}), no bundled name "
             f"({', '.join(BUNDLED)}) and no Hub id, which has the form 'org/name'"
@@ -138,6 +140,6 @@ def _set(args: dict[str, Any], setting: str) -> None:
         if not isinstance(args, dict):
             raise ConfigError(f"--set {setting!r}: {section!r} is a value and has no keys; set it as a whole")
     try:
-        args[key] = yaml.safe_load(value)
+        args[key] = read_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting!r}: its value is not YAML: {error}") from None

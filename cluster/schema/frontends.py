@@ -100,7 +100,7 @@ class IngressSection(Section):
         }
         for name, kind in files.items():
             path = getattr(self, name)
-            if path is not None and not Path(path).expanduser().is_file():
+            if path is not None and not os.path.isfile(os.path.expanduser(path)):
                 yield f"{name} {path!r} is no file; give the path of {kind}"
         yield from self._template_conflicts()
         if self.prompt_tools and self.tool_format not in {"auto", "hermes"}:
@@ -111,8 +111,8 @@ class IngressSection(Section):
         """The template in place of the model's own; None without one, or where its file is missing."""
         if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
             return self.chat_template
-        file = Path(self.chat_template).expanduser()
-        return file.read_text(encoding="utf-8") if os.path.isfile(file) else None  # a long name is no error here
+        file = os.path.expanduser(self.chat_template)  # of os.path: a long name is no error there
+        return Path(file).read_text(encoding="utf-8") if os.path.isfile(file) else None
 
     def _template_conflicts(self) -> Iterable[str]:
         try:

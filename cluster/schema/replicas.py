@@ -16,6 +16,8 @@ GIB = 1 << 30
 _ONGOING_REQUESTS = 16.0
 _WORK_POLICY = "cluster.work_policy:WorkPolicy"
 _COUNTED = {"CPU", "GPU", "memory", "object_store_memory"}  # by Ray itself
+_MOST_GIB = 1 << 20
+_MOST_REPLICAS = 10_000
 _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
 
@@ -30,7 +32,7 @@ class CacheSection(EngineSection):
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)
-    memory_gib: float | None = Field(default=None, gt=0, strict=False)
+    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
     dtype: Annotated[KVDtype, one_of(*KVDtype)] = KVDtype.AUTO
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, strict=False)
@@ -77,7 +79,7 @@ class AutoscalingSection(Section):
     """
 
     min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
+    max_replicas: int = Field(ge=1, le=_MOST_REPLICAS)
     ttft_s: float | None = Field(default=None, gt=0, strict=False)
     itl_ms: float | None = Field(default=None, gt=0, strict=False)
     target_ongoing_requests: float | None = Field(default=None, gt=0, strict=False)
@@ -169,7 +171,7 @@ class PairSection(Scaled):
     `alarm_webhook` is an address that gets a POST with a JSON object when the acceptance of a class of requests falls.
     """
 
-    num_replicas: int | None = Field(default=None, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1, le=_MOST_REPLICAS)
     max_queued_requests: int = Field(default=256, ge=0)
     niceness: int | None = Field(default=None, ge=0, le=19)
     gpus: GpusSection | None = None
@@ -191,14 +193,14 @@ class PrefillSection(Scaled):
     way to other programs by `niceness`: left out, 15 on nodes without GPUs, where it shares cores with pairs.
     """
 
-    num_replicas: int | None = Field(default=None, ge=0)
+    num_replicas: int | None = Field(default=None, ge=0, le=_MOST_REPLICAS)
     autoscaling: PrefillAutoscalingSection | None = None
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     chunk_tokens: int = Field(default=512, ge=1)
     kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     niceness: int | None = Field(default=None, ge=0, le=19)
-    memory_gib: float | None = Field(default=None, gt=0, strict=False)
+    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB, strict=False)
 
     @property
     def max_replicas(self) -> int:

@@ -34,7 +34,7 @@ class TuneSection(Section):
     @property
     def folder(self) -> Path | None:
         """The log's absolute path."""
-        return None if self.log is None else Path(self.log).expanduser().absolute()
+        return None if self.log is None else Path(os.path.expanduser(self.log)).absolute()
 
     def to_engine(self) -> PositionLogConfig | None:
         """Return the engine's log; None for none."""
@@ -46,7 +46,9 @@ class TuneSection(Section):
             yield f"minutes {self.minutes:g} are for the training that auto begins; set auto to true, or remove them"
         if self.log is None and (given := self.model_fields_set - {"log"}):
             yield f"{', '.join(sorted(given))} is for a log, and there is none; set log to a folder, or remove it"
-        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+        if self.log is not None and os.path.expanduser(self.log).startswith("~"):
+            yield f"log {self.log!r} is the folder of a user that this machine does not know; give a whole path"
+        if self.folder is not None and os.path.exists(self.folder) and not os.path.isdir(self.folder):
             yield f"log {self.log!r} is a file; give a folder, which is made where there is none"
-        if self.folder is not None and self.folder.is_dir() and not os.access(self.folder, os.W_OK | os.X_OK):
+        if self.folder is not None and os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK | os.X_OK):
             yield f"log {self.log!r} is a folder that this user cannot write to; change its owner, or give another"

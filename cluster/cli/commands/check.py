@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import check_models
+from cluster.checkpoints.model_files import check_models, hub_models
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import report
 from cluster.config import DeployConfig
@@ -42,6 +42,8 @@ def check_deployment(file: DeployFile) -> DeployFile:
             room for a log.
     """
     config = convert_gguf_models(file.config, report)
+    for path in hub_models(config):
+        report(f"note: {path!r} is no folder here, and is taken for a Hub id")
     for note in check_models(config):
         report(f"note: {note}")
     ApiKeys.from_file(config.ingress.api_keys_file)

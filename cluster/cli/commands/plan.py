@@ -32,7 +32,7 @@ def plan(
     max_draft_tokens: Annotated[int, Option(min=0, max=32, help="the largest K to consider")] = 8,
     prompt_tokens: Annotated[int, Option(min=1, help="of a request")] = 1000,
     output_tokens: Annotated[int, Option(min=1, help="of a request")] = 250,
-    rate: Annotated[float | None, Option(min=1e-3, help="requests per second of all replicas")] = None,
+    rate: Annotated[float | None, Option(min=1e-3, max=1e9, help="requests per second of all replicas")] = None,
     streams: Annotated[
         int | None, Option(min=1, max=512, help="running at once in a replica; by default the best")
     ] = None,

@@ -84,7 +84,7 @@ def tune(  # long as a table is: an option and its help in each entry
     from models.tuning.tuning import TuneSettings, check_output, working_folder
     from models.tuning.tuning import tune as tune_draft
 
-    output = output.expanduser().absolute()
+    output = Path(os.path.expanduser(output)).absolute()
     check_output(output)
     if traffic is not None:
         log = working_folder(output) / "log"
@@ -92,7 +92,7 @@ def tune(  # long as a table is: an option and its help in each entry
         log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
     assert log is not None, "one of the two is given"
     wanted = TuneSettings(
-        log=log.expanduser().absolute(),
+        log=Path(os.path.expanduser(log)).absolute(),
         target=target_path,
         draft=Path(_folder(draft, "draft")),
         output=output,

@@ -1,4 +1,4 @@
-"""`outrider check` of the bundled pair, with a chat template of an operator's own."""
+"""`outrider check` of the bundled pair, with settings and files of an operator's own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of, to_yaml
 
 
-def check(folder: Path, chat_template: str) -> int:
-    setting = f"ingress.chat_template={json.dumps(chat_template)}"
+def check(folder: Path, **settings: object) -> int:
+    """Check the bundled pair with settings of `cache`, `ingress` and others, a section's keys behind two strokes."""
+    written = tuple(f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in settings.items())
     file = folder / "deploy.yaml"
-    file.write_text(to_yaml(deployment_of("demo", ServeOptions(settings=(setting,)))))
+    file.write_text(to_yaml(deployment_of("demo", ServeOptions(settings=written))))
     return main(["check", str(file)])
 
 
@@ -22,11 +23,66 @@ def check(folder: Path, chat_template: str) -> int:
 def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_file: bool):
     template = "{% for message in messages %}{{ message.content }}{% endfor %}" + " " * 5000
     (tmp_path / "mine.jinja").write_text(template)
-    assert check(tmp_path, str(tmp_path / "mine.jinja") if is_file else template) == 0
+    assert check(tmp_path, ingress__chat_template=str(tmp_path / "mine.jinja") if is_file else template) == 0
     assert "is fine: model 'outrider-demo'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.jinja").write_bytes(b"\xff\xfe")
-    assert check(tmp_path, str(tmp_path / "mine.jinja")) == 1
+    assert check(tmp_path, ingress__chat_template=str(tmp_path / "mine.jinja")) == 1
     assert "mine.jinja' cannot be read: 'utf-8' codec" in " ".join(capsys.readouterr().err.split())
+
+
+BUNDLED = Path(__file__).parents[4] / "deploy.yaml"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("model_id: outrider-demo", "model_id: 2024-13-45", "is not YAML: it has no value: month must be in 1..12"),
+        ("model_id: outrider-demo", "model_id: !!int abc", "is not YAML: it has no value: invalid literal"),
+        ("model_id: outrider-demo", f"model_id: {'[' * 3000}", "is not YAML: it is nested too deeply"),
+        ("port: 8000", "port: 70000", "http_options.port is 70000; it must be 1 to 65535"),
+        ("port: 9000", "port: 8000", "http_options.port and grpc_options.port are both 8000"),
+        ("Generation", "Generatoin", "there is no such function"),
+        ("model_id: outrider-demo", f"model_id: {[0] * 9999}", "and it is [0, 0, 0"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+):
+    file = tmp_path / "deploy.yaml"
+    text = BUNDLED.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    assert main(["check", str(file)]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error
+    assert len(error) < 2000
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cache__memory_gib": 1e300}, "less than or equal to 1048576"),
+        ({"pair__num_replicas": 10**400}, "less than or equal to 10000"),
+        ({"ingress__open_admin": False, "ingress__api_keys_file": "~nobody-here/keys"}, "there is no such file"),
+        ({"ingress__open_admin": False, "ingress__api_keys_file": "/dev/zero"}, "there is no such file"),
+        ({"ingress__tls_certificate_file": "~nobody-here/pem"}, "is no file"),
+        ({"tune__log": "~nobody-here/log"}, "a user that this machine does not know"),
+        ({"tune__log": "a" * 300}, "cannot be had"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object], said: str
+):
+    assert check(tmp_path, **settings) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_path_that_is_taken_for_a_hub_id_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "deploy.yaml"
+    file.write_text(BUNDLED.read_text().replace("models/demo/draft", "models/drft"))
+    main(["check", str(file)])
+    assert "'models/drft' is no folder here, and is taken for a Hub id" in " ".join(capsys.readouterr().out.split())
