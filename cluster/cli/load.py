@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI
+
+from cluster.cli.server import AnswerError, understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,9 @@ async def _send_at(client: AsyncOpenAI, load: Load, prompt: str, due_s: float) -
     await asyncio.sleep(due_s - time.monotonic())
     try:
         async with asyncio.timeout(load.timeout_s):
-            return await _send(client, load, prompt, due_s)
-    except (OpenAIError, TimeoutError) as error:
+            with understood():
+                return await _send(client, load, prompt, due_s)
+    except (AnswerError, TimeoutError) as error:
         return Timing(due_s, error=str(error) or f"no answer within {load.timeout_s:.0f} s")
 
 
@@ -124,12 +127,15 @@ async def _send(client: AsyncOpenAI, load: Load, prompt: str, due_s: float) -> T
         stream_options={"include_usage": True},
     )
     times: list[float] = []
-    num_tokens = 0
+    num_tokens, is_finished = 0, False
     async for chunk in stream:
         if chunk.choices and chunk.choices[0].text:
             times.append(time.monotonic())
+        is_finished |= any(choice.finish_reason for choice in chunk.choices or ())
         if chunk.usage is not None:
-            num_tokens = chunk.usage.completion_tokens
+            num_tokens = int(chunk.usage.completion_tokens or 0)
+    if not is_finished:
+        return Timing(due_s, error="the answer broke off")
     if not times:
         return Timing(due_s, error="an answer without text")
     gaps = tuple(after - before for before, after in pairwise(times))

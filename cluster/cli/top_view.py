@@ -14,6 +14,7 @@ from textual.binding import BindingType
 from textual.widgets import DataTable, Footer, Static
 
 from cluster.cli.figures import ClassFigures, Figures, Reading, figures_between, read_metrics
+from cluster.cli.server import NO_ANSWER
 
 _TIMEOUT_S = 5.0
 _MAX_POSITIONS = 8
@@ -68,13 +69,13 @@ class TopView(App[None]):
         """Read once and show what has changed since the reading before."""
         try:
             now = await asyncio.to_thread(self._read)
-        except (OSError, ValueError) as error:
+            now_s = time.monotonic()
+            figures = figures_between(self._before or now, now, max(now_s - self._before_s, 1e-3))
+        except NO_ANSWER as error:
             self.query_one("#alarms", Static).update(Text(f"no metrics: {error}", style="bold red"))
             return
-        now_s = time.monotonic()
-        before, seconds = self._before or now, max(now_s - self._before_s, 1e-3)
         self._before, self._before_s = now, now_s
-        self.show(figures_between(before, now, seconds))
+        self.show(figures)
 
     def show(self, figures: Figures) -> None:
         """Write figures to the screen."""

@@ -16,7 +16,7 @@ from typer import Option
 
 from cluster.cli.console import console, report
 from cluster.cli.load import Load, Objective, Timing, quantile, run_load
-from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
+from cluster.cli.server import API_KEY, URL, ServerUrl, finite, served_model
 from protos.errors import ConfigError
 
 _WORDS = ("the", "def", "return", "value", "of", "list", "in", "for", "file", "with", "name", "is", "to", "self", "new")
@@ -28,18 +28,26 @@ def bench(
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     num_requests: Annotated[int, Option("--num-requests", "-n", min=1, help="requests to send")] = 32,
     concurrency: Annotated[int, Option(min=1, help="users, each with one request at a time")] = 4,
-    rate: Annotated[float | None, Option(min=1e-3, help="requests per second, in place of --concurrency")] = None,
+    rate: Annotated[
+        float | None, Option(min=1e-3, callback=finite, help="requests per second, in place of --concurrency")
+    ] = None,
     prompts: Annotated[Path | None, Option(help="a file with one prompt per line; by default words at random")] = None,
     prompt_words: Annotated[int, Option(min=1, help="length of a prompt of words at random")] = 96,
     max_tokens: Annotated[int, Option(min=1, help="length of an answer")] = 64,
-    temperature: Annotated[float, Option(min=0.0)] = 0.0,
+    temperature: Annotated[float, Option(min=0.0, callback=finite)] = 0.0,
     seed: Annotated[int, Option(help="of prompts and arrivals")] = 0,
-    ttft_ms: Annotated[float, Option(help="goodput: longest wait for the first token")] = 1000.0,
-    itl_ms: Annotated[float, Option(help="goodput: longest mean wait per later token")] = 100.0,
-    timeout_s: Annotated[float, Option(min=0.1, help="of one request")] = 300.0,
+    ttft_ms: Annotated[
+        float, Option(min=0.0, callback=finite, help="goodput: longest wait for the first token")
+    ] = 1000.0,
+    itl_ms: Annotated[
+        float, Option(min=0.0, callback=finite, help="goodput: longest mean wait per later token")
+    ] = 100.0,
+    timeout_s: Annotated[float, Option(min=0.1, callback=finite, help="of one request")] = 300.0,
     plot: Annotated[Path | None, Option(help="write the distributions to this image; needs matplotlib")] = None,
 ) -> None:
     """Measure an OpenAI server: TTFT, inter-token latency, tokens per second and goodput."""
+    if plot is not None:
+        _check_plot(plot)
     load = Load(
         model=served_model(url, api_key, model),
         prompts=_prompts(prompts, num_requests, prompt_words, seed),
@@ -104,12 +112,23 @@ def _table(timings: Sequence[Timing], lasted_s: float, objective: Objective, loa
     return table
 
 
-def _plot(timings: Sequence[Timing], file: Path) -> None:
-    """Draw how many requests had their first token, and how many tokens came, within a time."""
+def _check_plot(file: Path) -> None:
+    """Raise ConfigError for a plot that could not be written, before there is anything to draw."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(f"--plot {file} is no image; end its name with one of .{', .'.join(sorted(kinds))}")
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(f"--plot {file} cannot be written; give a file in a folder that is there")
+
+
+def _plot(timings: Sequence[Timing], file: Path) -> None:
+    """Draw how many requests had their first token, and how many tokens came, within a time."""
+    from matplotlib.figure import Figure
+
     done = [timing for timing in timings if timing.error is None]
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     both = (("first token", [each.ttft_s for each in done]), ("per later token", [each.itl_s for each in done]))

@@ -6,11 +6,12 @@ import sys
 import time
 from typing import Annotated, Any
 
-from openai import OpenAI, OpenAIError
+import typer
+from openai import OpenAI
 from typer import Option
 
 from cluster.cli.console import console, report, report_error
-from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
+from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 
 _HELP = "Ctrl-D ends, Ctrl-C stops an answer, /new forgets the conversation"
 
@@ -20,16 +21,16 @@ def chat(
     model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     system: Annotated[str | None, Option(help="the system message")] = None,
-    temperature: Annotated[float | None, Option(min=0.0, help="by default the server's")] = None,
+    temperature: Annotated[float | None, Option(min=0.0, callback=finite, help="by default the server's")] = None,
     max_tokens: Annotated[int, Option(min=1, help="of one answer")] = 1024,
     seed: Annotated[int | None, Option(help="the same seed gives the same answers")] = None,
 ) -> None:
-    """Talk to a model: an answer appears as it is written. Lines may come from a pipe."""
+    """Talk to a model: an answer appears as it is written. Lines may come from a pipe; ends with 1 if one failed."""
     name = served_model(url, api_key, model)
     options: dict[str, Any] = {"model": name, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     given = {key: value for key, value in options.items() if value is not None}
     opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(opening)
+    messages, has_failed = list(opening), False
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         report(f"{name} at {url}; {_HELP}")
@@ -41,6 +42,9 @@ def chat(
                 messages += [{"role": "user", "content": text}]
                 answer = _answer(client, messages, given, is_terminal)
                 messages = messages[:-1] if answer is None else [*messages, {"role": "assistant", "content": answer}]
+                has_failed |= answer is None
+    if has_failed and not is_terminal:
+        raise typer.Exit(1)
 
 
 def _read(is_terminal: bool) -> str | None:
@@ -52,21 +56,20 @@ def _read(is_terminal: bool) -> str | None:
 
 
 def _answer(client: OpenAI, messages: list[Any], options: dict[str, Any], is_terminal: bool) -> str | None:
-    """Print an answer as it comes and return it; None if the server refuses."""
-    began_s, pieces, num_tokens = time.monotonic(), [], 0
+    """Print an answer as it comes and return it; None if the server refuses, or breaks off."""
+    began_s = time.monotonic()
+    pieces: list[str] = []
+    num_tokens = 0
     create: Any = client.chat.completions.create  # its overloads know no dictionaries
     try:
-        stream = create(messages=messages, stream=True, stream_options={"include_usage": True}, **options)
-        with stream:
-            for chunk in stream:
-                if chunk.choices and (piece := chunk.choices[0].delta.content):
-                    pieces.append(piece)
-                    print(piece, end="", flush=True)
-                if chunk.usage is not None:
-                    num_tokens = chunk.usage.completion_tokens
+        with (
+            understood(),
+            create(messages=messages, stream=True, stream_options={"include_usage": True}, **options) as stream,
+        ):
+            num_tokens = _print_stream(stream, pieces)
     except KeyboardInterrupt:
         pass  # what was said stands
-    except OpenAIError as error:
+    except AnswerError as error:
         report_error(error)
         return None
     print()
@@ -74,3 +77,25 @@ def _answer(client: OpenAI, messages: list[Any], options: dict[str, Any], is_ter
         lasted_s = time.monotonic() - began_s
         console.print(f"[dim]{num_tokens} tokens, {num_tokens / lasted_s:.0f} per second[/dim]")
     return "".join(pieces)
+
+
+def _print_stream(stream: Any, pieces: list[str]) -> int:
+    """Print an answer as it comes, add its text to `pieces`, and return its tokens, 0 where the server does not say.
+
+    Raises:
+        AnswerError: it breaks off, or has no text.
+    """
+    num_tokens, is_finished = 0, False
+    for chunk in stream:
+        if chunk.choices and (piece := chunk.choices[0].delta.content):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            pieces.append(piece)
+        is_finished |= any(choice.finish_reason for choice in chunk.choices or ())
+        if chunk.usage is not None:
+            num_tokens = int(chunk.usage.completion_tokens or 0)
+    if not is_finished:
+        raise AnswerError("the answer broke off")
+    if not pieces:
+        raise AnswerError("an answer without text")
+    return num_tokens

@@ -11,10 +11,11 @@ from urllib.request import Request, urlopen
 
 import typer
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
 from cluster.cli.console import console
-from cluster.cli.server import API_KEY, URL
+from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
 from protos.served_draft import TryDraft
 
@@ -25,7 +26,6 @@ _CHECK_AND_RETURN_S = 1000.0  # the server's own limits, beside the wait for the
 
 _TRIAL = TryDraft("")
 
-Url = Annotated[str, Option(help="base address of the server")]
 Method = Annotated[
     str, Option(help="which of several drafts, by the name of its method; the deployment's own if left out")
 ]
@@ -33,7 +33,7 @@ Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
 
 
 @draft.command()
-def show(url: Url = URL, api_key: Key = API_KEY) -> None:
+def show(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
     """Show the draft of every pair."""
     _print(_call(url, api_key, "/admin/drafts", None, _SHOW_TIMEOUT_S))
 
@@ -41,7 +41,7 @@ def show(url: Url = URL, api_key: Key = API_KEY) -> None:
 @draft.command()
 def swap(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
-    url: Url = URL,
+    url: ServerUrl = URL,
     api_key: Key = API_KEY,
     wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="the old draft comes back after this time")] = 120.0,
     method: Method = "",
@@ -54,7 +54,7 @@ def swap(
 @draft.command("try")
 def canary(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
-    url: Url = URL,
+    url: ServerUrl = URL,
     api_key: Key = API_KEY,
     wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="for a draft to be up")] = _TRIAL.wait_s,
     block_s: Annotated[float, Option(min=0.1, max=3600.0, help="of decoding with one draft")] = _TRIAL.block_s,
@@ -83,7 +83,7 @@ def canary(
 
 
 @draft.command()
-def stop(url: Url = URL, api_key: Key = API_KEY) -> None:
+def stop(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
     """End a trial, and run the old draft."""
     _print(_call(url, api_key, "/admin/drafts/canary/stop", {}, _CHECK_AND_RETURN_S))
 
@@ -92,37 +92,43 @@ def _named(method: str) -> dict[str, str]:
     return {"method": method} if method else {}
 
 
-def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[dict[str, Any]]:
-    """Return the drafts that the server answers with. Raises ConfigError with its reason where it refuses."""
+def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[list[str]]:
+    """Return a row for each draft that the server answers with. Raises ConfigError with its reason where it refuses."""
     address = url.rstrip("/").removesuffix("/v1") + path
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(address, data, headers), timeout=timeout_s) as response:
-            drafts: list[dict[str, Any]] = json.load(response)["drafts"]
-            return drafts
+            return [_row(each) for each in json.load(response)["drafts"]]
     except HTTPError as error:
         raise ConfigError(_reason(error)) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no drafts come from {url}: {error}; start a server, or give --url") from None
+    except NO_ANSWER as error:
+        raise ConfigError(
+            f"no drafts come from {url}: {type(error).__name__}: {error}; start a server, or give --url"
+        ) from None
 
 
 def _reason(error: HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except NO_ANSWER:
         return f"the server answers {error.code} {error.reason}"
 
 
-def _print(drafts: list[dict[str, Any]]) -> None:
+def _print(rows: list[list[str]]) -> None:
     table = Table()
     for name in ("pair", "method", "draft", "digest", "since", "trial"):
         table.add_column(name)
-    for each in drafts:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["since"]))
-        path = each["path"] if each["is_deployed"] else f"{each['path']} (deploy.yaml has another)"
-        table.add_row(each["replica"], each["method"], path, each["digest"], since, _trial(each))
+    for row in rows:
+        table.add_row(*map(Text, row))  # a cell that is no `Text` is read as markup
     console.print(table)
+
+
+def _row(draft: dict[str, Any]) -> list[str]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(draft["since"]))
+    path = draft["path"] if draft["is_deployed"] else f"{draft['path']} (deploy.yaml has another)"
+    row = [draft["replica"], draft["method"], path, draft["digest"], since, _trial(draft)]
+    return [str(cell).encode(errors="backslashreplace").decode() for cell in row]
 
 
 def _trial(draft: dict[str, Any]) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from openai import OpenAI, OpenAIError
+from openai import OpenAI
 from typer import Argument, Option
 
 from cluster.cli.console import report
-from cluster.cli.server import API_KEY, URL, ServerUrl, served_model
+from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, served_model, understood
 from protos.errors import ConfigError
 from protos.fingerprint import read_fingerprint
 
@@ -34,7 +34,7 @@ class Record:
     def path(self) -> str:
         """The endpoint that answered."""
         kind = self.response.get("object")
-        if kind not in _PATHS or not isinstance(self.response.get("choices"), list):
+        if not isinstance(kind, str) or kind not in _PATHS or not isinstance(self.response.get("choices"), list):
             raise ConfigError(
                 f"{self.place}: response.object is {kind!r}; it must be {' or '.join(_PATHS)}, not a stream"
             )
@@ -65,7 +65,7 @@ def read_records(file: str) -> list[Record]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         values = list(_values(text))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; give JSON or JSON lines, where {_FORM}") from None
     records = [_record(value, f"{file}, record {rank}") for rank, value in enumerate(values, 1)]
     if not records:
@@ -99,21 +99,33 @@ def _replay(client: OpenAI, record: Record) -> bool:
     """Run one record again and report on it; true if its tokens are the same."""
     body = {name: value for name, value in record.request.items() if name not in ("stream", "stream_options")}
     try:
-        answer: Any = client.post(record.path, cast_to=object, body={**body, "return_token_ids": True})
-    except OpenAIError as error:
-        report(f"{record.place}: the server refuses it: {error}")
+        with understood("the record"):
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+            list(changed_choices(record.response, record.response))
+            list(changed_digests(record.response, record.response))
+        with understood():
+            answer: Any = client.post(record.path, cast_to=object, body={**body, "return_token_ids": True})
+            changes = list(changed_choices(record.response, answer))
+            causes = list(changed_digests(record.response, answer))
+            num_tokens = answer["usage"]["completion_tokens"]
+    except AnswerError as error:
+        report(_printable(f"{record.place}: {error}"))
         return False
-    changes = list(changed_choices(record.response, answer))
     if not changes:
         what = "tokens" if all("token_ids" in choice for choice in record.response["choices"]) else "texts"
-        report(f"{record.place}: the same {what}, {answer['usage']['completion_tokens']} tokens")
+        report(f"{record.place}: the same {what}, {num_tokens} tokens")
     for change in changes:
         report(f"{record.place}: {change}")
-    for cause in changed_digests(record.response, answer):
-        report(f"    {cause}")
-    if changes and not list(changed_digests(record.response, answer)):
+    for cause in causes:
+        report(_printable(f"    {cause}"))
+    if changes and not causes:
         report("    no digest has changed: rounding has decided a near tie; target.deterministic: true rules that out")
     return not changes
+
+
+def _printable(text: str) -> str:
+    """Return text whose lone surrogates, which JSON can hold and no terminal, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def changed_choices(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
@@ -158,8 +170,12 @@ def changed_digests(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[
         yield from (f"{part} differ: {old[part]} was, {new[part]} is" for part in old if old[part] != new[part])
     if list(_prompts(stored)) != list(_prompts(answer)) and any(prompt is not None for prompt in _prompts(stored)):
         yield "request differs: its prompt has other tokens, by the template, the tokenizer or another body"
-    elif (count := stored.get("usage", {}).get("prompt_tokens")) not in (None, answer["usage"]["prompt_tokens"]):
-        yield f"request differs: its prompt had {count} tokens and has {answer['usage']['prompt_tokens']}"
+    elif (count := _num_prompt_tokens(stored)) not in (None, now_count := _num_prompt_tokens(answer)):
+        yield f"request differs: its prompt had {count} tokens and has {now_count}"
+
+
+def _num_prompt_tokens(answer: dict[str, Any]) -> int | None:
+    return (answer.get("usage") or {}).get("prompt_tokens")
 
 
 def _prompts(answer: dict[str, Any]) -> Iterable[Any]:

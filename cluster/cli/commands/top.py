@@ -6,12 +6,12 @@ from typing import Annotated
 
 from typer import Option
 
-from cluster.cli.server import API_KEY, URL
+from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
 
 
 def top(
-    url: Annotated[str, Option(help="base address of the server")] = URL,
+    url: ServerUrl = URL,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     interval_s: Annotated[float, Option(min=0.2, help="time between two readings of /metrics")] = 2.0,
 ) -> None:
@@ -23,6 +23,8 @@ def top(
     read = http_reader(url, api_key)
     try:
         read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no metrics come from {url}: {error}; start a server, or give --url") from error
+    except NO_ANSWER as error:
+        raise ConfigError(
+            f"no metrics come from {url}: {type(error).__name__}: {error}; start a server, or give --url"
+        ) from None
     TopView(read, interval_s).run()

@@ -10,6 +10,7 @@ import pytest
 from cluster.cli.__main__ import main
 from cluster.cli.commands.replay import changed_choices, changed_digests, read_records
 from protos.fingerprint import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
+from tests.cluster.cli.fake_server import answering
 
 REQUEST = {"prompt": "a", "seed": 3}
 
@@ -82,3 +83,59 @@ def test_what_cannot_be_run_again_is_refused(
     (tmp_path / "file").write_text("{" if record is None else json.dumps(record))
     assert main(["replay", str(tmp_path / "file")]) == 1
     assert said in capsys.readouterr().err
+
+
+def run_again(file: Path, *records: object, answered: object) -> int:
+    file.write_text("\n".join(json.dumps(record) for record in records))
+    text = answered if isinstance(answered, str) else json.dumps(answered)
+    with answering(text) as url:
+        return main(["replay", str(file), "--url", url])
+
+
+GOOD = {"request": REQUEST, "response": answer(1)}
+
+
+@pytest.mark.parametrize(
+    "answered",
+    ["<html>", "", "{}", {**answer(1), "choices": [{"index": 0, "text": "a"}]}, {**answer(1), "usage": None}],
+)
+def test_an_answer_that_is_none_has_failed_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answered: object
+):
+    assert run_again(tmp_path / "file", GOOD, GOOD, answered=answered) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("the server's answer is not understood: ") == 2
+    assert "0 of 2 the same" in printed
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"request": REQUEST, "response": {**answer(1), "choices": [1]}},
+        {"request": REQUEST, "response": {**answer(1), "choices": [{}]}},
+        {"request": REQUEST, "response": {**answer(1), "choices": [{"index": 0, "message": None}]}},
+        {"request": {**REQUEST, "top_p": float("nan")}, "response": answer(1)},
+        {"request": {**REQUEST, "prompt": "\ud800"}, "response": answer(1)},
+    ],
+)
+def test_a_record_that_is_none_has_failed_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: object
+):
+    assert run_again(tmp_path / "file", record, GOOD, answered=answer(1)) == 1
+    printed = capsys.readouterr().out
+    assert "record 1: the record is not understood: " in printed
+    assert "1 of 2 the same" in printed
+
+
+def test_a_record_need_not_tell_its_usage(tmp_path: Path):
+    record = {**GOOD, "response": {**answer(1), "usage": None}}
+    assert run_again(tmp_path / "file", record, answered=answer(1)) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, json.dumps({"request": REQUEST, "response": {"object": []}})], ids=["deep", "object"]
+)
+def test_records_of_another_form_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
+    (tmp_path / "file").write_text(text)
+    assert main(["replay", str(tmp_path / "file")]) == 1
+    assert "error: " in capsys.readouterr().err
