@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -26,6 +25,7 @@ from engine.model.checkpoint.file_digest import file_digest
 from engine.model.checkpoint.finiteness import refuse_not_finite_model
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
+from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled
@@ -34,12 +34,6 @@ from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-# What transformers raises for a config.json that it does not understand.
-_READING_ERRORS = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
-    StrictDataclassError,
-)
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
@@ -65,7 +59,7 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
                 )
         else:
             loaded = _load_quantized(config.path, folder, model_config, scheme, dtype)
-    except (*_READING_ERRORS, RuntimeError, ImportError, SafetensorError) as error:
+    except (*READING_ERRORS, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
         ) from error
@@ -137,7 +131,7 @@ def load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False))
-    except _READING_ERRORS as error:
+    except READING_ERRORS as error:
         raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {_named(error)}") from error
 
 

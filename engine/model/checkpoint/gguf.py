@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from gguf import GGUFReader
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,6 +33,7 @@ from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.gguf_metadata import GgufHeader
+from engine.model.checkpoint.reading_errors import READING_ERRORS
 from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,6 @@ logger = logging.getLogger(__name__)
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one in each family
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What transformers raises for a file that it does not understand.
-_ERRORS = (
-    *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
-    StrictDataclassError,
-)
 
 
 def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -80,7 +75,7 @@ def _understood(header: GgufHeader) -> Iterator[None]:
     """Make a refusal of what transformers raises for a file that it does not understand."""
     try:
         yield
-    except _ERRORS as error:
+    except READING_ERRORS as error:
         raise ConfigError(
             f"{str(header.file)!r} (architecture {header.architecture!r}) is not read by transformers: "
             f"{type(error).__name__}: {error}"
