@@ -41,8 +41,10 @@ def variables(name: str) -> dict[str, str]:
 def test_an_image_is_not_root_and_sets_the_variables_of_a_cluster(name: str):
     """But for the token's mode, which KubeRay and `outrider serve` set with a token, and the path of a checkout."""
     assert "\nUSER 1000\n" in image(name).rpartition("\nFROM ")[2]
-    wanted = {key: value for key, value in cluster_variables().items() if key not in {"RAY_AUTH_MODE", "PYTHONPATH"}}
+    others = {"RAY_AUTH_MODE", "PYTHONPATH", "OUTRIDER_PYTHON"}
+    wanted = {key: value for key, value in cluster_variables().items() if key not in others}
     assert wanted.items() <= variables(name).items()
+    assert Path(variables(name)["OUTRIDER_PYTHON"]).is_file()
     assert "torch==2.13.0" in image(name)
     assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
