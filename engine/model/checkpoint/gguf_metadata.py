@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: the values of its header, its tensors, and a refusal where they make none."""
+"""Metadata of a GGUF file: the values of its header and its tensors, and the checks that they make a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GgufHeader:
 
     @property
     def epsilon(self) -> float | None:
-        """What the norms add to a variance."""
+        """The number that the norms add to a variance; None where the file has none."""
         return next((number for key in _EPSILONS if (number := self.number(key)) is not None), None)
 
     def value(self, key: str) -> Value | None:
