@@ -28,7 +28,7 @@ class CacheSection(EngineSection):
     `gpu_memory_utilization` (0.9) of each; a draft model on the target's GPU has a part of that.
 
     dtype int8 (processors) or fp8 (GPUs of compute capability 8.9 or later) holds about twice the tokens of bfloat16 in
-    the same memory, and changes the target's distribution a little (docs/performance.md).
+    the same memory, and changes the target's distribution a little (docs/benchmarks.md).
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)

@@ -224,7 +224,7 @@ PADDED = {
 def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
     tmp_path: Path, streams: int, drafts: int, measured_ms: float
 ):
-    """The figures are those of docs/performance.md, 1,024 tokens of context."""
+    """The figures are those that the device table was set by, 1,024 tokens of context."""
     (tmp_path / "config.json").write_text(json.dumps(PADDED))
     target = ModelShape.of(str(tmp_path), "bf16")
     plan = Deployment(target, None, Device.of("xeon-amx-2core"), 1, (0.5,), prompt_tokens=1024, output_tokens=1)
@@ -245,7 +245,7 @@ def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
 def test_passes_of_one_thread_on_avx2_are_within_a_fifth_of_the_measured(
     model: str, streams: int, drafts: int, measured_ms: float
 ):
-    """The figures are those of docs/performance.md, 100 tokens of context; the device is half of the table's."""
+    """The figures are those that the device table was set by, 100 tokens of context; the device is half of the table's."""
     target = ModelShape.of(str(ROOT / model) if "/" in model else model, "bf16")
     both = Device.of("zen3-2core")
     one = replace(both, bandwidth_gb_s=both.bandwidth_gb_s / 2, flops_use=both.flops_use / 2)
