@@ -245,7 +245,7 @@ def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
 def test_passes_of_one_thread_on_avx2_are_within_a_fifth_of_the_measured(
     model: str, streams: int, drafts: int, measured_ms: float
 ):
-    """The figures are those that the device table was set by, 100 tokens of context; the device is half of the table's."""
+    """The device table was set by these figures, at 100 tokens of context; the device is half of the table's."""
     target = ModelShape.of(str(ROOT / model) if "/" in model else model, "bf16")
     both = Device.of("zen3-2core")
     one = replace(both, bandwidth_gb_s=both.bandwidth_gb_s / 2, flops_use=both.flops_use / 2)
