@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from protos.messages import GenerateRequest, TokenChunk, TokenSource
@@ -28,25 +29,27 @@ class Choice:
     meter: UsageMeter
     clock: TokenClock
     has_prompt_logprobs: bool = False
+    _pending: deque[Delta] = field(default_factory=deque)  # read, and not yet passed on
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
         """Return what the next batch of the pair gave; a batch that gave nothing is passed over."""
-        while not self.text.is_finished:
-            if delta := self._read(await anext(self.batches)):
-                return delta
-        raise StopAsyncIteration
+        while not self._pending and not self.text.is_finished:
+            self._pending.extend(self._read(await anext(self.batches)))
+        if not self._pending:
+            raise StopAsyncIteration
+        return self._pending.popleft()
 
     async def aclose(self) -> None:
         """End the pair's work on this choice."""
         await self.batches.aclose()
 
-    def _read(self, batch: Sequence[TokenChunk]) -> Delta | None:
+    def _read(self, batch: Sequence[TokenChunk]) -> list[Delta]:
         gained = [self.text.feed(chunk) for chunk in batch if not self.text.is_finished]
         if not gained:
-            return None
+            return []
         self.meter.record(self.index, gained, batch)
         self.clock.tick(sum(len(delta.token_ids) for delta in gained))
         if (reason := gained[-1].finish_reason) is not None:
@@ -58,7 +61,7 @@ class Choice:
         if self.has_prompt_logprobs:
             delta = replace(delta, prompt_logprobs=(None, *batch[0].prompt_logprobs))
             self.has_prompt_logprobs = False
-        return delta if self.reader is None else self.reader.read(delta)
+        return [delta] if self.reader is None else self.reader.read(delta)
 
 
 def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tokenizer: Tokenizer) -> Delta:

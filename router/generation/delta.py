@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol
 
 from protos.messages import FinishReason, TokenLogprobs
 
@@ -43,12 +44,103 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A part of a choice's text: content, thought or calls."""
+
+    text: str = ""
+    thought: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
 class DeltaReader(Protocol):
     """Tells the parts of one choice's text apart."""
 
-    def read(self, delta: Delta) -> Delta:
-        """Return the delta with what is certain to be content, thought or call by then."""
+    def read(self, delta: Delta) -> list[Delta]:
+        """Return the delta with what is certain to be content, thought or call by then, in the order of the text."""
         ...
+
+
+def told_apart(delta: Delta, gains: Iterable[Gain], finish_reason: FinishReason | None) -> list[Delta]:
+    """Return the delta with these parts for its text: one delta, and a further one for text that follows a call.
+
+    The tokens are the first one's, the finish reason is the last one's.
+    """
+    runs: list[list[Gain]] = [[]]
+    for gain in gains:
+        if (gain.text or gain.thought) and any(earlier.calls for earlier in runs[-1]):
+            runs.append([])
+        runs[-1].append(gain)
+    deltas = [Delta(delta.index, **_sums(run)) for run in runs]
+    deltas[0] = replace(
+        delta,
+        text=deltas[0].text,
+        reasoning=delta.reasoning + deltas[0].reasoning,
+        tool_calls=deltas[0].tool_calls,
+        finish_reason=None,
+        stop_string=None,
+    )
+    deltas[-1] = replace(deltas[-1], finish_reason=finish_reason, stop_string=delta.stop_string)
+    return deltas
+
+
+def _sums(gains: Sequence[Gain]) -> dict[str, Any]:
+    return {
+        "text": "".join(gain.text for gain in gains),
+        "reasoning": "".join(gain.thought for gain in gains),
+        "tool_calls": tuple(call for gain in gains for call in gain.calls),
+    }
+
+
+def pieces(delta: Delta) -> Iterator[Delta]:
+    """Yield deltas that say one thing each: a thought, a text, an entry of one call, the end, or a draft.
+
+    Clients read chunks that way: some look at the first entry of a chunk alone, some at its text or its calls but never
+    at both, and some at nothing once there is a finish reason. Tokens stay with the thought or the text that they are.
+    """
+    said = [*_thought_and_text(delta), *_call_entries(delta)]
+    if not said and delta.token_ids:
+        said = [Delta(delta.index, "")]
+    num_thought = delta.num_reasoning_tokens if delta.reasoning and len(said) > 1 else len(delta.token_ids)
+    for rank, piece in enumerate(said):
+        bounds = {0: (0, num_thought), 1: (num_thought, None)}.get(rank)
+        yield piece if bounds is None else _with_tokens(piece, delta, slice(*bounds))
+    if delta.finish_reason is not None:
+        yield Delta(delta.index, "", finish_reason=delta.finish_reason, stop_string=delta.stop_string)
+    if delta.guess_ids:
+        yield Delta(delta.index, "", guess_ids=delta.guess_ids, guess_text=delta.guess_text)
+
+
+def _thought_and_text(delta: Delta) -> Iterator[Delta]:
+    if delta.reasoning:
+        yield Delta(delta.index, "", reasoning=delta.reasoning, num_reasoning_tokens=delta.num_reasoning_tokens)
+    if delta.text:
+        yield Delta(delta.index, delta.text)
+
+
+def _call_entries(delta: Delta) -> Iterator[Delta]:
+    """Yield the entries of calls: the first of a call has its id and its name, the others a part of its arguments."""
+    for _, entries in groupby(delta.tool_calls, key=lambda call: call.index):
+        arguments = ""
+        index = 0
+        for call in entries:
+            index = call.index
+            arguments += call.arguments
+            if call.id is not None:
+                yield Delta(delta.index, "", tool_calls=(replace(call, arguments=""),))
+        if arguments:
+            yield Delta(delta.index, "", tool_calls=(ToolCallDelta(index, arguments=arguments),))
+
+
+def _with_tokens(piece: Delta, whole: Delta, place: slice) -> Delta:
+    """Return the piece with some of the tokens, and all that goes with them."""
+    return replace(
+        piece,
+        token_ids=whole.token_ids[place],
+        logprobs=whole.logprobs[place],
+        text_offsets=whole.text_offsets[place],
+        sources=whole.sources[place],
+    )
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

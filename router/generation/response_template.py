@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -16,17 +15,10 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from protos.errors import ConfigError
 from protos.messages import FinishReason
-from router.generation.delta import Delta, ToolCallDelta
+from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
 from router.generation.thoughts import Trimmed
 
 _CALLS, _TEXT = "tool_calls", "content"  # names of regions; of a thought there are several
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    text: str = ""
-    thought: str = ""
-    calls: tuple[ToolCallDelta, ...] = ()
 
 
 class ResponseTemplate:
@@ -64,21 +56,15 @@ class ResponseReader:
         self._text, self._thought = Trimmed(), Trimmed()
         self._num_calls = 0
 
-    def read(self, delta: Delta) -> Delta:
-        """Return the delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
+    def read(self, delta: Delta) -> list[Delta]:
+        """Return the delta with its text told apart; one that stopped after whole calls ended with `tool_calls`."""
         gains = [self._feed(character) for character in delta.text]
         if delta.finish_reason is not None:
             gains.append(self._end())
         has_calls = delta.finish_reason is FinishReason.STOP and self._num_calls > 0
-        return replace(
-            delta,
-            text="".join(gain.text for gain in gains),
-            reasoning=delta.reasoning + "".join(gain.thought for gain in gains),
-            tool_calls=tuple(call for gain in gains for call in gain.calls),
-            finish_reason=FinishReason.TOOL_CALLS if has_calls else delta.finish_reason,
-        )
+        return told_apart(delta, gains, FinishReason.TOOL_CALLS if has_calls else delta.finish_reason)
 
-    def _feed(self, character: str) -> _Gain:
+    def _feed(self, character: str) -> Gain:
         self._raw += character
         try:
             return self._gain(self._parser.feed(character))
@@ -86,18 +72,18 @@ class ResponseReader:
             self._parser = ResponseParser(self._template, "", tools=self._tools)
             return self._as_text()
 
-    def _end(self) -> _Gain:
+    def _end(self) -> Gain:
         try:
             return self._gain(self._parser.finalize()[1])
         except (ValueError, KeyError):
             return self._as_text()
 
-    def _as_text(self) -> _Gain:
+    def _as_text(self) -> Gain:
         """Pass on what could not be parsed."""
         text, self._raw = self._raw, ""
-        return _Gain(text=self._text.push(text))
+        return Gain(text=self._text.push(text))
 
-    def _gain(self, events: list[dict[str, Any]]) -> _Gain:
+    def _gain(self, events: list[dict[str, Any]]) -> Gain:
         text = thought = ""
         calls: list[ToolCallDelta] = []
         for event in events:
@@ -111,7 +97,7 @@ class ResponseReader:
                     self._raw = ""
                 case {"type": "region_open", "field": field} if field != _CALLS:
                     self._raw = ""
-        return _Gain(text, thought, tuple(calls))
+        return Gain(text, thought, tuple(calls))
 
     def _call(self, value: Any) -> ToolCallDelta:
         """Return a call. Raises ValueError or KeyError for a value that is none."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from protos.messages import FinishReason
-from router.generation.delta import Delta, ToolCallDelta
+from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
 from router.generation.json_extent import JsonExtent
 from router.generation.tool_formats.call_body import CallBody, CallPiece, num_held
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
@@ -22,13 +21,7 @@ class _State(Enum):
     BODY = auto()  # inside a call whose arguments are not written in JSON
 
 
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    text: str = ""
-    calls: tuple[ToolCallDelta, ...] = ()
-
-
-_NOTHING = _Gain()
+_NOTHING = Gain()
 
 
 class ToolCallParser:
@@ -53,8 +46,8 @@ class ToolCallParser:
         self._num_calls = 0
         self._has_content = False
 
-    def read(self, delta: Delta) -> Delta:
-        """Return the delta with its text told apart; one that stopped behind whole calls ended with `tool_calls`."""
+    def read(self, delta: Delta) -> list[Delta]:
+        """Return the delta with its text told apart; one that stopped after whole calls ended with `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
             gains.append(self._flush())
@@ -62,21 +55,16 @@ class ToolCallParser:
         is_whole = self._state is not _State.ARGUMENTS and not (self._state is _State.BODY and self._has_begun)
         if reason is FinishReason.STOP and self._num_calls and is_whole:
             reason = FinishReason.TOOL_CALLS
-        return replace(
-            delta,
-            text="".join(gain.text for gain in gains),
-            tool_calls=tuple(call for gain in gains for call in gain.calls),
-            finish_reason=reason,
-        )
+        return told_apart(delta, gains, reason)
 
-    def _feed(self, text: str) -> list[_Gain]:
+    def _feed(self, text: str) -> list[Gain]:
         self._held += text
         gains = []
         while (gain := self._advance()) is not None:
             gains.append(gain)
         return gains
 
-    def _advance(self) -> _Gain | None:
+    def _advance(self) -> Gain | None:
         """Take one part off the held text; None when more text is needed."""
         match self._state:
             case _State.TEXT:
@@ -90,7 +78,7 @@ class ToolCallParser:
             case _State.BODY:
                 return self._read_body()
 
-    def _read_text(self) -> _Gain | None:
+    def _read_text(self) -> Gain | None:
         marks = [mark for mark in (self._format.begin, *self._format.strays, self._format.bare_begin) if mark]
         places = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
         if places:
@@ -110,7 +98,7 @@ class ToolCallParser:
         self._body = self._format.body(self._tools, has_begin=mark == self._format.begin)
         self._state = _State.HEAD if self._body is None else _State.BODY
 
-    def _read_body(self) -> _Gain | None:
+    def _read_body(self) -> Gain | None:
         assert self._body is not None
         step = self._body.read(self._held)
         if step is None:
@@ -121,14 +109,14 @@ class ToolCallParser:
         if not step.is_call:
             return self._content(self._mark + read)
         self._has_begun |= bool(step.pieces)
-        return _Gain(calls=tuple(each for piece in step.pieces for each in self._piece(piece)))
+        return Gain(calls=tuple(each for piece in step.pieces for each in self._piece(piece)))
 
     def _piece(self, piece: CallPiece) -> tuple[ToolCallDelta, ...]:
         if piece.name is None:
             return (ToolCallDelta(self._num_calls - 1, arguments=piece.arguments),)
         return self._new_call(piece.name, piece.arguments).calls
 
-    def _read_bare_text(self) -> _Gain | None:
+    def _read_bare_text(self) -> Gain | None:
         """Without a mark of its own a call can only be the first thing, or follow another call."""
         start = self._held.lstrip(" \r\n\t;" if self._num_calls else None)
         if not start:
@@ -141,7 +129,7 @@ class ToolCallParser:
         text, self._held = self._held, ""
         return self._content(text)
 
-    def _read_head(self) -> _Gain | None:
+    def _read_head(self) -> Gain | None:
         head = self._head.match(self._held)
         if head is not None and (name := self._tool_name(self._name_in(head[1]))) is not None:
             self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
@@ -150,7 +138,7 @@ class ToolCallParser:
         end = self._end_of_call()
         return None if end is None else self._read_whole_call(end)
 
-    def _read_whole_call(self, end: int) -> _Gain:
+    def _read_whole_call(self, end: int) -> Gain:
         """A complete call that is written in another order, or no call at all."""
         body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
         self._state = _State.TEXT
@@ -161,19 +149,19 @@ class ToolCallParser:
             return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
         return self._content(self._mark + body + self._format.end)
 
-    def _read_arguments(self) -> _Gain | None:
+    def _read_arguments(self) -> Gain | None:
         if not self._held:
             return None
         end = self._extent.feed(self._held)
         fragment = self._held[:end]
         self._held = "" if end is None else self._held[end:]
         self._state = _State.ARGUMENTS if end is None else _State.TAIL
-        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, arguments=fragment),))
+        return Gain(calls=(ToolCallDelta(self._num_calls - 1, arguments=fragment),))
 
     def _name_in(self, head: str) -> object:
         return _parse(head) if self._format.arguments_key else head
 
-    def _read_tail(self) -> _Gain | None:
+    def _read_tail(self) -> Gain | None:
         end = self._format.end or ("}" if self._format.arguments_key else "")
         if not end:
             self._state = _State.TEXT
@@ -184,7 +172,7 @@ class ToolCallParser:
         self._state, self._held = _State.TEXT, behind
         return _NOTHING
 
-    def _flush(self) -> _Gain:
+    def _flush(self) -> Gain:
         """Return the rest at the end of the text; a call whose arguments have begun is not taken back."""
         held, self._held = self._held, ""
         if self._state is _State.TEXT:
@@ -192,17 +180,17 @@ class ToolCallParser:
         is_call = self._has_begun or self._state not in (_State.HEAD, _State.BODY)
         return _NOTHING if is_call else self._content(self._mark + held)
 
-    def _content(self, text: str) -> _Gain:
+    def _content(self, text: str) -> Gain:
         """Return text as content, without white space around calls."""
         if self._num_calls and not self._has_content:
             text = text.lstrip()
         self._has_content |= bool(text)
-        return _Gain(text)
+        return Gain(text)
 
-    def _new_call(self, name: str, arguments: str, call_id: str | None = None) -> _Gain:
+    def _new_call(self, name: str, arguments: str, call_id: str | None = None) -> Gain:
         self._num_calls += 1
         id_ = self._format.new_call_id() if call_id is None else call_id
-        return _Gain(calls=(ToolCallDelta(self._num_calls - 1, id_, name, arguments),))
+        return Gain(calls=(ToolCallDelta(self._num_calls - 1, id_, name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
         """Return the name of a call: any in a marked call, only that of a tool in a bare object (a possible answer)."""

@@ -80,21 +80,23 @@ class ChatWriter(ResponseWriter):
             **prompt_logprobs(choices[0], self._fields.prompt_logprobs, self._tokenizer),
         )
 
-    def chunks(self, delta: Delta) -> Iterable[ChatChunk]:
+    def _begin(self, delta: Delta) -> Iterable[ChatChunk]:
         if delta.index not in self._started:
             self._started.add(delta.index)
             yield self._chunk(delta.index, ChoiceDelta(role="assistant", content=""), self._usage_so_far())
-        if self._has_news(delta):
+
+    def _chunks(self, piece: Delta) -> Iterable[ChatChunk]:
+        if self._has_news(piece):
             yield self._chunk(
-                delta.index,
-                _chat_delta(delta),
-                self._chunk_accounts(delta),
-                finish_reason=openai_reason(delta.finish_reason),
-                logprobs=self._chunk_logprobs(delta),
-                **self._token_ids(delta),
+                piece.index,
+                _chat_delta(piece),
+                self._chunk_accounts(piece),
+                finish_reason=openai_reason(piece.finish_reason),
+                logprobs=self._chunk_logprobs(piece),
+                **self._token_ids(piece),
             )
-        if delta.guess_ids:
-            yield ChatChunk(object="chat.completion.chunk", **self._drafts(delta))
+        if piece.guess_ids:
+            yield ChatChunk(object="chat.completion.chunk", **self._drafts(piece))
 
     def last_chunks(self) -> Iterable[ChatChunk]:
         if self._fields.has_usage_chunk:
@@ -138,8 +140,8 @@ def _chat_message(delta: Delta) -> ChatCompletionMessage:
 
 
 def _thoughts(delta: Delta) -> dict[str, Any]:
-    """Return the thoughts under the name that vLLM gives them now, and the older one that many clients read."""
-    return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning} if delta.reasoning else {}
+    """Return the thoughts under one name, vLLM's and OpenRouter's: clients that know two add up what both hold."""
+    return {"reasoning": delta.reasoning} if delta.reasoning else {}
 
 
 def _full_calls(deltas: Sequence[ToolCallDelta]) -> list[ChatCompletionMessageToolCallUnion]:

@@ -40,11 +40,11 @@ class CompletionWriter(ResponseWriter):
         written = [self._choice(choice, **self._prompt_token_ids(choice.index)) for choice in choices]
         return self._completion(written, self._accounts())
 
-    def chunks(self, delta: Delta) -> Iterable[TextCompletion]:
-        if self._has_news(delta):
-            yield self._completion([self._choice(delta)], self._chunk_accounts(delta))
-        if delta.guess_ids:
-            yield TextCompletion(object="text_completion", **self._drafts(delta))
+    def _chunks(self, piece: Delta) -> Iterable[TextCompletion]:
+        if self._has_news(piece):
+            yield self._completion([self._choice(piece)], self._chunk_accounts(piece))
+        if piece.guess_ids:
+            yield TextCompletion(object="text_completion", **self._drafts(piece))
 
     def last_chunks(self) -> Iterable[TextCompletion]:
         if self._fields.has_usage_chunk:

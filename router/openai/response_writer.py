@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from protos.errors import ServingError
 from protos.messages import FinishReason
-from router.generation.delta import Delta
+from router.generation.delta import Delta, pieces
 from router.generation.generation import Generation
 from router.openai.errors import error_object
 from router.openai.usage import (
@@ -42,9 +42,19 @@ class ResponseWriter(ABC):
     def full(self, choices: Sequence[Delta]) -> BaseModel:
         """Return the answer in one body; `choices` are complete."""
 
-    @abstractmethod
     def chunks(self, delta: Delta) -> Iterable[BaseModel]:
-        """Yield the chunks for what one choice gained; none while there is nothing to show."""
+        """Yield the chunks for what one choice gained, each of one thing; none while there is nothing to show."""
+        yield from self._begin(delta)
+        for piece in pieces(delta):
+            yield from self._chunks(piece)
+
+    def _begin(self, delta: Delta) -> Iterable[BaseModel]:
+        """Yield what precedes the first chunk of a choice."""
+        return ()
+
+    @abstractmethod
+    def _chunks(self, piece: Delta) -> Iterable[BaseModel]:
+        """Yield the chunks for a delta that says one thing."""
 
     @abstractmethod
     def last_chunks(self) -> Iterable[BaseModel]:

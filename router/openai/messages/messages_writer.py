@@ -52,21 +52,23 @@ class MessagesWriter(ResponseWriter):
         ]
         return Event(**self._message(content, choice))
 
-    def chunks(self, delta: Delta) -> Iterable[Event]:
+    def _begin(self, delta: Delta) -> Iterable[Event]:
         if not self._is_started:
             self._is_started = True
             yield _event("message_start", message=self._message([], None))
-        if delta.reasoning:
-            yield from self._gain("thinking", {"type": "thinking_delta", "thinking": delta.reasoning})
-        if delta.text:
-            yield from self._gain("text", {"type": "text_delta", "text": delta.text})
-        for call in delta.tool_calls:
+
+    def _chunks(self, piece: Delta) -> Iterable[Event]:
+        if piece.reasoning:
+            yield from self._gain("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.text:
+            yield from self._gain("text", {"type": "text_delta", "text": piece.text})
+        for call in piece.tool_calls:
             if call.id is not None:
                 yield from self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             if call.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        if delta.finish_reason is not None:
-            self._last = delta
+        if piece.finish_reason is not None:
+            self._last = piece
 
     def last_chunks(self) -> Iterable[Event]:
         yield from self._stop()

@@ -41,15 +41,17 @@ class ResponsesWriter(ResponseWriter):
             pass
         return Event(**self._response(self._status))
 
-    def chunks(self, delta: Delta) -> Iterable[Event]:
+    def _begin(self, delta: Delta) -> Iterable[Event]:
         if self._num_events == 0:
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
-        if delta.reasoning:
-            yield from self._gain_part("reasoning", delta.reasoning)
-        if delta.text:
-            yield from self._gain_part("message", delta.text)
-        for call in delta.tool_calls:
+
+    def _chunks(self, piece: Delta) -> Iterable[Event]:
+        if piece.reasoning:
+            yield from self._gain_part("reasoning", piece.reasoning)
+        if piece.text:
+            yield from self._gain_part("message", piece.text)
+        for call in piece.tool_calls:
             if call.id is not None:
                 yield from self._close()
                 item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
@@ -57,7 +59,7 @@ class ResponsesWriter(ResponseWriter):
             if call.arguments:
                 self._items[-1]["arguments"] += call.arguments
                 yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
-        self._reason = delta.finish_reason
+        self._reason = piece.finish_reason
 
     def last_chunks(self) -> Iterable[Event]:
         yield from self._close()

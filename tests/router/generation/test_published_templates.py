@@ -96,8 +96,8 @@ def answer(name: str) -> str:
 
 def read(format_: Any, pieces: list[str]) -> tuple[str, list[tuple[str, str]], FinishReason | None]:
     parser = ToolCallParser(format_, TOOLS)
-    deltas = [parser.read(Delta(0, piece)) for piece in pieces]
-    whole = join_deltas([*deltas, parser.read(Delta(0, "", finish_reason=FinishReason.STOP))])
+    deltas = [each for piece in pieces for each in parser.read(Delta(0, piece))]
+    whole = join_deltas([*deltas, *parser.read(Delta(0, "", finish_reason=FinishReason.STOP))])
     calls = [
         (head.name or "", "".join(call.arguments for call in whole.tool_calls if call.index == head.index))
         for head in whole.tool_calls

@@ -38,8 +38,8 @@ class Read:
 
 def read(format_: ToolFormat, pieces: list[str], reason: FinishReason = FinishReason.STOP) -> Read:
     parser = ToolCallParser(format_, NAMES)
-    deltas = [parser.read(Delta(0, piece)) for piece in pieces]
-    whole = join_deltas([*deltas, parser.read(Delta(0, "", finish_reason=reason))])
+    deltas = [each for piece in pieces for each in parser.read(Delta(0, piece))]
+    whole = join_deltas([*deltas, *parser.read(Delta(0, "", finish_reason=reason))])
     heads = [call for call in whole.tool_calls if call.id is not None]
     calls = tuple(
         (head.name or "", "".join(call.arguments for call in whole.tool_calls if call.index == head.index))
@@ -165,7 +165,7 @@ def test_arguments_are_passed_on_to_the_letter(data: st.DataObject) -> None:
 
 def test_arguments_stream_before_the_call_is_complete() -> None:
     parser = ToolCallParser(HERMES, NAMES)
-    delta = parser.read(Delta(0, '<tool_call>{"name": "f", "arguments": {"a": '))
+    [delta] = parser.read(Delta(0, '<tool_call>{"name": "f", "arguments": {"a": '))
     assert [call.name for call in delta.tool_calls] == ["f", None]
     assert delta.tool_calls[1].arguments == '{"a": '
 

@@ -112,8 +112,8 @@ def pythonic() -> str:
 
 def read(format_: ToolFormat, pieces: list[str], reason: FinishReason = FinishReason.STOP) -> Delta:
     parser = ToolCallParser(format_, TOOLS)
-    deltas = [parser.read(Delta(0, piece)) for piece in pieces]
-    return join_deltas([*deltas, parser.read(Delta(0, "", finish_reason=reason))])
+    deltas = [each for piece in pieces for each in parser.read(Delta(0, piece))]
+    return join_deltas([*deltas, *parser.read(Delta(0, "", finish_reason=reason))])
 
 
 def calls_in(delta: Delta) -> list[tuple[str, str]]:
@@ -214,9 +214,9 @@ def test_texts_beside_the_rule(format_: ToolFormat, text: str, content: str, cal
 
 def test_a_text_streams_before_its_call_is_complete() -> None:
     parser = ToolCallParser(QWEN_XML, TOOLS)
-    delta = parser.read(Delta(0, "<tool_call>\n<function=write>\n<parameter=text>\nline one\nline"))
+    [delta] = parser.read(Delta(0, "<tool_call>\n<function=write>\n<parameter=text>\nline one\nline"))
     assert calls_in(delta) == [("write", '{"text": "line one\\nline')]
-    end = parser.read(Delta(0, "", finish_reason=FinishReason.STOP))
+    [end] = parser.read(Delta(0, "", finish_reason=FinishReason.STOP))
     assert end.finish_reason is FinishReason.STOP  # a client told of calls reads their arguments as JSON
 
 

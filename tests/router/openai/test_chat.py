@@ -41,8 +41,8 @@ async def test_a_stream_names_the_role_first(client: openai.AsyncOpenAI, backend
     )
     first, *chunks, last = [chunk async for chunk in stream]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "hello"
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, "length"]
+    assert [chunk.choices[0].delta.content for chunk in chunks] == ["he", "ll", "o", None]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "length"]
     assert last.choices == []
     assert last.usage.completion_tokens == 5
     assert last.metrics["speculative_decoding"]["num_spec_steps"] == 3
@@ -55,7 +55,7 @@ async def test_every_chunk_may_tell_the_usage_so_far(client: openai.AsyncOpenAI)
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 2, 4, 4]  # role, two pieces, the last
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 2, 4, 4, 4]  # role, two pieces, the end
 
 
 async def test_logprobs_hold_the_bytes_of_every_token(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:

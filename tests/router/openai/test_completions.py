@@ -135,8 +135,8 @@ async def test_a_stream_is_the_whole_answer_in_pieces(lenient_client: openai.Asy
         model="fake", prompt="abc", max_tokens=5, stream=True, stream_options={"include_usage": True}
     )
     *chunks, last = [chunk async for chunk in stream]
-    assert [chunk.choices[0].text for chunk in chunks] == ["de", "fg", "h"]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, "length"]
+    assert [chunk.choices[0].text for chunk in chunks] == ["de", "fg", "h", ""]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "length"]
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == 5
@@ -150,8 +150,8 @@ async def test_a_stream_may_tell_the_usage_so_far(lenient_client: openai.AsyncOp
         model="fake", prompt="abc", max_tokens=5, stream=True, stream_options=options
     )
     *chunks, last = [chunk async for chunk in stream]
-    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 4, 5]
-    assert [chunk.usage.total_tokens for chunk in chunks] == [5, 7, 8]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [2, 4, 5, 5]
+    assert [chunk.usage.total_tokens for chunk in chunks] == [5, 7, 8, 8]
     assert last.usage == chunks[-1].usage
 
 

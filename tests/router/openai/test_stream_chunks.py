@@ -1,0 +1,260 @@
+"""A streamed chunk says one thing, however many tokens a step has committed; readers that look at one thing suffice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from openai.lib.streaming.chat._completions import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+from pydantic import TypeAdapter
+from tokenizers import AddedToken
+
+from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from router.api_keys import ApiKeys
+from router.config import IngressConfig
+from router.generation.generation_service import GenerationService
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer.tokenizer_files import TokenizerFiles
+from tests.router.conftest import byte_tokenizer_core
+from tests.router.fake_backend import CARD, FakeBackend, say
+
+TEMPLATE = (
+    "{{ tools }}{% for message in messages %}{{ message['content'] }}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think><tool_call>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "get.weather")]
+SAID = (
+    "<think>I wonder.</think>So:\n"
+    '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n'
+    '<tool_call>{"arguments": {}, "name": "get.weather"}</tool_call>\n done'
+)
+CALLS = [("f", '{"a": "é"}'), ("get.weather", "{}")]
+ANYTHING = {"role", "content", "reasoning", "tool_calls"}
+
+
+def tokenizer() -> Tokenizer:
+    core = byte_tokenizer_core()
+    core.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=True)])
+    return Tokenizer(core)
+
+
+TOKENIZER = tokenizer()
+IDS = [*TOKENIZER.encode(SAID, add_special_tokens=False), 0]
+STEPS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+EVENT: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+WHOLE = [len(IDS)]
+BETWEEN_CALLS = [SAID.index('"f"') - 10, 60]  # the second step has calls with text around them
+
+
+@dataclass
+class SteppedBackend(FakeBackend):
+    """Commits so many tokens at each step, in turn."""
+
+    steps: Sequence[int] = (1,)
+    card: ModelCard = CARD
+
+    async def _run(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        rank = 0
+        self.tokens_per_step = self.steps[0]
+        async for chunk in super()._run(request):
+            rank += 1
+            self.tokens_per_step = self.steps[rank % len(self.steps)]
+            yield chunk
+
+
+def ask(steps: Sequence[int], path: str, ids: Sequence[int] = IDS, **fields: Any) -> httpx.Response:
+    """Return the answer of a model that says `ids`, committing them in these steps."""
+
+    async def post() -> httpx.Response:
+        backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 1000, (0,), "v1", 16, 4))
+        files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+        transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
+            return await http.post(path, json={"max_tokens": 400, **fields})
+
+    answer = asyncio.run(post())
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def chat(steps: Sequence[int], **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    return ask(steps, "/v1/chat/completions", **body)
+
+
+def chat_chunks(steps: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
+    return chunks_of(chat(steps, stream=True, stream_options={"include_usage": True}, **fields))
+
+
+def check_chunk(chunk: dict[str, Any]) -> None:
+    """Assert that a chunk says one thing at most."""
+    assert len(chunk["choices"]) <= 1
+    for choice in chunk["choices"]:
+        delta = choice["delta"]
+        is_role = delta == {"role": "assistant", "content": ""}
+        said = [name for name in delta if delta[name]]
+        assert is_role or len(said) + (choice["finish_reason"] is not None) <= 1, chunk
+        assert set(delta) <= ANYTHING
+        if choice["finish_reason"] is not None:
+            assert delta == {}
+            assert not choice.get("token_ids")
+            assert not choice["logprobs"]
+        for call in delta.get("tool_calls", []):
+            assert len(delta["tool_calls"]) == 1
+            if "id" in call:
+                assert call["type"] == "function"
+                assert call["function"]["name"]
+                assert call["function"]["arguments"] == ""
+            else:
+                assert set(call) == {"index", "function"}
+                assert set(call["function"]) == {"arguments"}
+    assert not (chunk.get("usage") and chunk["choices"])
+
+
+def llamaindex_calls(chunks: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the calls as LlamaIndex adds them up: by the first entry of each chunk, onto the last call."""
+    calls: list[dict[str, Any]] = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            entries = choice["delta"].get("tool_calls")
+            if not entries:
+                continue
+            if not calls or calls[-1]["index"] != entries[0]["index"]:
+                calls.append(deepcopy(entries[0]))
+                continue
+            function, more = calls[-1]["function"], entries[0]["function"]
+            function["arguments"] = (function.get("arguments") or "") + (more.get("arguments") or "")
+            function["name"] = (function.get("name") or "") + (more.get("name") or "")
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def read_either(chunks: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Read as a client does that takes text, or else a thought, or else a call, and stops at a finish reason."""
+    text = thought = ""
+    calls: dict[int, list[str]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if choice["finish_reason"]:
+                return text, thought, [(name, arguments) for name, arguments in calls.values()], choice["finish_reason"]
+            if delta.get("content"):
+                text += delta["content"]
+            elif delta.get("reasoning"):
+                thought += delta["reasoning"]
+            elif delta.get("tool_calls"):
+                [call] = delta["tool_calls"]
+                entry = calls.setdefault(call["index"], ["", ""])
+                entry[0] += call["function"].get("name") or ""
+                entry[1] += call["function"]["arguments"]
+    raise AssertionError("the stream has no finish reason")
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS)
+@example(WHOLE)
+@example(BETWEEN_CALLS)
+@example([1])
+def test_a_chunk_of_a_chat_says_one_thing_however_many_tokens_a_step_commits(steps: list[int]) -> None:
+    chunks = chat_chunks(steps)
+    for chunk in chunks:
+        check_chunk(chunk)
+    assert read_either(chunks) == ("So:\n done", "I wonder.", CALLS, "tool_calls")
+    assert llamaindex_calls(chunks) == CALLS
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    message = state.get_final_completion().choices[0].message
+    assert (message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls]) == (
+        "So:\n done",
+        CALLS,
+    )
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(IDS)
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS, st.booleans())
+@example(WHOLE, True)
+@example(BETWEEN_CALLS, False)
+def test_tokens_and_logprobs_of_the_chunks_are_those_of_the_whole_answer(steps: list[int], is_shown: bool) -> None:
+    wanted = {"logprobs": True, "return_token_ids": True, "return_token_sources": True, "include_reasoning": is_shown}
+    [whole] = chat(steps, **wanted).json()["choices"]
+    choices = [choice for chunk in chat_chunks(steps, **wanted) for choice in chunk["choices"]]
+    assert [each for choice in choices for each in choice.get("token_ids", [])] == whole["token_ids"] == IDS
+    logprobs = [each for choice in choices if choice["logprobs"] for each in choice["logprobs"]["content"]]
+    assert logprobs == whole["logprobs"]["content"]
+    assert [each for choice in choices for each in choice.get("token_sources", [])] == whole["token_sources"]
+    thought = [choice for choice in choices if choice["delta"].get("reasoning")]
+    num_thought = len(TOKENIZER.encode("<think>I wonder.</think>", add_special_tokens=False))
+    assert sum(len(choice["token_ids"]) for choice in thought) <= num_thought
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS, st.booleans())
+@example([30], True)
+@example([1], False)
+def test_the_last_chunk_of_a_completion_is_its_finish_reason_alone(steps: list[int], has_end: bool) -> None:
+    text = "one, two é"
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False), *([0] if has_end else [])]
+    body = {"prompt": "ab", "max_tokens": len(ids), "logprobs": 1, "return_token_ids": True, "echo": True}
+    chunks = chunks_of(ask(steps, "/v1/completions", ids, stream=True, **body))
+    [whole] = ask(steps, "/v1/completions", ids, **body).json()["choices"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    *said, last = choices
+    assert (last["text"], last["finish_reason"]) == ("", "stop" if has_end else "length")
+    assert not last["token_ids"]
+    assert last["logprobs"] is None
+    assert all(choice["finish_reason"] is None for choice in said)
+    assert "".join(choice["text"] for choice in said) == whole["text"] == "ab" + text
+    assert [each for choice in said for each in choice["token_ids"]] == whole["token_ids"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [each for choice in said for each in choice["logprobs"][name]] == whole["logprobs"][name]
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS)
+@example(WHOLE)
+@example(BETWEEN_CALLS)
+def test_the_events_of_messages_and_responses_do_not_depend_on_the_steps(steps: list[int]) -> None:
+    tools = [{"name": each["function"]["name"], "input_schema": {"type": "object"}} for each in TOOLS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "stream": True}
+    events = chunks_of(ask(steps, "/v1/messages", **body))
+    for event in events:
+        EVENT.validate_python(event)
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use", "text"]
+    said = dict.fromkeys(range(len(blocks)), "")
+    for event in events:
+        if event["type"] == "content_block_delta":
+            said[event["index"]] += next(
+                (event["delta"][name] for name in ("thinking", "text", "partial_json") if name in event["delta"]), ""
+            )
+    assert list(said.values()) == ["I wonder.", "So:", '{"a": "é"}', "{}", "\n done"]
+    functions = [{"type": "function", **each["function"], "parameters": {"type": "object"}} for each in TOOLS]
+    responses = ask(steps, "/v1/responses", input="hi", tools=functions, stream=True)
+    items = [event["item"]["type"] for event in chunks_of(responses) if event["type"] == "response.output_item.added"]
+    assert items == ["reasoning", "message", "function_call", "function_call", "message"]
+
+
+def test_a_thought_has_one_name() -> None:
+    chunks = chat_chunks([7])
+    assert any("reasoning" in choice["delta"] for chunk in chunks for choice in chunk["choices"])
+    assert not any("reasoning_content" in choice["delta"] for chunk in chunks for choice in chunk["choices"])
