@@ -55,7 +55,7 @@ class Ingress:
         )
         self._service.peers = FrontendMetrics().read
         self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
-        gate_serve(ReadingGate(self._api_keys, metrics))
+        gate_serve(ReadingGate(self._api_keys, metrics.count_request, has_proxy=True))
         if config.vllm_grpc:
             from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
@@ -94,6 +94,11 @@ class Ingress:
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthCheckResponse:
         return await self._grpc.check(request, grpc_context)
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthListResponse:
+        return await self._grpc.list_health(request, grpc_context)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import httpx
 
+from bench.served.half_call import first_part, half_calls
 from protos import outrider_pb2 as pb2
 
 _COMPAT = Path(__file__).parents[2] / "tests/compat/run.sh"
@@ -25,6 +26,7 @@ _TIMEOUT_S = 60.0
 _MIB = 1 << 20
 _WORDS = ("fn", "x", "{", "}", " ", "\ufffd", "\x00", "é", "😀", "<|end|>", '"', "\\")
 _SERVICE = "/outrider.v1.Generation"
+HEALTH = "health "  # before the status of a health check, which has to be OK
 _GARBAGE = b"\xff" * 999
 _GARBAGE_REFUSED = "no message"  # gRPC's own refusal of what is no protobuf has the code of an unexpected error
 
@@ -283,6 +285,23 @@ async def _grpc(face: Face) -> Answers:
             for _ in range(300)
         ]
         return Counter(await asyncio.gather(*calls))
+
+
+@_attack("gRPC: calls that stall, without a key and with one, of every service, and health checks beside them")
+async def _stalled_calls(face: Face) -> Answers:
+    address, part = f"{face.host}:{face.grpc_port}", first_part(17_000, _MIB)
+    check, info = "/grpc.health.v1.Health/Check", "/vllm.grpc.engine.VllmEngine/GetModelInfo"
+    stalled = [await half_calls(address, check, 60, data=data) for data in (b"", part)]
+    for method in (f"{_SERVICE}/Generate", info, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):
+        stalled += [await half_calls(address, method, 30, data=part, key=key) for key in (None, face.key)]
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            checks = [await _call(channel, check, b"", timeout_s=2.0) for _ in range(20)]
+            model = [await _call(channel, f"{_SERVICE}/GetModel", b"", timeout_s=5.0) for _ in range(5)]
+        return Counter([f"{HEALTH}{code}" for code in checks] + [f"model {code}" for code in model])
+    finally:
+        for each in stalled:
+            each.close()
 
 
 @_attack("800 probes of /health and /metrics, 100 at once, without a key")

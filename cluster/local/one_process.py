@@ -126,7 +126,7 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: 
         from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
         add_more = VllmEngineApi(service, api_keys).add_to
-    gate = ReadingGate(api_keys, service.metrics)
+    gate = ReadingGate(api_keys, service.metrics.count_request)
     server = await start_grpc_server(GrpcApi(service, api_keys), gate, f"{host}:{port}", add_more)
     try:
         yield

@@ -23,9 +23,12 @@ logger = logging.getLogger(__name__)
 
 CONNECTION_DRAIN_S = 600  # for streams whose ingress is replaced: nothing can move a client's connection
 
+# Serve calls it before it starts a proxy.
+_GATE_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "router.grpc_api.serve_gate.gate_proxy"}
 FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",  # Ray's ports listen on all interfaces, and run whatever a caller sends
+    **_GATE_PROXY,
     LOCAL_PROXY: "1",  # and one port of an ingress takes clients' calls, which HAProxy on this machine makes alone
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
@@ -40,6 +43,7 @@ _OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _EVERY_CLUSTER = (
+    *_GATE_PROXY,
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",

@@ -93,6 +93,7 @@ def harden(text: str, settings: ProxySettings) -> str:
 _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.
 ENDLESS_CALLS = f"""\
+    http-request set-header x-forwarded-for %[src]
     acl is_endless path /grpc.health.v1.Health/Watch
     acl is_endless path_beg /grpc.reflection.
     http-request track-sc1 src table endless_callers if is_endless

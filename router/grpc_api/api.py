@@ -32,6 +32,7 @@ from router.requests.validation_errors import as_request_error
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_HEALTH_NAMES = ("", SERVICE_NAME)  # of what has a health; the server as a whole has no name
 _HEALTH_PERIOD_S = 5.0
 _SMALL_BYTES = 1 << 16  # of a request that is converted and checked sooner than a thread is woken for it
 
@@ -128,9 +129,17 @@ class GrpcApi:
     ) -> health_pb2.HealthCheckResponse:
         """Return the health of the server, or of a service by name."""
         async with self._call("Check", context):
-            if request.service not in ("", SERVICE_NAME):
+            if request.service not in _HEALTH_NAMES:
                 raise NotFoundError(f"There is no service {request.service!r} here.")
             return health_pb2.HealthCheckResponse(status=await self._health())
+
+    async def list_health(
+        self, request: health_pb2.HealthListRequest, context: CallContext
+    ) -> health_pb2.HealthListResponse:
+        """Return the health of the server and of its service by their names."""
+        async with self._call("List", context):
+            health = health_pb2.HealthCheckResponse(status=await self._health())
+            return health_pb2.HealthListResponse(statuses=dict.fromkeys(_HEALTH_NAMES, health))
 
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: CallContext
@@ -139,7 +148,7 @@ class GrpcApi:
         last = None
         is_over = self._open_stay()
         while not await is_over():
-            is_known = request.service in ("", SERVICE_NAME)
+            is_known = request.service in _HEALTH_NAMES
             status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             if status != last:
                 last = status

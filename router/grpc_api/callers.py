@@ -6,18 +6,22 @@ the proxy calls them over loopback, and `LOCAL_PROXY` says so.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from protos.errors import PermissionDeniedError
-from router.api_keys import ApiKeys
+from router.api_keys import ApiKeys, Client
 
 LOCAL_PROXY = "OUTRIDER_LOCAL_PROXY"
+FORWARDED_FOR = "x-forwarded-for"  # set by the proxy, to the address that it was called from
 # Gives the place of the current call's message to another one; to be called when the message is checked, or refused.
 leave_place: ContextVar[Callable[[], object]] = ContextVar("leave_place", default=lambda: None)
 _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
+_SITE_BITS = 64  # of an address in IPv6: one client has all addresses of such a network
 
 
 class Caller(Protocol):
@@ -27,17 +31,39 @@ class Caller(Protocol):
     def peer(self) -> str: ...
 
 
-def authenticate(api_keys: ApiKeys, context: Caller) -> None:
-    """Remember the caller as the current client.
-
-    Raises:
-        AuthenticationError: the key is missing or unknown.
-        PermissionDeniedError: the call comes from another machine, and not through this one's proxy.
-    """
+def check_peer(context: Caller) -> None:
+    """Raise PermissionDeniedError for a call from another machine that does not come through this one's proxy."""
     if os.environ.get(LOCAL_PROXY) == "1" and not context.peer().startswith(_LOOPBACK):
         raise PermissionDeniedError(
             f"This port is for the proxy of this machine, and the call comes from {context.peer()}; use the gRPC port "
             "of the server, or run a cluster of several machines with `outrider env`."
         )
+
+
+def authenticate(api_keys: ApiKeys, context: Caller) -> Client:
+    """Remember the caller as the current client, and return it.
+
+    Raises:
+        AuthenticationError: the key is missing or unknown.
+        PermissionDeniedError: the call comes from another machine, and not through this one's proxy.
+    """
+    check_peer(context)
     metadata = dict(context.invocation_metadata() or ())
-    api_keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
+    return api_keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
+
+
+def address(context: Caller, *, has_proxy: bool) -> str:
+    """Return the address that a call comes from, or its network in IPv6; behind a proxy the one that it names."""
+    peer = unquote(context.peer())
+    if has_proxy:
+        metadata = dict(context.invocation_metadata() or ())
+        peer = str(metadata.get(FORWARDED_FOR, peer))
+    host = peer.removeprefix("ipv4:").removeprefix("ipv6:")
+    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if "." in host else host
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return "unknown"  # what names no address shares one
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, _SITE_BITS), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)

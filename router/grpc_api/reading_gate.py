@@ -1,108 +1,164 @@
-"""The reading of gRPC messages: the key is checked first, and their bytes are bounded by the number read at once.
+"""The reading of gRPC messages: the caller is checked first, and their bytes are bounded by the number read at once.
 
 A server reads a call's message whole before any method hears of the call: sixty of 15 MiB made an ingress 1.2 GiB
-larger. An interceptor is asked before that.
+larger. A handler of streams reads its messages itself; so the gate makes one of every handler, and reads for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import Any, NoReturn, Self
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from protos.errors import OverloadedError, ServingError
-from router.api_keys import ANYONE, ApiKeys
-from router.grpc_api.api import SERVICE_NAME
-from router.grpc_api.callers import leave_place
-from router.metrics.ingress_metrics import IngressMetrics
+from protos.errors import DeadlineExceededError, OverloadedError, RequestError, RequestTooLargeError, ServingError
+from router.api_keys import ApiKeys
+from router.grpc_api.callers import address, authenticate, check_peer, leave_place
+from router.grpc_api.places import Place, Places
 
 MAX_MESSAGE_BYTES = 8 << 20  # as of a body over HTTP; Serve's proxy has it by `cluster.local.serve_environment`
-_MAX_READ = 16  # messages at once, of all clients
-_MAX_READ_OF_TENANT = 8  # the others' places are kept from one whose messages come slowly
-_WAIT_S = 5.0  # for a place
-_READ_S = 15.0  # until the place of a message is another's, even if it is not read and checked by then
 _LARGE_BYTES = 1 << 20  # of a message, whose memory is given back
 _TRIM_S = 0.3  # after a large one, for all that have come by then
 _LAST_TRIM_S = 2.0  # after the last large one, which is checked and gone by then
+_MAX_ENDLESS = 1024  # calls without a key that end when the client wants, at once
+_MAX_ENDLESS_OF_CALLER = 64
+
+# The calls that need no key, each with the most bytes of a message of it; every other one needs a key.
+OPEN_METHODS: Mapping[str, int] = {
+    "/grpc.health.v1.Health/Check": 64,
+    "/grpc.health.v1.Health/List": 64,
+    "/grpc.health.v1.Health/Watch": 64,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": 4096,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": 4096,
+    "/ray.serve.RayServeAPIService/Healthz": 64,  # Serve's own two: HAProxy asks for them
+    "/ray.serve.RayServeAPIService/ListApplications": 64,
+}
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+CountRequest = Callable[[str, str, str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingLimits:
+    """The limits of the messages that are read at once: `num_places` of all callers, `num_of_caller` of one.
+
+    Attributes:
+        grace_s: until a message that has not come loses its place, where another call waits for one.
+        wait_s: for a place.
+        read_s: until a message has to be there, and until its place is another's even if it is not checked.
+    """
+
+    num_places: int = 16
+    num_of_caller: int = 8
+    grace_s: float = 1.0
+    wait_s: float = 5.0
+    read_s: float = 15.0
+
+    def places(self) -> Places:
+        """Return the places, none of them taken."""
+        return Places(self.num_places, self.num_of_caller, grace_s=self.grace_s, wait_s=self.wait_s)
+
+
+# Those of calls without a key, whose messages are so small that they come with the call.
+OPEN_LIMITS = ReadingLimits(grace_s=0.25, wait_s=2.0, read_s=5.0)
 
 
 class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Lets a call's message be read once its key is known and there is a place; for one event loop."""
+    """Reads a call's message once its caller is known and there is a place; for one event loop.
 
-    def __init__(self, api_keys: ApiKeys, metrics: IngressMetrics) -> None:
+    Args:
+        api_keys: None where the call is handed on to a process that asks for the key.
+        count_request: hears of refused calls: the frontend, the method's name, the status.
+        has_proxy: calls come through a proxy, which names the address of its client.
+    """
+
+    def __init__(
+        self,
+        api_keys: ApiKeys | None,
+        count_request: CountRequest,
+        *,
+        has_proxy: bool = False,
+        limits: ReadingLimits = ReadingLimits(),
+        open_limits: ReadingLimits = OPEN_LIMITS,
+    ) -> None:
         self._api_keys = api_keys
-        self._metrics = metrics
+        self._count_request = count_request
+        self._has_proxy = has_proxy
+        self.limits = limits
+        self.open_limits = open_limits
         self._is_trimming = False
         self._last_trim: asyncio.TimerHandle | None = None
-        self._places = asyncio.Semaphore(_MAX_READ)
-        self._places_of_tenant: defaultdict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(_MAX_READ_OF_TENANT)
-        )
+        self.places = limits.places()
+        self.open_places = open_limits.places()
+        self._endless: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """Return the call's handler, or one that refuses the call and reads nothing of it."""
+        """Return the call's handler behind the gate: it refuses the call before anything of it is read, or reads."""
         handler = await continuation(details)
-        if handler is None or handler.request_streaming:  # reflection: a method reads its messages itself
-            return handler
-        try:
-            leave = await self._enter(self._tenant(details))
-        except ServingError as error:
-            return self._refusal(details.method, error)
+        return None if handler is None else self._gated(details.method, handler)
+
+    def _gated(self, method: str, handler: Any) -> Any:
+        async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with _Call(self, method, handler, context) as call:
+                return await handler.unary_unary(await call.request(), context)
+
+        async def stream(_: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+            async with _Call(self, method, handler, context) as call:
+                if handler.request_streaming:
+                    answers = handler.stream_stream(call.requests(), context)
+                else:
+                    answers = handler.unary_stream(await call.request(), context)
+                if isawaitable(answers):  # it writes them itself
+                    await answers
+                    return
+                async with aclosing(answers):
+                    async for each in answers:
+                        yield each
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+        assert not handler.request_streaming, "no service has a stream of messages with one answer"
+        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def caller_of(self, method: str, context: grpc.aio.ServicerContext) -> str:
+        """Return whose places a call takes: those of its tenant, or of its address where it has no key.
+
+        Raises:
+            AuthenticationError: the call needs a key, and has none that is known.
+            PermissionDeniedError: it comes around the proxy.
+        """
+        check_peer(context)
+        if method not in OPEN_METHODS and self._api_keys is not None:
+            tenant = authenticate(self._api_keys, context).tenant
+            if tenant:
+                return f"tenant {tenant}"
+        return address(context, has_proxy=self._has_proxy)
+
+    def enter_endless(self, caller: str) -> None:
+        """Count a call that needs no key and has no end. Raises OverloadedError for one too many."""
+        if self._endless[caller] >= _MAX_ENDLESS_OF_CALLER or self._endless.total() >= _MAX_ENDLESS:
+            raise OverloadedError(
+                f"At most {_MAX_ENDLESS_OF_CALLER} such calls of one address are open at once, and {_MAX_ENDLESS} of "
+                "all; end one first."
+            )
+        self._endless[caller] += 1
+
+    def leave_endless(self, caller: str) -> None:
+        """Count such a call no longer."""
+        self._endless -= Counter([caller])  # and forget who has none
+
+    def note_read(self, num_bytes: int) -> None:
+        """Give the memory of a large message back a little later: the C library keeps hundreds of MiB of pieces."""
+        if num_bytes <= _LARGE_BYTES:
+            return
         loop = asyncio.get_running_loop()
-        leave_place.set(lambda: loop.call_soon_threadsafe(leave))
-        deserialize, is_ours = handler.request_deserializer, _is_ours(details)
-
-        def read(message: bytes) -> Any:
-            if len(message) > _LARGE_BYTES:
-                self._trim_later(loop)
-            if not is_ours:  # its method knows nothing of places
-                leave()
-            return message if deserialize is None else deserialize(message)
-
-        return handler._replace(request_deserializer=read)
-
-    def _tenant(self, details: grpc.HandlerCallDetails) -> str:
-        """Return the tenant of a call. Raises AuthenticationError for one that needs a key and has none."""
-        if not _is_ours(details):
-            return ANYONE.tenant
-        metadata = dict(details.invocation_metadata or ())
-        return self._api_keys.check(metadata.get("authorization"), metadata.get("x-api-key")).tenant
-
-    async def _enter(self, tenant: str) -> Callable[[], None]:
-        """Take a place, and return what gives it back: once, after `_READ_S` by itself."""
-        places = (self._places_of_tenant[tenant], self._places)
-        taken = []
-        try:
-            async with asyncio.timeout(_WAIT_S):
-                for each in places:
-                    await each.acquire()
-                    taken.append(each)
-        except BaseException as error:
-            for each in taken:
-                each.release()
-            if isinstance(error, TimeoutError):
-                raise OverloadedError(
-                    f"{_MAX_READ_OF_TENANT} messages of this client, or {_MAX_READ} of all, are being read; send this "
-                    "one again later.",
-                    retry_after_s=_WAIT_S,
-                ) from None
-            raise
-
-        def leave() -> None:
-            timer.cancel()
-            while taken:
-                taken.pop().release()
-
-        timer = asyncio.get_running_loop().call_later(_READ_S, leave)
-        return leave
-
-    def _trim_later(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_trimming:
             self._is_trimming = True
             loop.call_later(_TRIM_S, loop.run_in_executor, None, self._trim)
@@ -111,23 +167,116 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         self._last_trim = loop.call_later(_LAST_TRIM_S, loop.run_in_executor, None, self._trim)
 
     def _trim(self) -> None:
-        """Give memory back: messages come in small pieces, of which the C library keeps hundreds of MiB."""
         self._is_trimming = False
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
         if trim is not None:
             trim(0)
 
-    def _refusal(self, method: str, error: ServingError) -> Any:
-        """Return a handler that ends the call with the error; a handler of streams reads only what it asks for."""
+    async def refuse(self, method: str, context: grpc.aio.ServicerContext, error: ServingError) -> NoReturn:
+        """End a call with an error."""
         code = grpc.StatusCode[error.grpc_code]
-        self._metrics.count_request("grpc", method.rpartition("/")[2], code.name)
+        self._count_request("grpc", method.rpartition("/")[2], code.name)
         metadata = () if error.retry_after_s is None else (("retry-after", str(error.retry_after_s)),)
-
-        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(code, error.message, metadata)
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        await context.abort(code, error.message, metadata)
+        raise AssertionError("an aborted call goes on")
 
 
-def _is_ours(details: grpc.HandlerCallDetails) -> bool:
-    return bool(details.method.startswith(f"/{SERVICE_NAME}/"))
+class _Call:
+    """One call behind the gate; when it is left, on whatever way, it has no place any more."""
+
+    def __init__(self, gate: ReadingGate, method: str, handler: Any, context: grpc.aio.ServicerContext) -> None:
+        self._gate = gate
+        self._method = method
+        self._handler = handler
+        self._context = context
+        self._is_open = method in OPEN_METHODS
+        self._limits = gate.open_limits if self._is_open else gate.limits
+        self._place: Place | None = None
+        self._endless_caller: str | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave_place()
+        if self._endless_caller is not None:
+            self._gate.leave_endless(self._endless_caller)
+
+    async def request(self) -> Any:
+        """Return the one message of the call, or end the call."""
+        try:
+            message = await self._next(self._enter())
+            if message is None:
+                raise RequestError("The call has ended without its message.")
+        except ServingError as error:
+            await self._gate.refuse(self._method, self._context, error)
+        assert self._place is not None
+        if self._is_open:
+            self._leave_place()
+        loop, leave = asyncio.get_running_loop(), self._place.leave
+        loop.call_later(self._limits.read_s, leave)
+        leave_place.set(lambda: loop.call_soon_threadsafe(leave))
+        return message
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """Yield the messages of the call as they come, or end the call."""
+        try:
+            caller = self._enter()
+            while (message := await self._next(caller)) is not None:
+                self._leave_place()
+                yield message
+        except ServingError as error:
+            await self._gate.refuse(self._method, self._context, error)
+
+    def _enter(self) -> str:
+        caller = self._gate.caller_of(self._method, self._context)
+        if self._is_open and self._handler.response_streaming:
+            self._gate.enter_endless(caller)
+            self._endless_caller = caller
+        return caller
+
+    async def _next(self, caller: str) -> Any:
+        """Return the next message, and have its place; None for the last one."""
+        places = self._gate.open_places if self._is_open else self._gate.places
+        self._place = await places.take(caller)
+        # Never cancelled: the library writes the message into what the task holds.
+        reader = asyncio.ensure_future(self._context.read())
+        reader.add_done_callback(_pass_over)
+        await asyncio.wait({reader, self._place.lost}, timeout=self._limits.read_s, return_when=asyncio.FIRST_COMPLETED)
+        if not reader.done():
+            raise self._late()
+        self._place.is_read = True
+        return self._checked(reader.result())
+
+    def _late(self) -> ServingError:
+        assert self._place is not None
+        if self._place.lost.done():
+            return OverloadedError(
+                f"The message has not come within {self._limits.grace_s:g} s, and others waited; send it again.",
+                retry_after_s=self._limits.wait_s,
+            )
+        return DeadlineExceededError(f"The message has not come within {self._limits.read_s:g} s; send it at once.")
+
+    def _checked(self, message: Any) -> Any:
+        if message is grpc.aio.EOF:
+            return None
+        limit = OPEN_METHODS.get(self._method, MAX_MESSAGE_BYTES)
+        if len(message) > limit:
+            raise RequestTooLargeError(f"The message has {len(message)} bytes; this call reads at most {limit}.")
+        self._gate.note_read(len(message))
+        if self._handler.request_deserializer is None:
+            return message
+        try:
+            return self._handler.request_deserializer(message)
+        except DecodeError:
+            raise RequestError(f"The {len(message)} bytes are no message of this call.") from None
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+
+
+def _pass_over(reader: asyncio.Future[Any]) -> None:
+    """Take note of a reader's end: nobody else does where its call has ended before."""
+    if not reader.cancelled():
+        reader.exception()

@@ -1,4 +1,7 @@
-"""The gate of messages at Serve's gRPC server, which has no setting for interceptors."""
+"""The gate of messages at the gRPC servers that Serve starts: it has no setting for interceptors.
+
+They are those of the ingress replicas, and of Serve's proxies, which answer while no replica does.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from router.grpc_api.reading_gate import ReadingGate
 
 
 def gate_serve(gate: ReadingGate) -> None:
-    """Have the server for clients that Serve starts in this process, after its replica is made, read through `gate`."""
-    make = Server.__init__
+    """Have the servers for clients that Serve starts in this process from now on read through `gate`."""
+    make = getattr(Server.__init__, "__wrapped__", Server.__init__)
     parameters = signature(make)
 
     @wraps(make)
@@ -25,3 +28,13 @@ def gate_serve(gate: ReadingGate) -> None:
         make(*call.args, **call.kwargs)
 
     Server.__init__ = make_gated
+
+
+def gate_proxy() -> list[Any]:
+    """Gate the server of a proxy, which Serve calls this for before it starts one; add no middleware.
+
+    The proxy has no keys: the ingress asks for them. In an ingress, where Serve calls this too, its own gate stays.
+    """
+    if not hasattr(Server.__init__, "__wrapped__"):
+        gate_serve(ReadingGate(None, lambda frontend, operation, status: None, has_proxy=True))
+    return []

@@ -28,7 +28,7 @@ class _Servicer:
         self.GetModel = api.get_model
         self.Check = api.check
         self.Watch = api.watch
-        self.List = api.check
+        self.List = api.list_health
 
 
 async def start_grpc_server(

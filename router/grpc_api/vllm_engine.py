@@ -11,6 +11,7 @@ import io
 import json
 import time
 import zipfile
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -63,7 +64,8 @@ class VllmEngineApi(GrpcApi):
     def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
         super().__init__(service, api_keys)
         self._started_s = time.monotonic()
-        self._running: dict[str, asyncio.Event] = {}  # calls by the ids that the router gave them; set to end one
+        # The calls of each tenant by the ids that its router gave them, several of one id; an event ends its call.
+        self._running: defaultdict[tuple[str, str], set[asyncio.Event]] = defaultdict(set)
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its name."""
@@ -80,43 +82,48 @@ class VllmEngineApi(GrpcApi):
     async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield the tokens as they come where `stream` is set, and each choice whole at its end."""
         async with self._call("VllmEngine.Generate", grpc_context):
-            authenticate(self._api_keys, grpc_context)
+            tenant = authenticate(self._api_keys, grpc_context).tenant
             room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
             body = validated(_fields(request, room), CompletionRequest)
-            call_id, is_over = request.request_id or str(id(request)), asyncio.Event()
-            self._running[call_id] = is_over
+            call, is_over = (tenant, request.request_id), asyncio.Event()
+            self._running[call].add(is_over)
             try:
                 async for answer in _answers(await self._service.complete(body), is_over, is_streamed=request.stream):
                     yield answer
             finally:
-                self._running.pop(call_id, None)
+                self._running[call].discard(is_over)
+                if not self._running[call]:
+                    del self._running[call]
 
     async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
-        """End calls by their ids; an id that is not running is passed over."""
+        """End the tenant's calls by their ids; an id that it does not run is passed over."""
         async with self._call("VllmEngine.Abort", grpc_context):
-            authenticate(self._api_keys, grpc_context)
-            for request_id in request.request_ids:
-                if (is_over := self._running.get(request_id)) is not None:
+            tenant = authenticate(self._api_keys, grpc_context).tenant
+            for request_id in filter(None, request.request_ids):
+                for is_over in self._running.get((tenant, request_id), ()):
                     is_over.set()
             return pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, grpc_context: CallContext) -> Any:
         """Say that the pair answers, or why it does not."""
-        try:
-            await self._service.fresh_card()
-        except ServingError as error:
-            return pb2.HealthCheckResponse(healthy=False, message=error.message)
-        return pb2.HealthCheckResponse(healthy=True, message="OK")
+        async with self._call("VllmEngine.HealthCheck", grpc_context):
+            authenticate(self._api_keys, grpc_context)
+            try:
+                await self._service.fresh_card()
+            except ServingError as error:
+                return pb2.HealthCheckResponse(healthy=False, message=error.message)
+            return pb2.HealthCheckResponse(healthy=True, message="OK")
 
     async def GetModelInfo(self, request: Any, grpc_context: CallContext) -> Any:
-        """Describe the model."""
+        """Describe the model; the server's folder is an admin's to know."""
         async with self._call("VllmEngine.GetModelInfo", grpc_context):
-            authenticate(self._api_keys, grpc_context)
+            client = authenticate(self._api_keys, grpc_context)
             card, config = await self._service.card(), self._service.config
             shape = _json(Path(config.model_path) / "config.json")
+            path = config.model_path if client.is_admin else config.model_id
             return pb2.GetModelInfoResponse(
-                model_path=config.model_path,
-                tokenizer_path=config.model_path,
+                model_path=path,
+                tokenizer_path=path,
                 served_model_name=config.model_id,
                 is_generation=True,
                 max_context_length=card.max_model_len,
@@ -129,13 +136,17 @@ class VllmEngineApi(GrpcApi):
                 pad_token_id=_token_id(shape.get("pad_token_id")),
             )
 
+    @property
+    def _num_calls(self) -> int:
+        return sum(map(len, self._running.values()))
+
     async def GetServerInfo(self, request: Any, grpc_context: CallContext) -> Any:
         """Describe the server; a grammar holds from the first token on, as it has no thought to wait for."""
         async with self._call("VllmEngine.GetServerInfo", grpc_context):
             authenticate(self._api_keys, grpc_context)
             card = await self._service.card()
             return pb2.GetServerInfoResponse(
-                active_requests=len(self._running),
+                active_requests=self._num_calls,
                 uptime_seconds=time.monotonic() - self._started_s,
                 server_type="vllm-grpc",
                 data_parallel_size=1,
@@ -147,7 +158,7 @@ class VllmEngineApi(GrpcApi):
         """Return the number of calls that this service runs; waiting ones are among them."""
         async with self._call("VllmEngine.GetLoads", grpc_context):
             authenticate(self._api_keys, grpc_context)
-            num_calls = len(self._running)
+            num_calls = self._num_calls
             load = pb2.SchedulerLoad(num_running_reqs=num_calls, num_total_reqs=num_calls)
             return pb2.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[load])
 
@@ -340,7 +351,7 @@ def _token_id(value: object) -> int:
 def _archive(folder: Path) -> bytes:
     """Return a zip archive of the tokenizer in a folder. Raises RequestError if it has none."""
     if not (folder / "tokenizer.json").is_file():
-        raise RequestError(f"{folder} has no tokenizer.json to send; give the router the tokenizer's path.")
+        raise RequestError("The model's folder has no tokenizer.json to send; give the router the tokenizer's path.")
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _TOKENIZER_FILES:

@@ -17,12 +17,16 @@ import psutil
 _PROBE = """
 import http.client, json, sys, grpc
 
-CALLS = ("outrider.v1.Generation/GetModel", "ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
-         "ray.rpc.CoreWorkerService/PushTask", "ray.serve.ASGIService/HandleRequest")
+CALLS = ("outrider.v1.Generation/GetModel", "vllm.grpc.engine.VllmEngine/GetModelInfo",
+         "grpc.health.v1.Health/Check", "grpc.health.v1.Health/List", "grpc.health.v1.Health/Watch",
+         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+         "ray.serve.RayServeAPIService/ListApplications", "ray.serve.RayServeAPIService/Healthz",
+         "ray.rpc.NodeInfoGcsService/GetAllNodeInfo", "ray.rpc.CoreWorkerService/PushTask",
+         "ray.serve.ASGIService/HandleRequest")
 
 def code(channel, call):
     try:
-        channel.unary_unary("/" + call)(b"", timeout=5)
+        next(channel.unary_stream("/" + call)(b"", timeout=5), None)
     except grpc.RpcError as error:
         return error.code().name
     return "OK"

@@ -215,7 +215,8 @@ def test_another_network_gets_numbers_of_processes_and_nothing_else(served: Serv
     except OSError as error:
         pytest.skip(f"no other network can be made here: {error}")
     for port in clients:
-        assert found[str(port)] == {"http": [None, None], "grpc": ["UNAVAILABLE"] * 4}, "a client's port is on loopback"
+        assert found[str(port)]["http"] == [None, None], "a client's port is on loopback"
+        assert set(found[str(port)]["grpc"]) == {"UNAVAILABLE"}
     answers = [tuple(answer) for each in found.values() for answer in each["http"] if answer is not None]
     assert set(answers) == {(401, "Unauth"), (200, "# HELP")}
     codes = Counter(code for each in found.values() for code in each["grpc"])

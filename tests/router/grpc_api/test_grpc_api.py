@@ -239,6 +239,12 @@ async def test_a_health_watch_ends_before_the_process_does(
     assert [answer.status async for answer in watching] == [health_pb2.HealthCheckResponse.SERVING]
 
 
+async def test_the_health_of_all_is_listed(channel: grpc.aio.Channel) -> None:
+    answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+    assert dict(answer.statuses) == {"": serving, SERVICE_NAME: serving}
+
+
 async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")

@@ -16,6 +16,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from tests.router.fake_backend import FakeBackend, say
 from tests.router.grpc_channel import grpc_channel
+from tests.router.key_files import api_keys
 from tests.router.openai.test_messages import spoken
 
 pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
@@ -108,6 +109,39 @@ async def test_a_call_is_ended_by_its_id(stub: Any, backend: FakeBackend) -> Non
     assert 0 < len(rest[-1].complete.output_ids) < 120
     assert (await stub.GetServerInfo(pb2.GetServerInfoRequest())).active_requests == 0
     assert backend.num_running == 0
+
+
+async def test_a_call_is_ended_by_its_own_tenant_alone(service: GenerationService, backend: FakeBackend) -> None:
+    backend.step_s = 0.05
+    keys = api_keys("first tenant=one", "second tenant=other", "third admin=true")
+    async with grpc_channel(service, keys, engine.VllmEngineApi(service, keys).add_to) as channel:
+        stub = stubs.VllmEngineStub(channel)
+
+        async def reasons(calls: tuple[str, ...], aborting: str) -> list[str]:
+            """Return how calls of one id end, by their clients' keys, after this one has ended its own."""
+            running = [
+                aiter(stub.Generate(ask(stream=True, max_tokens=40, ignore_eos=True), metadata=(("x-api-key", key),)))
+                for key in calls
+            ]
+            for each in running:
+                await anext(each)
+            await stub.Abort(pb2.AbortRequest(request_ids=["a"]), metadata=(("x-api-key", aborting),))
+            return [[answer async for answer in each][-1].complete.finish_reason for each in running]
+
+        assert await reasons(("first", "first", "second"), "second") == ["length", "length", "abort"]
+        assert await reasons(("first", "first", "second"), "first") == ["abort", "abort", "length"]
+
+
+async def test_a_folder_is_named_to_admins_alone_and_nothing_without_a_key(service: GenerationService) -> None:
+    keys = api_keys("first tenant=one", "third admin=true")
+    async with grpc_channel(service, keys, engine.VllmEngineApi(service, keys).add_to) as channel:
+        stub = stubs.VllmEngineStub(channel)
+        for key, path in (("first", "fake"), ("third", service.config.model_path)):
+            info = await stub.GetModelInfo(pb2.GetModelInfoRequest(), metadata=(("x-api-key", key),))
+            assert info.model_path == info.tokenizer_path == path
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.HealthCheck(pb2.HealthCheckRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_the_router_learns_what_is_served(stub: Any) -> None:

@@ -132,7 +132,9 @@ async def test_phases_that_took_no_time_have_no_span(service: GenerationService,
 async def test_a_grpc_call_is_one_trace_too(service: GenerationService, exporter: InMemorySpanExporter, stream: bool):
     traced = GenerationService(FakeBackend(), service.files, service.config, service.metrics, tracer_of(exporter))
     address = f"127.0.0.1:{free_port()}"
-    server = await start_grpc_server(GrpcApi(traced, ApiKeys()), ReadingGate(ApiKeys(), traced.metrics), address)
+    server = await start_grpc_server(
+        GrpcApi(traced, ApiKeys()), ReadingGate(ApiKeys(), traced.metrics.count_request), address
+    )
     request = outrider_pb2.GenerateRequest(prompt="ab", max_tokens=6)
     try:
         async with grpc.aio.insecure_channel(address) as channel:

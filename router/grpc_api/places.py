@@ -1,0 +1,172 @@
+"""Places for messages that are being read: few at once, and no caller keeps those of others.
+
+A message comes as slowly as its sender likes. So a place is lent: where somebody waits, one whose message has not come
+for `grace_s` goes to the waiting caller that has the fewest, from the caller that has the most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from protos.errors import OverloadedError
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One place; `lost` is done when it was given to another, and is cancelled when it was left."""
+
+    places: Places
+    caller: str
+    lost: asyncio.Future[None]
+    taken_s: float
+    is_read: bool = False  # its message has come: nobody takes it any more
+
+    def leave(self) -> None:
+        """Give the place back; a second time does nothing."""
+        self.places.leave(self)
+
+
+class Places:
+    """The places of one event loop.
+
+    Args:
+        num_places: of all callers.
+        num_of_caller: of one.
+        grace_s: in which a message has to come where others wait.
+        wait_s: for a place.
+        max_waiting: calls, of all callers; beyond it the longest waiting call of the caller with most is refused.
+    """
+
+    def __init__(
+        self, num_places: int, num_of_caller: int, *, grace_s: float, wait_s: float, max_waiting: int = 1024
+    ) -> None:
+        self._num_places = num_places
+        self._num_of_caller = num_of_caller
+        self._grace_s = grace_s
+        self._wait_s = wait_s
+        self._max_waiting = max_waiting
+        self._taken: dict[Place, None] = {}  # the longest taken first
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, list[asyncio.Future[Place]]] = {}  # by caller, the latest call last
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Return how many places are taken."""
+        return len(self._taken)
+
+    async def take(self, caller: str) -> Place:
+        """Take a place, after a wait where there is none. Raises OverloadedError if it lasts."""
+        if not self._waiting and self._has_room(caller):
+            return self._taken_by(caller)
+        place: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, []).append(place)
+        if sum(map(len, self._waiting.values())) > self._max_waiting:
+            self._drop_one()
+        self._share()
+        try:
+            await asyncio.wait({place}, timeout=self._wait_s)
+        except asyncio.CancelledError:
+            if place.done() and place.exception() is None:
+                place.result().leave()
+            raise
+        finally:
+            if not place.done():
+                self._forget(caller, place)
+        if not place.done():
+            raise self._refusal()
+        return place.result()
+
+    def leave(self, place: Place) -> None:
+        """Give a place back; one that was given back, or lost, is passed over."""
+        if place in self._taken:
+            self._release(place)
+            place.lost.cancel()
+            self._share()
+
+    def _release(self, place: Place) -> None:
+        del self._taken[place]
+        self._num_taken[place.caller] -= 1
+        if not self._num_taken[place.caller]:
+            del self._num_taken[place.caller]
+
+    def _forget(self, caller: str, place: asyncio.Future[Place]) -> None:
+        self._waiting[caller].remove(place)
+        if not self._waiting[caller]:
+            del self._waiting[caller]
+
+    def _refusal(self) -> OverloadedError:
+        return OverloadedError(
+            f"{self._num_of_caller} messages of this client, or {self._num_places} of all, are being read; send this "
+            "one again later.",
+            retry_after_s=self._wait_s,
+        )
+
+    def _drop_one(self) -> None:
+        caller = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        dropped = self._waiting[caller][0]
+        self._forget(caller, dropped)
+        dropped.set_exception(self._refusal())
+
+    def _share(self) -> None:
+        """Give out places until nobody can have one; look again when the next can be taken from its holder.
+
+        The callers with the fewest places come first, and of a caller its latest call: where all of its places are
+        held up, that is the one for which somebody still waits.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+        times_s = [math.inf]
+        has_given = True
+        while has_given and self._waiting:
+            has_given = False
+            for caller in sorted(self._waiting, key=lambda each: self._num_taken[each]):
+                ripe_s = self._make_room(caller)
+                if ripe_s is not None:
+                    times_s.append(ripe_s)
+                    continue
+                place = self._waiting[caller][-1]
+                self._forget(caller, place)
+                place.set_result(self._taken_by(caller))
+                has_given = True
+        next_s = min(times_s)
+        self._timer = None if next_s == math.inf else asyncio.get_running_loop().call_at(next_s, self._share)
+
+    def _make_room(self, caller: str) -> float | None:
+        """Return None where a caller can have a place now, one that is taken from another's message if need be.
+
+        Else return when there is one to take: `inf` for none.
+        """
+        if self._has_room(caller):
+            return None
+        slowest = self._slowest(caller)
+        if slowest is None:
+            return math.inf
+        ripe_s = slowest.taken_s + self._grace_s
+        if ripe_s > asyncio.get_running_loop().time():
+            return ripe_s
+        self._release(slowest)
+        slowest.lost.set_result(None)
+        return None
+
+    def _has_room(self, caller: str) -> bool:
+        return len(self._taken) < self._num_places and self._num_taken[caller] < self._num_of_caller
+
+    def _slowest(self, caller: str) -> Place | None:
+        """Return the place that a caller may have next: its own where it has as many as it may, else another's."""
+        if self._num_taken[caller] >= self._num_of_caller:
+            return next((place for place in self._taken if place.caller == caller and not place.is_read), None)
+        unread = [place for place in self._taken if not place.is_read]
+        most = max((self._num_taken[place.caller] for place in unread), default=0)
+        if most <= self._num_taken[caller]:
+            return None
+        return next(place for place in unread if self._num_taken[place.caller] == most)
+
+    def _taken_by(self, caller: str) -> Place:
+        loop = asyncio.get_running_loop()
+        place = Place(self, caller, loop.create_future(), loop.time())
+        self._taken[place] = None
+        self._num_taken[caller] += 1
+        return place
