@@ -102,6 +102,14 @@ class RequestTooLargeError(ServingError):
     error_type = "invalid_request_error"
 
 
+class RequestTimeoutError(ServingError):
+    """The client has sent its request too slowly."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+
+
 class RateLimitError(ServingError):
     """The tenant has used up its own limit; the server has room for others."""
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
-
-import uvicorn
 
 from actors.pair.local_pair import LocalPair
 from actors.process.process_logging import configure_logging, is_json_wanted
@@ -18,17 +15,21 @@ from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
+from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
+from cluster.local.serve_environment import tls_variables
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import read_topology
+from cluster.proxy.haproxy_config import ProxySettings
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
 from cluster.schema.models import DraftProcess
 from cluster.schema.speculation import DraftMode
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
+from router.client_limits import MAX_GRPC_CONNECTIONS
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import ReadingGate
-from router.grpc_api.server import start_grpc_server
+from router.grpc_api.server import connection_limits, start_grpc_server
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.openai.request_id import AddRequestId
@@ -37,8 +38,6 @@ from router.tokenizer.tokenizer_files import load_tokenizer_files
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 30  # for running requests, after the first Ctrl-C
-_KEEP_ALIVE_S = 75  # longer than the minute after which clients and proxies close
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def in_one_process(config: DeployConfig) -> DeployConfig:
@@ -57,8 +56,6 @@ def in_one_process(config: DeployConfig) -> DeployConfig:
 def _obstacles(config: DeployConfig) -> Iterator[str]:
     if config.pair.max_replicas > 1:
         yield f"pair asks for {config.pair.max_replicas} replicas"
-    if config.ingress.tls_certificate_file is not None:
-        yield "ingress.tls_certificate_file asks for HAProxy"
     if config.prefill.max_replicas > 0:
         yield f"prefill asks for {config.prefill.max_replicas} replicas"
     if config.target.tensor_parallel_size > 1:
@@ -95,7 +92,7 @@ def local_settings(config: DeployConfig) -> PairSettings:
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
     async with running_service(config, settings) as service:
         api_keys = ApiKeys(service.config.api_keys_file, is_open_admin=service.config.open_admin)
-        async with _grpc(service, api_keys, file.http_host, file.grpc_port):
+        async with _grpc(service, api_keys, file):
             await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
 
 
@@ -117,8 +114,8 @@ async def running_service(config: DeployConfig, settings: PairSettings) -> Async
 
 
 @asynccontextmanager
-async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: int | None) -> AsyncIterator[None]:
-    if port is None:
+async def _grpc(service: GenerationService, api_keys: ApiKeys, file: DeployFile) -> AsyncIterator[None]:
+    if file.grpc_port is None:
         yield
         return
     add_more = None
@@ -126,43 +123,31 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, host: str, port: 
         from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
         add_more = VllmEngineApi(service, api_keys).add_to
-    gate = ReadingGate(api_keys, service.metrics.count_request)
-    server = await start_grpc_server(GrpcApi(service, api_keys), gate, f"{host}:{port}", add_more)
+    host = f"[{file.http_host}]" if ":" in file.http_host else file.http_host
+    address, gate = f"{host}:{file.grpc_port}", ReadingGate(api_keys, service.metrics.count_request)
+    limits, tls = connection_limits(share_of_files(MAX_GRPC_CONNECTIONS)), _tls_files(file.config)
+    server = await start_grpc_server(GrpcApi(service, api_keys), gate, address, add_more, limits=limits, tls=tls)
     try:
         yield
     finally:
         await server.stop(_DRAIN_S)
 
 
-class _HttpServer(uvicorn.Server):
-    """A server that ends at SIGINT or SIGTERM, at once at the second one, and leaves the exit status alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-
-
 async def _serve_http(app: Any, file: DeployFile, on_ready: Callable[[], None]) -> None:
-    server = _HttpServer(
-        uvicorn.Config(
-            app,
-            host=file.http_host,
-            port=file.http_port,
-            log_level="warning",
-            timeout_graceful_shutdown=_DRAIN_S,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-        )
-    )
+    settings = ProxySettings.of(os.environ)
+    places = Places(settings.known_addresses, settings.max_connections_per_address)
+    if settings.operator_addresses:
+        app = MetricsForOperators(app, places)
+    server = HttpServer(app, file.http_host, file.http_port, places, _tls_files(file.config))
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event
         await asyncio.sleep(0.01)
     if server.started:
         on_ready()
     await serving
+
+
+def _tls_files(config: DeployConfig) -> tuple[str | None, str | None]:
+    """Return the files of the certificate with its key and of the clients' authority; None where there is none."""
+    variables = tls_variables(config.ingress)
+    return variables.get("OUTRIDER_TLS_CERTIFICATE"), variables.get("OUTRIDER_TLS_CLIENT_CA")

@@ -79,7 +79,7 @@ def harden(text: str, settings: ProxySettings) -> str:
         text,
         r"(frontend http_frontend\n *bind [^\n]*)",
         rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}{_BODY}"
-        rf"{_metrics_rule(settings)}{_REFUSALS}",
+        rf"{_NO_UPGRADES}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
@@ -91,6 +91,8 @@ def harden(text: str, settings: ProxySettings) -> str:
 
 
 _BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
+# HAProxy drops offers of h2c itself; with any other one httptools, by which Serve reads, drops the body (uvicorn#2722).
+_NO_UPGRADES = "    http-request del-header Upgrade\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.
 ENDLESS_CALLS = f"""\
     http-request set-header x-forwarded-for %[src]

@@ -24,7 +24,7 @@ from router.metrics.tracing import TraceRequests
 from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, KilledDrafts, ServedModel, TokenizeAnswer
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
-from router.openai.disconnect import unless_disconnected
+from router.openai.disconnect import CloseUnread, unless_disconnected
 from router.openai.draft_answers import drafts_answer, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
@@ -237,6 +237,7 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
     if service.tracer is not None:
         app.add_middleware(TraceRequests, tracer=service.tracer)
     add_cors(app, service.config.cors_origins)
+    app.add_middleware(CloseUnread)
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),

@@ -1,15 +1,20 @@
-"""Work that ends when the client leaves."""
+"""Work that ends when the client leaves, and connections that end when the answer precedes the request's end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
+
+_LINGER_S = 1.0  # for a client that reads its answer only when it has sent its body
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -34,3 +39,46 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class CloseUnread:
+    """ASGI middleware: an answer before the end of its request's body is the last one of its connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def noting_receive() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def read_rest(within_s: float) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    while not is_read:
+                        await noting_receive()
+
+        async def closing_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                await read_rest(0)  # a small body has come whole already
+            if message["type"] == "http.response.start" and not is_read:
+                MutableHeaders(scope=message)["Connection"] = "close"
+            if is_read or message["type"] != "http.response.body" or message.get("more_body", False):
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            await read_rest(_LINGER_S)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app(scope, noting_receive, closing_send)
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"

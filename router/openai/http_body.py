@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from protos.errors import OverloadedError, RequestError, RequestTooLargeError
+from protos.errors import OverloadedError, RequestError, RequestTimeoutError, RequestTooLargeError
 from protos.json_parts import LARGE_BYTES, check_parts
+from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.validation_errors import as_request_error
@@ -26,6 +28,7 @@ from router.requests.validation_errors import as_request_error
 logger = logging.getLogger(__name__)
 
 Schema = TypeVar("Schema", bound=BaseModel)
+Part = TypeVar("Part")
 
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
 _OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mistake, never another server's field
@@ -52,6 +55,7 @@ class BodyReader:
 
         Raises:
             RequestError: it is not declared as JSON, is not JSON, or breaks the schema.
+            RequestTimeoutError: it comes too slowly.
             RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
             OverloadedError: there is no room for it beside the bodies that are being read.
         """
@@ -73,7 +77,8 @@ class BodyReader:
         expand = _expander(request.headers.get("content-encoding", "identity").strip().lower())
         self._check_length(_announced(request))
         num_read = 0
-        async for part in request.stream():
+        pace, stream = Pace(), request.stream()
+        while (part := await pace.bounded(anext(stream, None), num_read)) is not None:
             num_read += len(part)
             more = part if expand is None else _expanded(expand, part, self._limits.max_body_bytes + 1 - len(body))
             self._check_length(max(len(body) + len(more), num_read), len(more))
@@ -98,6 +103,26 @@ class BodyReader:
     def _hold(self, num_bytes: int) -> None:
         self._num_held += num_bytes
         self._metrics.set_body_bytes(self._num_held)
+
+
+class Pace:
+    """The time that a body may take: bounded between its parts, and after its first seconds on average."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+
+    async def bounded(self, part: Awaitable[Part], num_read: int) -> Part:
+        """Return the next part, after `num_read` bytes. Raises RequestTimeoutError when it comes too late."""
+        left_s = self._began_s + BODY_GRACE_S + num_read / MIN_BODY_BYTES_PER_S - self._clock()
+        try:
+            async with asyncio.timeout(min(max(left_s, 0.0), REQUEST_TIMEOUT_S)):
+                return await part
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"{num_read} bytes of the body have come in {self._clock() - self._began_s:.0f} s; send its parts "
+                f"within {REQUEST_TIMEOUT_S} s of each other, and {MIN_BODY_BYTES_PER_S} bytes per second on average."
+            ) from None
 
 
 @contextmanager

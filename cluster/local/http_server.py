@@ -1,0 +1,344 @@
+"""The HTTP server without Ray: uvicorn's, with the limits of clients that HAProxy has in a cluster, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
+
+import httptools
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from protos.errors import ConfigError
+from router.client_limits import (
+    KEEP_ALIVE_S,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    MAX_GRPC_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MAX_HTTP_CONNECTIONS,
+    NUM_OPERATOR_CONNECTIONS,
+    REQUEST_TIMEOUT_S,
+    UNREAD_S,
+)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ACCEPTED_AT_ONCE = 64  # before one of them is counted
+_BACKLOG = 2048  # connections that wait to be accepted
+_SPARE_FILES = 48 + _ACCEPTED_AT_ONCE  # for all else that this process opens
+_SAY_AGAIN_S = 60.0
+_IPV6_NETWORK = 64
+_DRAIN_S = 30
+
+Address = IPv4Address | IPv6Address
+logger = logging.getLogger(__name__)
+
+_FORBIDDEN = PlainTextResponse("The metrics are for the operator's addresses.\n", status_code=403)
+
+
+def share_of_files(num_wanted: int) -> int:
+    """Return the part of `num_wanted` connections that the process can open beside all of its others.
+
+    The limit of open files is raised as far as it may be. Below 4,096 each kind of connection gets its share.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    num_left = most - len(os.listdir("/dev/fd")) - _SPARE_FILES
+    num_all = MAX_HTTP_CONNECTIONS + NUM_OPERATOR_CONNECTIONS + MAX_GRPC_CONNECTIONS
+    return num_wanted if most == resource.RLIM_INFINITY else max(1, min(num_wanted, num_left * num_wanted // num_all))
+
+
+class Places:
+    """The connections there may be at once: of all clients, of each address, and more for the operator's addresses."""
+
+    def __init__(
+        self,
+        operators: str = "127.0.0.1 ::1",
+        max_of_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    ) -> None:
+        """`operators` are addresses and networks, with spaces between them."""
+        self._operators = [ip_network(each, strict=False) for each in operators.split()]
+        self._max_connections = share_of_files(MAX_HTTP_CONNECTIONS)
+        self._num_more = share_of_files(NUM_OPERATOR_CONNECTIONS)
+        self._max_of_address = max_of_address
+        self._num_of: Counter[str] = Counter()
+
+    def take(self, host: str) -> Callable[[], None] | None:
+        """Take a place for a connection from `host`; return what gives it back, once. None: there is none."""
+        address = _address(host)
+        name = _network(address)
+        limit = self._max_connections + (self._num_more if self.is_operator(host) else 0)
+        if self._num_of.total() >= limit or self._num_of[name] >= self._max_of_address:
+            return None
+        self._num_of[name] += 1
+        taken = [name]
+
+        def leave() -> None:
+            while taken:
+                name = taken.pop()
+                self._num_of[name] -= 1
+                if not self._num_of[name]:
+                    del self._num_of[name]
+
+        return leave
+
+    def is_operator(self, host: str) -> bool:
+        """True if the address may take the places that are kept for operators."""
+        address = _address(host)
+        return any(address in network for network in self._operators)
+
+
+def _address(host: str) -> Address:
+    address = ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _network(address: Address) -> str:
+    return str(address if address.version == 4 else ip_network((address, _IPV6_NETWORK), strict=False))
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, with time-outs for what the client sends and reads, and no upgrades.
+
+    An upgrade is ignored, as RFC 9110 (7.8) lets a server do, and the request is answered: Java's client offers h2c
+    with each one. httptools ends its work at such a request and drops the body (uvicorn#2722).
+    """
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+
+    def __init__(self, *args: Any, leave: Callable[[], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._leave = leave
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._stop(self._head_timer)
+        self._stop(self._unread_timer)
+        if self.transport is not None:  # None: its TLS handshake has failed
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "this is no HTTP/1.1 request.")
+        else:
+            self._check_head(len(data))
+
+    def _check_head(self, num_bytes: int) -> None:
+        """Bound the time and the bytes of a head that has begun."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes.")
+        elif self._head_timer is None:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._end_wait)
+
+    def _end_wait(self) -> None:
+        if not self._num_head_bytes:
+            self.transport.close()
+        self._refuse(408, f"no whole request has come within {REQUEST_TIMEOUT_S} seconds.")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer what is no request, and close."""
+        if self.transport.is_closing():
+            return
+        text = f"{reason}\n".encode()
+        head = f"Content-Type: text/plain\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(STATUS_LINE[status] + head.encode() + text)
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return True  # uvicorn then leaves such a request to `_ignore_upgrade`
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read the request again without its offer; `rest` came after its headers."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(405, "this server is no proxy.")
+            return
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in (b"upgrade", b"http2-settings")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def on_headers_complete(self) -> None:
+        self._stop(self._head_timer)
+        self._head_timer = None
+        self._num_head_bytes = 0
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop(self._unread_timer)
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+class _Newcomer(asyncio.Protocol):
+    """A connection that was accepted: it takes a place, makes its TLS handshake, and becomes one of HTTP."""
+
+    def __init__(self, places: Places, make: Callable[..., _Protocol], context: ssl.SSLContext | None) -> None:
+        self._places = places
+        self._make = make
+        self._context = context
+        self._task: asyncio.Task[None] | None = None  # the loop itself keeps none
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        leave = self._places.take(transport.get_extra_info("peername")[0])
+        if leave is None:
+            transport.abort()
+            return
+        protocol = self._make(leave=leave)
+        if self._context is None:
+            transport.set_protocol(protocol)
+            protocol.connection_made(transport)
+        else:
+            transport.pause_reading()
+            self._task = asyncio.create_task(self._secure(transport, protocol, self._context, leave))
+
+    async def _secure(
+        self, transport: asyncio.Transport, protocol: _Protocol, context: ssl.SSLContext, leave: Callable[[], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secured = await loop.start_tls(
+                transport, protocol, context, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
+            )
+        except OSError:  # ssl.SSLError and what time-outs raise are children of it
+            leave()
+            transport.abort()
+            return
+        if secured is None:
+            leave()
+            return
+        protocol.connection_made(secured)
+
+
+class HttpServer(uvicorn.Server):
+    """A server that ends at SIGINT or SIGTERM, at once at the second one, and leaves the exit status alone.
+
+    Args:
+        app: the ASGI application.
+        host, port: the address to listen at.
+        places: the connections that clients may have.
+        tls: files of the certificate with its key, and of the authority that signs clients' certificates.
+    """
+
+    def __init__(self, app: Any, host: str, port: int, places: Places, tls: tuple[str | None, str | None]) -> None:
+        self._places = places
+        self._host, self._port = host, port
+        certificate, client_ca = tls
+        verify = ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED
+        super().__init__(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_level="error",  # one line less for each connection that sends no HTTP
+                ws="none",
+                timeout_graceful_shutdown=_DRAIN_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=certificate,
+                ssl_ca_certs=client_ca,
+                ssl_cert_reqs=verify,
+            )
+        )
+
+    def _report_rarely(self) -> None:
+        """Have the loop log once a minute that no more connections can be accepted; it tries again each second."""
+        loop = asyncio.get_running_loop()
+        last_s = -_SAY_AGAIN_S
+
+        def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            nonlocal last_s
+            if "socket.accept()" not in context["message"]:
+                loop.default_exception_handler(context)
+            elif time.monotonic() - last_s >= _SAY_AGAIN_S:
+                last_s = time.monotonic()
+                logger.error("no connection can be accepted: %s", context.get("exception"))
+
+        loop.set_exception_handler(report)
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen. Raises ConfigError if the address cannot be had."""
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                self._newcomer, self._host, self._port, backlog=_ACCEPTED_AT_ONCE, start_serving=False
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"HTTP cannot listen at {self._host}:{self._port}: {error}; choose another --host or --port"
+            ) from None
+        self._report_rarely()
+        await super().startup(sockets=[])
+        self.servers.append(server)
+        await server.start_serving()
+        for each in server.sockets:
+            with socket.fromfd(each.fileno(), each.family, each.type) as listener:
+                listener.listen(_BACKLOG)
+
+    def _newcomer(self) -> asyncio.Protocol:
+        make = partial(_Protocol, self.config, self.server_state, self.lifespan.state)
+        return _Newcomer(self._places, make, self.config.ssl)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+class MetricsForOperators:
+    """ASGI middleware that keeps `/metrics` for the addresses of `places` that are an operator's."""
+
+    def __init__(self, app: ASGIApp, places: Places) -> None:
+        self._app = app
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_refused = (
+            scope["type"] == "http"
+            and scope["path"].rstrip("/").lower() == "/metrics"
+            and not self._places.is_operator(scope["client"][0])
+        )
+        await (_FORBIDDEN if is_refused else self._app)(scope, receive, send)

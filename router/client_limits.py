@@ -1,0 +1,20 @@
+"""Limits of clients that HAProxy, the frontends and the server without Ray share; nothing but constants.
+
+`cluster.proxy.haproxy_config`, which runs as a program, may import this module: it imports nothing itself.
+"""
+
+REQUEST_TIMEOUT_S = 15  # for a request's headers, the next bytes of its body, and a TLS handshake
+KEEP_ALIVE_S = 75  # without a request; longer than the minute after which clients and proxies close
+UNREAD_S = 300  # while a client reads nothing of an answer that waits for it
+
+# A body has its first seconds, and after them this pace on average: 8 MiB take 17 minutes at most.
+BODY_GRACE_S = REQUEST_TIMEOUT_S
+MIN_BODY_BYTES_PER_S = 8192
+
+MAX_HEAD_BYTES = 64 << 10  # of one request: its line and headers
+
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # an IPv6 network of 64 bits counts as one address
+# Of the 4096 connections in all, for clients; the rest is kept for the operator's addresses, which ask for health.
+MAX_HTTP_CONNECTIONS = 3072
+MAX_GRPC_CONNECTIONS = 768
+NUM_OPERATOR_CONNECTIONS = 256

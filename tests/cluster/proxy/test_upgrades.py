@@ -1,0 +1,41 @@
+"""A request that offers an upgrade is answered through HAProxy too, by the server that Serve's replicas have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+
+from router.api_keys import ApiKeys
+from router.openai.api import build_app
+from tests.cluster.local.fake_server import fake_service
+from tests.cluster.local.test_http_server import UPGRADES, WEBSOCKET, send
+from tests.cluster.proxy.test_haproxy_config import Proxy, start, status_of, wait_for
+
+__all__ = ["start"]  # the fixture
+
+
+@pytest.fixture
+def proxy(start: Callable[..., Proxy]) -> Iterator[Proxy]:
+    proxy = start()
+    app = build_app(fake_service(), ApiKeys())
+    app.add_route("/-/healthz", lambda _: PlainTextResponse("success"))  # Serve's, which HAProxy asks
+    server = uvicorn.Server(uvicorn.Config(app, port=proxy.server, lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: status_of(proxy, "/live", "127.0.0.1") == 200)
+    yield proxy
+    server.should_exit = True
+    thread.join()
+
+
+def test_an_offered_upgrade_is_ignored_and_the_body_is_read(proxy: Proxy) -> None:
+    for request in (each for each in UPGRADES if each != WEBSOCKET):  # HAProxy refuses a handshake by POST itself
+        answer = asyncio.run(send(proxy.http, request))
+        assert answer.startswith(b"HTTP/1.1 200 OK"), request
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4

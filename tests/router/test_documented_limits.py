@@ -1,0 +1,62 @@
+"""The limits that docs/security.md names are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.proxy import haproxy_config
+from cluster.schema.frontends import LimitsSection
+from engine.sampling import grammar_compiler
+from protos import convert, json_parts
+from router import client_limits as limits
+from router.config import IngressLimits
+from router.grpc_api import reading_gate, server
+from router.requests import chat_request, completion_request, sequence_requests
+
+PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
+MIB, KIB = 1 << 20, 1 << 10
+HTTP = IngressLimits()
+KEYED, OPEN = reading_gate.ReadingLimits(), reading_gate.OPEN_LIMITS
+OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
+
+
+def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
+    for name in ("REQUEST_TIMEOUT_S", "MAX_CONNECTIONS_PER_ADDRESS", "MAX_HTTP_CONNECTIONS", "MAX_GRPC_CONNECTIONS"):
+        assert getattr(haproxy_config, name) == getattr(limits, name)
+    assert LimitsSection().model_dump() == {name: getattr(HTTP, name) for name in IngressLimits.__slots__}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f"TLS handshake | {limits.REQUEST_TIMEOUT_S} s | the same, and {limits.MAX_HEAD_BYTES // KIB} KiB of headers |",
+        f"| {limits.REQUEST_TIMEOUT_S} s between its parts; after {limits.BODY_GRACE_S} s "
+        f"{limits.MIN_BODY_BYTES_PER_S:,} bytes per second on average; {HTTP.max_body_bytes // MIB} MiB |",
+        f"| {limits.REQUEST_TIMEOUT_S} s, and {limits.KEEP_ALIVE_S} s after an answer |",
+        f"| {limits.UNREAD_S} s |",
+        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} | the same over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER",
+        f"| {limits.MAX_HTTP_CONNECTIONS} over HTTP, {limits.MAX_GRPC_CONNECTIONS} over gRPC; of "
+        f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
+        f"| {HTTP.max_body_bytes_in_flight // MIB} MiB | the same | `ingress.limits.max_body_bytes_in_flight` |",
+        f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {haproxy_config.REQUEST_TIMEOUT_S} s for",
+        f"| {KEYED.num_places}, of one tenant {KEYED.num_of_caller}, each for {KEYED.read_s:.0f} s, "
+        f"for {KEYED.grace_s:.0f} s where others wait |",
+        f"| {OPEN.num_places}, of one address {OPEN.num_of_caller}, each for {OPEN.read_s:.0f} s, "
+        f"for {OPEN.grace_s} s where others wait |",
+        f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
+        f"at once | {reading_gate._MAX_ENDLESS_OF_CALLER} of one address, {reading_gate._MAX_ENDLESS} of all |",
+        f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
+        f"| choices of one request | {HTTP.max_choices} |",
+        f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
+        f"of more than {json_parts.LARGE_BYTES // MIB} MiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
+        f"texts; {json_parts._MAX_VALUES:,} values |",
+        f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
+        f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
+        f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, ",
+        f"holds its place for {HTTP.max_body_bytes // limits.MIN_BODY_BYTES_PER_S // 60} minutes at most",
+    ],
+)
+def test_a_documented_limit_is_that_of_the_code(row: str) -> None:
+    assert row in PAGE
