@@ -54,6 +54,12 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class GrammarError(RequestError):
+    """The answer came to a place where its grammar allows nothing, neither a token nor the end."""
+
+    code = "grammar_dead_end"
+
+
 class AuthenticationError(ServingError):
     """The API key is missing or unknown."""
 

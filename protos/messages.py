@@ -20,9 +20,9 @@ MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst
 class FinishReason(StrEnum):
     """The reason for which a sequence ended; the values are OpenAI's.
 
-    `tool_calls` is given by the ingress, which reads the text. Two more never reach a client as such: `abort` is a
+    `tool_calls` is given by the ingress, which reads the text. Three more never reach a client as such: `abort` is a
     sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the frontends report a
-    `DeadlineExceededError`).
+    `DeadlineExceededError`), `grammar` one after which its grammar allows nothing (a `GrammarError`).
     """
 
     STOP = "stop"
@@ -30,6 +30,7 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
     ABORT = "abort"
     TIMEOUT = "timeout"
+    GRAMMAR = "grammar"
 
 
 class SpeculationMode(StrEnum):

@@ -14,14 +14,14 @@ from engine.proposer.vocab_mapping.counts import TranslationCounts
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
     """Start (or start again) drafting for a sequence whose committed tokens are these; replaces what was known of it.
 
     `num_drafts` is how many tokens the next pass can verify; the draft offers them now if that pass `is_next`, and has
-    time to read the tokens before if it is not.
+    time to read the tokens before if it is not. `cache_salt` and `tenant` keep apart what the draft keeps of requests.
     """
 
     request_id: str
@@ -32,6 +32,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     verify: VerifyMode
     num_drafts: int
     is_next: bool
+    cache_salt: str = ""
+    tenant: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

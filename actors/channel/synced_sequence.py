@@ -51,6 +51,8 @@ class SyncedSequence:
             verify=sequence.verify,
             num_drafts=sequence.num_wanted_drafts,
             is_next=sequence.num_computed_tokens > 0,
+            cache_salt=sequence.request.cache_salt,
+            tenant=sequence.request.tenant,
         )
 
     def commit(self) -> Commit:

@@ -222,5 +222,7 @@ def _sequence(opening: Open) -> RequestTokens:
         output_token_ids=opening.token_ids[opening.num_prompt_tokens :],
         sampling=opening.sampling,
         sample_index=opening.sample_index,
+        cache_salt=opening.cache_salt,
+        tenant=opening.tenant,
     )
     return RequestTokens(request, DraftRule(opening.num_drafts, opening.verify))

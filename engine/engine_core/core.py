@@ -177,8 +177,7 @@ class EngineCore:
         Raises:
             OverloadedError: too many grammars wait to be compiled.
         """
-        grammar = request.sampling.grammar
-        return None if grammar is None else self._grammars.prepare(grammar, request.tenant)
+        return self._grammars.prepare(request)
 
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request. Its time-out runs from `arrival_s` on the engine's clock, from now if None.

@@ -6,12 +6,14 @@ The parser is llguidance's. It is advanced over committed tokens only: reading d
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from llguidance import LLMatcher
 
 logger = logging.getLogger(__name__)
 
+_LOGGED = 200  # characters of an error of the library, which may quote the grammar
 TokenMask = bytes  # one bit per token id, the lowest bit of the first byte is token 0; set where a token is allowed
 
 
@@ -22,15 +24,25 @@ class GrammarMatcher:
     to `read`; end tokens are allowed where the grammar accepts, and only there.
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: Seq[int]) -> None:
-        """Take over `matcher`, which is at the beginning of its grammar; `end_ids` end a text."""
-        self._matcher = matcher
+    def __init__(self, begin: Callable[[], LLMatcher], end_ids: Seq[int]) -> None:
+        """`begin` returns a parser at the beginning of the grammar; `end_ids` end a text."""
+        self._begin = begin
+        self._matcher = begin()
         self._end_ids = frozenset(end_ids)
-        self.has_failed = False  # the parser hit one of its limits: from then on only end tokens are allowed
+        self._read_ids: list[int] = []
+        self.has_failed = False  # nothing can follow the committed output, and it is not complete
 
     def read(self, token_ids: Seq[int]) -> bool:
-        """Advance over committed tokens for good; False if the grammar forbids one of them."""
-        return not token_ids or self._matcher.consume_tokens(list(token_ids))
+        """Advance over committed tokens for good; False if the grammar forbids one of them, or its parser gave up."""
+        for token_id in token_ids:
+            is_end = token_id in self._end_ids
+            is_right = self._matcher.is_accepting() if is_end else self._matcher.consume_token(token_id)
+            if not is_right and not self.has_failed:
+                self.has_failed = True
+                logger.warning("a grammar ended its sequence early: %s", self._matcher.get_error()[:_LOGGED])
+            if not is_end:
+                self._read_ids.append(token_id)
+        return not self.has_failed
 
     def num_allowed(self, draft_ids: Seq[int]) -> int:
         """Count the leading drafts that the grammar lets follow what was read; all ids must be in the vocabulary."""
@@ -38,7 +50,9 @@ class GrammarMatcher:
             return 0
         if self._matcher.is_stopped():  # it says that it allows nothing, and its mask has the end tokens
             return int(draft_ids[0] in self._end_ids)
-        return self._matcher.validate_tokens(list(draft_ids))
+        num_allowed = self._matcher.validate_tokens(list(draft_ids))
+        self._roll_back(0)
+        return num_allowed
 
     def masks(self, draft_ids: Seq[int]) -> list[TokenMask]:
         """Return the tokens allowed after 0, 1, ... and all of the drafts, each of which must be allowed itself."""
@@ -82,12 +96,12 @@ class GrammarMatcher:
         return len(draft_ids)
 
     def _mask(self) -> TokenMask:
-        mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error() and not self.has_failed:
-            self.has_failed = True
-            logger.warning("a grammar ended its sequence early: %s", self._matcher.get_error())
-        return mask
+        """Return what is allowed now; the end tokens alone where the parser has failed."""
+        return self._matcher.compute_bitmask()
 
     def _roll_back(self, num_tokens: int) -> None:
-        if num_tokens and not self.has_failed:
-            self._matcher.rollback(num_tokens)
+        """Forget drafts that were read. A parser that has failed stays so: it is made again from what is committed."""
+        is_back = not self._matcher.is_error() and (num_tokens == 0 or self._matcher.rollback(num_tokens))
+        if not is_back and not self.has_failed:
+            self._matcher = self._begin()
+            self._matcher.consume_tokens(self._read_ids)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -27,6 +28,15 @@ _MAX_PENDING_OF_TENANT = 4  # the others' places are kept from one that sends ma
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
 
 
+class _Key(NamedTuple):
+    """A grammar of one tenant and salt: by the time that another's takes, nobody finds out what was asked here."""
+
+    tenant: str
+    salt: str
+    kind: GrammarKind
+    source: str
+
+
 class GrammarCompiler:
     """Compiles each grammar once and hands out matchers for it; thread-safe.
 
@@ -42,24 +52,26 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._trial: GrammarTrial | None = None
-        self._compiled: OrderedDict[tuple[GrammarKind, str], Future[LLMatcher | str]] = OrderedDict()
+        self._compiled: OrderedDict[_Key, Future[LLMatcher | str]] = OrderedDict()
         self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # and whose they are
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._lock = threading.Lock()  # never held while a grammar is compiled
 
-    def prepare(self, grammar: Grammar, tenant: str = "") -> Future[LLMatcher | str] | None:
+    def prepare(self, request: GenerateRequest) -> Future[LLMatcher | str] | None:
         """Begin to compile ahead of `matcher`, and return at once; a grammar that is wrong is reported there.
 
         Returns:
-            What is done when `matcher` has nothing to wait for; None where it has nothing to wait for now.
+            What is done when `matcher` has nothing to wait for; None where it has nothing to wait for now, or there is
+            no grammar.
 
         Raises:
             OverloadedError: too many grammars wait to be compiled.
             RateLimitError: too many of this tenant do; clients without a tenant have the first limit alone.
         """
-        if _excess(grammar) is not None:
+        grammar = request.sampling.grammar
+        if grammar is None or _excess(grammar) is not None:
             return None
-        compiled = self._compile(grammar, tenant)
+        compiled = self._compile(grammar, request)
         return None if compiled.done() else compiled
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
@@ -72,20 +84,22 @@ class GrammarCompiler:
         if grammar is None:
             return None
         self._check(grammar, request)
-        compiled = self._compile(grammar, request.tenant).result()
+        compiled = self._compile(grammar, request).result()
         if isinstance(compiled, str):
             raise RequestError(f"{grammar.param} cannot be used: {compiled}", param=grammar.param)
-        with self._lock:
-            copy = compiled.deep_copy()
-        matcher = self._new(copy, grammar.thought)
+        matcher = self._new(compiled, grammar.thought)
         if not matcher.read(request.output_token_ids):
             raise RequestError(f"{grammar.param} forbids the output generated so far", param=grammar.param)
         return matcher
 
     def _new(self, compiled: LLMatcher, thought: Thought | None) -> GrammarMatcher:
+        def begin() -> LLMatcher:
+            with self._lock:
+                return compiled.deep_copy()
+
         if thought is None:
-            return GrammarMatcher(compiled, self._eos_token_ids)
-        return ThoughtfulMatcher(compiled, self._eos_token_ids, thought)
+            return GrammarMatcher(begin, self._eos_token_ids)
+        return ThoughtfulMatcher(begin, self._eos_token_ids, thought)
 
     def _check(self, grammar: Grammar, request: GenerateRequest) -> None:
         sampling = request.sampling
@@ -105,18 +119,24 @@ class GrammarCompiler:
                 param="ignore_eos",
             )
 
-    def _compile(self, grammar: Grammar, tenant: str) -> Future[LLMatcher | str]:
+    def _compile(self, grammar: Grammar, request: GenerateRequest) -> Future[LLMatcher | str]:
         """Return the compiled grammar, to be copied, or the error that it has, once that is known."""
-        key = (grammar.kind, grammar.source)
+        key = _Key(request.tenant, request.cache_salt, grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
-                self._check_pending(tenant)
+                self._check_pending(request.tenant)
                 self._compiled[key] = self._submit(grammar)
-                self._pending.append((self._compiled[key], tenant))
+                self._pending.append((self._compiled[key], request.tenant))
             self._compiled.move_to_end(key)
-            while len(self._compiled) > _NUM_CACHED:
-                self._compiled.popitem(last=False)
+            if len(self._compiled) > _NUM_CACHED:
+                self._forget_one()
             return self._compiled[key]
+
+    def _forget_one(self) -> None:
+        """Forget the grammar that the tenant with the most of them has not used for longest: the others keep theirs."""
+        owners = Counter(key.tenant for key in self._compiled)
+        most = max(owners.values())
+        del self._compiled[next(key for key in self._compiled if owners[key.tenant] == most)]
 
     def _check_pending(self, tenant: str) -> None:
         self._pending = [each for each in self._pending if not each[0].done()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from llguidance import LLMatcher
@@ -17,8 +18,8 @@ class ThoughtfulMatcher(GrammarMatcher):
     at the first position alone.
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: Seq[int], thought: Thought) -> None:
-        super().__init__(matcher, end_ids)
+    def __init__(self, begin: Callable[[], LLMatcher], end_ids: Seq[int], thought: Thought) -> None:
+        super().__init__(begin, end_ids)
         self._thought = thought
         self._tail: tuple[int, ...] = ()  # the last tokens of the thought, which may begin its end
         self._is_opening = thought.begin_id is not None  # nothing has been read yet

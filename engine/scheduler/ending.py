@@ -22,10 +22,20 @@ def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
     if not sequence.stop_token_ids.isdisjoint(token_ids):
         for index, token_id in enumerate(token_ids[:limit]):
             if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
-                return Cut(token_ids[: index + 1], _reason_to_stop(sequence), token_id)
+                return Cut(token_ids[: index + 1], FinishReason.STOP, token_id)
     if len(token_ids) >= limit:
         return Cut(token_ids[:limit], FinishReason.LENGTH)
     return Cut(token_ids)
+
+
+def with_grammar(sequence: Sequence, cut: Cut) -> Cut:
+    """Return the end of a pass whose tokens are appended: another one where it ended before the grammar did.
+
+    Where nothing can follow, the end is all that a grammar's mask allows; the text is not complete then.
+    """
+    has_failed = sequence.matcher is not None and sequence.matcher.has_failed
+    is_short = has_failed and cut.finish_reason is FinishReason.STOP
+    return cut._replace(finish_reason=FinishReason.GRAMMAR) if is_short else cut
 
 
 def finished_before_start(sequence: Sequence) -> Cut | None:
@@ -67,12 +77,6 @@ def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = (
     """Mark the sequence as ended and return its last chunk."""
     sequence.status = SequenceStatus.FINISHED
     return chunk_of(sequence, cut, logprobs)
-
-
-def _reason_to_stop(sequence: Sequence) -> FinishReason:
-    """Return STOP, but LENGTH after the grammar's parser has failed: the text is not complete then."""
-    has_failed = sequence.matcher is not None and sequence.matcher.has_failed
-    return FinishReason.LENGTH if has_failed else FinishReason.STOP
 
 
 def _is_stop(sequence: Sequence, token_id: int, output_index: int) -> bool:

@@ -22,7 +22,7 @@ from operator import attrgetter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
-from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_before_start
+from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_before_start, with_grammar
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -373,6 +373,7 @@ class Scheduler:
         if outcome.is_exact:
             sequence.record_pass(num_proposed, num_accepted)
         sequence.append(cut.token_ids)
+        cut = with_grammar(sequence, cut)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
         if not sequence.clock.is_committed:
             self.prefill_times.observe(sequence.clock.commit(self._clock()))

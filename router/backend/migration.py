@@ -21,6 +21,7 @@ from protos.errors import (
     DeadlineExceededError,
     EngineError,
     EngineLostError,
+    GrammarError,
     ModelChangedError,
     OverloadedError,
     ServingError,
@@ -131,6 +132,7 @@ class MigrationState:
         self._speculation: SpeculationStats | None = None
         self.committed = list(request.output_token_ids)
         self.is_finished = False
+        self._is_at_dead_end = False  # its grammar allows nothing after the committed tokens
 
     @property
     def request(self) -> GenerateRequest:
@@ -184,7 +186,10 @@ class MigrationState:
         Raises:
             UnavailableError: the pair was silent for too long, ended its stream, lost tokens, or gave the sequence up.
             DeadlineExceededError: the request's time is over.
+            GrammarError: nothing can follow the tokens of the batch before.
         """
+        if self._is_at_dead_end:
+            raise _grammar_error(self._request)
         try:
             async with asyncio.timeout(self._silence_s):
                 batch = await anext(batches)
@@ -198,6 +203,9 @@ class MigrationState:
             self._silence_s = min(self._limits.inter_token_timeout_s, self._first_token_until_s - time.monotonic())
             return ()
         _refuse_early_end(batch)
+        if any(chunk.finish_reason is FinishReason.GRAMMAR for chunk in batch):
+            self._is_at_dead_end = True
+            batch = [replace(chunk, finish_reason=None) for chunk in batch]
         return self._record(batch)
 
     def _record(self, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
@@ -281,3 +289,14 @@ def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:
         raise UnavailableError("The pair gave the sequence up.")
     if FinishReason.TIMEOUT in reasons:
         raise DeadlineExceededError("The request's time-out passed before the answer was complete.")
+
+
+def _grammar_error(request: GenerateRequest) -> GrammarError:
+    grammar = request.sampling.grammar
+    param = None if grammar is None else grammar.param
+    return GrammarError(
+        f"The answer came to a place where {param or 'its grammar'} allows neither a token nor the end, or where the "
+        "parser reached its limits. Change it so that every beginning of an answer can be completed, or make it "
+        "simpler.",
+        param=param,
+    )

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from protos.messages import GenerateRequest, TokenChunk, TokenSource
+from protos.errors import GrammarError
+from protos.messages import FinishReason, GenerateRequest, TokenChunk, TokenSource
 from router.generation.choice_text import ChoiceText
 from router.generation.delta import Delta, DeltaReader, join_deltas
 from router.generation.usage import UsageMeter
@@ -37,7 +38,12 @@ class Choice:
     async def __anext__(self) -> Delta:
         """Return what the next batch of the pair gave; a batch that gave nothing is passed over."""
         while not self._pending and not self.text.is_finished:
-            self._pending.extend(self._read(await anext(self.batches)))
+            try:
+                batch = await anext(self.batches)
+            except GrammarError:
+                self.clock.end(FinishReason.GRAMMAR.value)
+                raise
+            self._pending.extend(self._read(batch))
         if not self._pending:
             raise StopAsyncIteration
         return self._pending.popleft()

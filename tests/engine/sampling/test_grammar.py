@@ -332,15 +332,17 @@ def entangled_rules(num_rules: int) -> str:
 def test_a_grammar_that_is_compiled_holds_up_no_other(folder: Path) -> None:
     compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
     known = Grammar(GrammarKind.REGEX, "[ab]+", "guided_regex")
-    (compiler.prepare(known) or Future()).result(60)
-    slow = compiler.prepare(Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar"))
+    (compiler.prepare(request("k", known)) or Future()).result(60)
+    slow = compiler.prepare(request("s", Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar")))
     assert slow is not None
-    assert compiler.prepare(known) is None
+    assert compiler.prepare(request("k", known)) is None
     assert compiler.matcher(request("a", known)) is not None
     assert not slow.done()
-    waiting = [compiler.prepare(Grammar(GrammarKind.REGEX, "a" * size, "guided_regex")) for size in range(1, 16)]
+    waiting = [
+        compiler.prepare(request("w", Grammar(GrammarKind.REGEX, "a" * size, "guided_regex"))) for size in range(1, 16)
+    ]
     with pytest.raises(OverloadedError, match="16 grammars wait"):
-        compiler.prepare(Grammar(GrammarKind.REGEX, "b", "guided_regex"))
+        compiler.prepare(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex")))
     assert all(future is not None and future.result(60) for future in waiting)
     assert compiler.matcher(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex"))) is not None
 
@@ -350,15 +352,43 @@ def test_a_tenant_leaves_places_at_the_compiler_to_others(folder: Path) -> None:
     slow = Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar")
     own = [slow, *(Grammar(GrammarKind.REGEX, "a" * size, "guided_regex") for size in range(1, 4))]
     for each in own:
-        compiler.prepare(each, "first")
+        compiler.prepare(replace(request("a", each), tenant="first"))
     more = Grammar(GrammarKind.REGEX, "b", "guided_regex")
     with pytest.raises(RateLimitError, match="4 grammars of this key's tenant wait"):
-        compiler.prepare(more, "first")
-    compiler.prepare(own[1], "first")  # the same again takes no place
-    future = compiler.prepare(more, "second")
+        compiler.prepare(replace(request("a", more), tenant="first"))
+    compiler.prepare(replace(request("a", own[1]), tenant="first"))  # the same again takes no place
+    future = compiler.prepare(replace(request("a", more), tenant="second"))
     assert future is not None
     assert future.result(60)
-    assert compiler.prepare(more, "first") is None
+    assert compiler.prepare(replace(request("a", more), tenant="second")) is None
+
+
+def test_a_tenant_s_grammars_are_known_to_it_alone(folder: Path) -> None:
+    """Neither another tenant nor another salt of the same one finds a grammar compiled, which would take no time."""
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    asked = replace(request("a", Grammar(GrammarKind.REGEX, "[ab]+", "guided_regex")), tenant="first", cache_salt="1")
+    (compiler.prepare(asked) or Future()).result(60)
+    assert compiler.prepare(asked) is None
+    for other in (replace(asked, tenant="second", cache_salt="2"), replace(asked, cache_salt="3")):
+        compiled = compiler.prepare(other)
+        assert compiled is not None
+        assert compiled.result(60)
+
+
+def test_a_tenant_with_many_grammars_pushes_out_its_own_alone(folder: Path) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    few = [
+        replace(request("a", Grammar(GrammarKind.REGEX, "a" * size, "guided_regex")), tenant="few", cache_salt="few")
+        for size in (1, 2)
+    ]
+    for each in few:
+        (compiler.prepare(each) or Future()).result(60)
+    for size in range(1, 100):
+        grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{size}}}", "guided_regex")
+        many = replace(request("b", grammar), tenant="many", cache_salt=str(size))
+        (compiler.prepare(many) or Future()).result(60)
+    assert all(compiler.prepare(each) is None for each in few)
+    assert compiler.prepare(many) is None
 
 
 def test_parameters_that_contradict_a_grammar_are_refused(plain_engine: EngineCore) -> None:
@@ -464,3 +494,74 @@ def test_no_mask_takes_long(kind: GrammarKind, source: str, folder: Path) -> Non
         if not allowed or not matcher.read(allowed[:1]):
             break
     assert max(times) < 0.05
+
+
+NO_KEY_LEFT = {
+    "type": "object",
+    "properties": {"b": {"type": "integer"}},
+    "patternProperties": {"^b$": {"type": "integer"}},
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": "[ ]"},
+}
+# A text of two hundred letters may be followed by d; by b, whose rule never ends; or by a mark that no text matches.
+LATE_DEAD_END = 'start: /[a-z]{200}/ ("1" endless | "2" NOTHING | "3")\nendless: "d" endless\nNOTHING: /a{3}/ & ~/a+/\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps(NO_KEY_LEFT)),
+        (GrammarKind.GRAMMAR, 'start: "a" start'),
+        (GrammarKind.GRAMMAR, 'start: "a" rest | "c"\nrest: "b" rest\n'),
+        (GrammarKind.GRAMMAR, 'start: "a" MORE\nMORE: /a{3}/ & ~/a+/\n'),
+    ],
+)
+def test_a_grammar_with_a_beginning_that_nothing_completes_is_refused(
+    kind: GrammarKind, source: str, folder: Path
+) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    with pytest.raises(RequestError, match="cannot be completed") as error:
+        compiler.matcher(request("x", Grammar(kind, source, "the_param")))
+    assert error.value.param == "the_param"
+
+
+@pytest.mark.parametrize("end", ["1", "2"])
+def test_an_answer_that_comes_to_a_dead_end_says_so_and_not_that_it_was_long(
+    end: str, folder: Path, draft_folder: Path, tokenizer: Tokenizer
+) -> None:
+    """With drafts, and without: the same tokens, and the same reason."""
+    grammar = Grammar(GrammarKind.GRAMMAR, LATE_DEAD_END, "guided_grammar")
+    [end_id] = tokenizer.encode(end, add_special_tokens=False).ids
+    asked = [
+        request("late", grammar, logit_bias=((end_id, 100.0),)),
+        request("whole", grammar, logit_bias=tuple((each, 100.0) for each in tokenizer.encode("3").ids)),
+    ]
+    plain_engine = build(folder)
+    plain = run(plain_engine, asked)
+    assert {name: chunk.finish_reason for name, chunk in plain.items()} == {
+        "late": FinishReason.GRAMMAR,
+        "whole": FinishReason.STOP,
+    }
+    assert end_id in plain["late"].token_ids
+    drafted_engine = build(folder, draft_model(draft_folder))
+    drafted = run(drafted_engine, asked)
+    assert token_ids(drafted) == token_ids(plain)
+    assert [each.finish_reason for each in drafted.values()] == [each.finish_reason for each in plain.values()]
+    for engine in (plain_engine, drafted_engine):
+        assert not engine.has_work
+        assert engine.stats().num_used_blocks == 0
+
+
+def test_a_draft_that_the_parser_cannot_bear_is_forgotten(folder: Path, tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    matcher = compiler.matcher(request("x", Grammar(GrammarKind.GRAMMAR, LATE_DEAD_END, "guided_grammar")))
+    assert matcher is not None
+    matcher.read(tokenizer.encode("z" * 200, add_special_tokens=False).ids)
+    before = matcher.masks(())
+    for dead_end in ("1", "2"):
+        draft = tokenizer.encode(dead_end, add_special_tokens=False).ids
+        assert matcher.masks(draft)[0] == before[0]
+        assert matcher.mask_after(draft) is not None
+        assert matcher.masks(()) == before
+        assert not matcher.has_failed
+    assert matcher.read(tokenizer.encode("3", add_special_tokens=False).ids)
