@@ -125,11 +125,15 @@ profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine coul
 bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten minutes; without a GPU it says so
 	@$(BIN)/python -m bench.gpu
 
+# What a machine with torch and transformers lacks: for the engine and its tests, and for a pair served without Ray.
+GPU_KIT := msgspec llguidance psutil hypothesis sortedcontainers \
+	annotated-doc annotated-types anyio click fastapi grpcio grpcio-health-checking grpcio-reflection h11 httpcore httpcore2 httpx httpx2 jiter nvidia-ml-py openai \
+	opentelemetry-api prometheus-client protobuf pydantic pydantic_core sniffio starlette truststore typing-inspection uvicorn
+
 gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with a GPU and no registry
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest .gpu-kit --constraint constraints.txt \
 		--python-version 3.12 --implementation cp --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
-		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		msgspec llguidance psutil hypothesis sortedcontainers
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_KIT)
 	@du -sh .gpu-kit
 
 docs: $(DOCS_INSTALLED)  ## the documentation as a site in .cache/site; a warning is an error

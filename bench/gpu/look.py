@@ -1,18 +1,19 @@
-"""`python -m bench.gpu.look`: the first look at a card, in seven parts that fail alone.
+"""`python -m bench.gpu.look`: a first look at a card, in parts that fail alone.
 
-    python -m bench.gpu.look --out results                     on a GPU, two minutes
+    python -m bench.gpu.look --out results                     on a GPU, within four minutes
     python -m bench.gpu.look --device cpu --smoke              the same code on a tiny model, to see that it runs
 
-    syncs      host waits of an engine's steps, and the lines of code that wait
-    kernels    the device's time of one pass by kernel, at 1, 5 and 640 rows
-    products   every matrix product of a layer at 1 to 640 rows, beside bandwidth and product rate
-    sampling   noise and truncation at 1, 128 and 640 rows
-    attention  the attention kernel over its compile-time choices, beside torch's own
-    fill       host time that lays out one recorded pass
-    texts      greedy tokens that are equal with drafts on and off
+    texts          tokens with drafts against tokens without, and how near the first difference is to a tie
+    syncs          host waits of an engine's steps, and the lines of code that wait
+    kernels        the device's time of one pass by kernel, at 1, 5 and 640 rows
+    sampling       noise and truncation at 1, 128 and 640 rows
+    fill           host time that lays out one recorded pass
+    products       every matrix product of a layer at 1 to 640 rows, with bandwidth and product rate
+    attention      the attention kernel over six tilings, next to torch's own
+    deterministic  the same texts by a deterministic model, where not one token may differ
 
-The model has Llama-3's 1 B shape and the demo target's logits (`models.fixtures.wide_fixture`). Every line is printed
-and saved to `--out` at once; what cannot be measured on this device says so.
+One engine, with Llama-3's 1 B shape and the demo target's logits (`models.fixtures.wide_fixture`), serves all parts but
+the last. Every line is printed and saved to `--out` at once; what cannot be measured on this device is named.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import cached_property, partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -49,49 +48,51 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core import EngineCore
-from engine.model.cuda_graphs.buckets import sized
 from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import Proposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
 from engine.span import Span
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
-from protos.messages import GenerateRequest, SamplingParams
+from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
 
 logger = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 SMOKE_SHAPE = WideShape(288, 13, 800, 8, 2, 64, 4160)
 K = 4
+NUM_SEQUENCES = 8
 PROMPT = tuple(range(100, 164))
 REPEATS = 7
 MODES = {
-    "greedy": (0, SamplingParams(temperature=0.0, max_tokens=100)),
-    "T 0.7": (0, SamplingParams(temperature=0.7, max_tokens=100, seed=1)),
-    "T 0.7, top_p 0.9": (0, SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, seed=1)),
-    "greedy, K 4": (K, SamplingParams(temperature=0.0, max_tokens=100)),
-    "T 0.7, top_p 0.9, K 4": (K, SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, seed=1)),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=100),
+    "T 0.7": SamplingParams(temperature=0.7, max_tokens=100, seed=1),
+    "T 0.7, top_p 0.9": SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, seed=1),
 }
+DRAFTED = (False, True)
 
 
 class Look:
     """The model that is looked at, the device, and the lines that were found so far."""
 
     def __init__(self, device: torch.device, shape: WideShape, work: Path, out: Path, *, is_smoke: bool) -> None:
-        """`work` is the folder of the built model, `out` that of the results."""
+        """`work` is the folder of the built model, `out` the file of the results."""
         self.device = device
         self.shape = shape
         self.is_smoke = is_smoke
         self.row_counts = (1, 5, 40) if is_smoke else (1, 5, 640)
         self._work = work
-        self._file = out / "look.json"
+        self._file = out
         self._lines: list[dict[str, object]] = []
 
     @property
     def has_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.has_gpu else torch.float32
 
     @cached_property
     def folder(self) -> Path:
@@ -101,29 +102,29 @@ class Look:
             build_wide_fixture(DEMO / "target", folder, self.shape, self.device, self.dtype)
         return folder
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.has_gpu else torch.float32
-
     @cached_property
-    def model(self) -> ModelConfig:
+    def engine(self) -> EngineCore:
+        """The engine of all parts but `deterministic`: the model is loaded and recorded once."""
+        return self.load_engine(is_deterministic=False)
+
+    def load_engine(self, *, is_deterministic: bool) -> EngineCore:
+        """Load an engine whose drafts come from n-grams: no second model, no second process."""
         kind = GraphKind.AUTO if self.has_gpu else GraphKind.EAGER  # a processor records nothing, but pads
-        graphs = GraphConfig(kind, batches=(1, 8) if self.is_smoke else (1, 2, 4, 8, 16, 32, 64, 128))
+        batches = (1, NUM_SEQUENCES) if self.is_smoke else (1, 2, 4, 8, 16, 32, 64, 128)
         dtype = ModelDtype(str(self.dtype).removeprefix("torch."))
-        return ModelConfig(str(self.folder), dtype, self.device.type, graphs=graphs)
+        graphs = GraphConfig(kind, batches=batches)
+        model = ModelConfig(str(self.folder), dtype, self.device.type, graphs=graphs, deterministic=is_deterministic)
+        limits = SchedulerConfig(max_num_sequences=max(batches))
+        cache = CacheConfig(num_blocks=1024)
+        config = EngineConfig(model, cache, scheduler=limits, speculation=SpeculationConfig(K))
+        return EngineCore.from_config(config, NgramProposer(min_size=1))
 
     def add(self, part: str, **figures: object) -> None:
         """Print a line and save it with those before."""
-        print(f"{part:10s} " + "  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
+        print(f"{part:13s} " + "  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
         self._lines.append({"part": part, **figures})
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(self._lines, indent=1) + "\n", encoding="utf-8")
-
-    def engine(self, num_drafts: int) -> EngineCore:
-        """An engine whose drafts, if any, come from n-grams: no second model, no second process."""
-        config = EngineConfig(self.model, CacheConfig(num_blocks=512), speculation=SpeculationConfig(num_drafts))
-        proposer: Proposer | None = NgramProposer(min_size=1) if num_drafts else None
-        return EngineCore.from_config(config, proposer)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """The median time of a call, the device's work included."""
@@ -142,31 +143,92 @@ class Look:
             torch.cuda.synchronize()
 
 
+def look_at_texts(look: Look) -> None:
+    """Compare tokens with drafts and without, in bfloat16, where rounding may part texts at a near-tie."""
+    _compare_texts(look, look.engine, "texts")
+
+
+def look_at_deterministic(look: Look) -> None:
+    """Compare the texts of a deterministic model, which has the same bits in any pass."""
+    engine = look.load_engine(is_deterministic=True)
+    _compare_texts(look, engine, "deterministic")
+    engine.close()
+
+
+def _compare_texts(look: Look, engine: EngineCore, part: str) -> None:
+    for name, sampling in MODES.items():
+        plain, drafted = (_texts(engine, f"{part} {name}", sampling, is_drafted=each) for each in DRAFTED)
+        equal = list(map(_num_equal, plain, drafted))
+        differ = [index for index, place in enumerate(equal) if place < len(plain[index])]
+        look.add(part, mode=name, tokens=sum(map(len, plain)), equal=sum(equal), sequences_that_differ=len(differ))
+        if differ and sampling.is_greedy:
+            # A difference at a near-tie is rounding; one with a gap of 0.1 and more is a fault.
+            gaps = [_gap(engine, (*_prompt(index), *plain[index][: equal[index]])) for index in differ]
+            look.add(part, mode=name, largest_gap=round(max(gaps), 4))
+
+
+def _texts(engine: EngineCore, salt: str, sampling: SamplingParams, *, is_drafted: bool) -> list[list[int]]:
+    """Return the tokens of each sequence; a salt per call, so that both kinds compute their prompts."""
+    speculation = SpeculationParams(enabled=is_drafted)
+    for index in range(NUM_SEQUENCES):
+        request = GenerateRequest(str(index), _prompt(index), sampling, speculation, cache_salt=f"{salt} {is_drafted}")
+        engine.add(request)
+    found: list[list[int]] = [[] for _ in range(NUM_SEQUENCES)]
+    while engine.has_work:
+        for chunk in engine.step():
+            found[int(chunk.request_id)] += chunk.token_ids
+    return found
+
+
+def _gap(engine: EngineCore, token_ids: Seq[int]) -> float:
+    """Return the difference of the two largest log-probabilities after these tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, num_logprobs=2)
+    engine.add(GenerateRequest("gap", tuple(token_ids), sampling, SpeculationParams(enabled=False)))
+    chunks: list[TokenChunk] = []
+    while engine.has_work:
+        chunks += engine.step()
+    best = next(chunk for chunk in chunks if chunk.logprobs).logprobs[0].top
+    return abs(best[0][1] - best[1][1])
+
+
+def _prompt(index: int) -> tuple[int, ...]:
+    return (*PROMPT[index:], *PROMPT[:index])
+
+
 def look_at_syncs(look: Look) -> None:
-    """Host waits per step of each mode, and the lines that cause most of them."""
+    """Count the host waits per step of each mode, and the lines that cause most of them."""
     if not look.has_gpu:
         look.add("syncs", result=f"{NOT_MEASURED}: the device has no host waits to count")
         return
-    for name, (num_drafts, sampling) in MODES.items():
-        engine = look.engine(num_drafts)
-        for index in range(8):
-            engine.add(GenerateRequest(str(index), (*PROMPT, index), sampling))
-        for _ in range(4):
+    for is_drafted in DRAFTED:
+        for name, sampling in MODES.items():
+            _count_syncs(look, name, sampling, is_drafted=is_drafted)
+
+
+def _count_syncs(look: Look, name: str, sampling: SamplingParams, *, is_drafted: bool) -> None:
+    engine, num_steps = look.engine, 8
+    for index in range(NUM_SEQUENCES):
+        engine.add(GenerateRequest(str(index), _prompt(index), sampling, SpeculationParams(enabled=is_drafted)))
+    for _ in range(4):
+        engine.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(num_steps):
             engine.step()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            for _ in range(8):
-                engine.step()
-            torch.cuda.set_sync_debug_mode("default")
-        places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in caught)
-        look.add("syncs", mode=name, per_step=len(caught) / 8, places=dict(places.most_common(6)))
-        engine.close()
+        torch.cuda.set_sync_debug_mode("default")
+    for index in range(NUM_SEQUENCES):
+        engine.abort(str(index))
+    while engine.has_work:
+        engine.step()
+    places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in caught)
+    per_step = len(caught) / num_steps
+    look.add("syncs", mode=name, drafts=is_drafted, per_step=per_step, places=dict(places.most_common(6)))
 
 
 def look_at_kernels(look: Look) -> None:
     """The device's time of one pass, by kernel."""
-    runner = _runner(look)
+    runner = look.engine.runner
     activity = ProfilerActivity.CUDA if look.has_gpu else ProfilerActivity.CPU
     for num_rows in look.row_counts:
         spans = _spans(runner, num_rows)
@@ -216,7 +278,7 @@ def look_at_sampling(look: Look) -> None:
     for num_rows in (1, 128, 640):
         logits = torch.randn(num_rows, vocab_size, device=look.device)
         for name in ("greedy", "T 0.7", "T 0.7, top_p 0.9"):
-            rows = [LogitsRow(MODES[name][1], [1] * (10 + index), 5) for index in range(num_rows)]
+            rows = [LogitsRow(MODES[name], [1] * (10 + index), 5) for index in range(num_rows)]
 
             def sample(logits: Tensor = logits, rows: Seq[LogitsRow] = rows) -> Tensor:
                 return sampler.sample(sampler.apply_processors(logits, rows), rows)
@@ -225,33 +287,39 @@ def look_at_sampling(look: Look) -> None:
 
 
 def look_at_attention(look: Look) -> None:
-    """One launch over the larger model's heads for each tiling, beside torch's attention on contiguous keys."""
+    """Time one launch over the larger model's heads for each tiling, next to torch's attention on contiguous keys."""
     if not look.has_gpu:
         look.add("attention", result=f"{NOT_MEASURED}: the kernel's tiling is the GPU's")
         return
     # Not at the top: it needs Triton, which a machine without a GPU may lack.
-    from bench.gpu.attention_sweep import sweep, torch_attention_s
+    from bench.gpu.attention_sweep import TILINGS, sweep, torch_attention_s
 
     for context in (1024, 8192):
-        look.add(
-            "attention", context=context, torch_us=round(1e6 * torch_attention_s(look.seconds, LLAMA_3_8B, context), 1)
-        )
-        for stages, block_n, programs in product((2, 3, 4, 5, 6, 7), (32, 64, 128), (2, 4, 8)):
-            try:
-                seconds = sweep(look.seconds, LLAMA_3_8B, context, stages, block_n, programs)
-            except Exception as error:  # one choice that does not fit the card costs its own line
-                look.add("attention", context=context, stages=stages, block_n=block_n, failed=str(error)[:80])
-                break
-            us = round(1e6 * seconds, 1)
-            look.add("attention", context=context, stages=stages, block_n=block_n, programs=programs, us=us)
+        for rows, tilings in TILINGS.items():
+            torch_us = round(1e6 * torch_attention_s(look.seconds, LLAMA_3_8B, context, rows), 1)
+            look.add("attention", context=context, rows=rows, torch_us=torch_us)
+            for tiling in tilings:
+                _time_tiling(look, context, rows, partial(sweep, look.seconds, LLAMA_3_8B, context, rows, tiling))
+
+
+def _time_tiling(look: Look, context: int, rows: int, sweep: partial[float]) -> None:
+    tiling = str(sweep.args[-1])
+    for programs in (3, 4):
+        try:
+            us = round(1e6 * sweep(programs), 1)
+        except Exception as error:  # one choice that does not fit the card costs its own line
+            look.add("attention", context=context, rows=rows, tiling=tiling, failed=str(error)[:80])
+            return
+        look.add("attention", context=context, rows=rows, tiling=tiling, programs=programs, us=us)
 
 
 def look_at_fill(look: Look) -> None:
     """Host time that lays out a recorded pass, by batch and rows per sequence."""
-    runner = _runner(look)
+    runner = look.engine.runner
     spent: list[float] = []
     with mock.patch.object(StaticBatch, "fill", _timed(StaticBatch.fill, spent)):
-        for num_sequences, rows_each in ((1, 1), (1, K + 1), (8, K + 1), (64, 1), (128, K + 1)):
+        cases = ((1, 1), (1, K + 1), (8, K + 1), (64, 1), (128, K + 1))
+        for num_sequences, rows_each in cases[:3] if look.is_smoke else cases:
             spans = _spans(runner, num_sequences * rows_each, rows_each)
             spent.clear()
             for _ in range(10):
@@ -260,32 +328,15 @@ def look_at_fill(look: Look) -> None:
             look.add("fill", sequences=num_sequences, rows_each=rows_each, us=result)
 
 
-def look_at_texts(look: Look) -> None:
-    """Greedy tokens that are equal with drafts and without: in bfloat16 rounding parts them late, a fault soon."""
-    texts = []
-    for num_drafts in (0, K):
-        engine = look.engine(num_drafts)
-        for index in range(8):
-            engine.add(GenerateRequest(str(index), (*PROMPT[index:], *PROMPT[:index]), MODES["greedy"][1]))
-        found: dict[str, list[int]] = {str(index): [] for index in range(8)}
-        while engine.has_work:
-            for chunk in engine.step():
-                found[chunk.request_id] += chunk.token_ids
-        texts.append(found)
-    plain, drafted = texts
-    equal = [_num_equal(plain[name], drafted[name]) for name in plain]
-    total = sum(len(tokens) for tokens in plain.values())
-    look.add("texts", share_equal=round(sum(equal) / total, 3), shortest=min(equal), tokens=total)
-
-
 PARTS: dict[str, Callable[[Look], None]] = {
+    "texts": look_at_texts,
     "syncs": look_at_syncs,
     "kernels": look_at_kernels,
-    "products": look_at_products,
     "sampling": look_at_sampling,
-    "attention": look_at_attention,
     "fill": look_at_fill,
-    "texts": look_at_texts,
+    "products": look_at_products,
+    "attention": look_at_attention,
+    "deterministic": look_at_deterministic,
 }
 
 
@@ -303,7 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"no GPU here: {NOT_MEASURED}")
         return
     device, shape = torch.device(args.device), SMOKE_SHAPE if args.smoke else LLAMA_3_1B
-    look = Look(device, shape, args.work or args.out, args.out, is_smoke=args.smoke)
+    look = Look(device, shape, args.work or args.out, args.out / "look.json", is_smoke=args.smoke)
     for name in args.parts:
         began_s = time.monotonic()
         try:
@@ -314,14 +365,8 @@ def main(arguments: list[str] | None = None) -> None:
         look.add(name, seconds=round(time.monotonic() - began_s, 1))
 
 
-def _runner(look: Look) -> ModelRunner:
-    limits, speculation = SchedulerConfig(max_num_sequences=128), SpeculationConfig(K)
-    model = replace(look.model, graphs=sized(look.model.graphs, limits, speculation))
-    return ModelRunner(model, CacheConfig(num_blocks=128 * 8))
-
-
 def _spans(runner: ModelRunner, num_rows: int, rows_each: int | None = None) -> list[Span]:
-    """Passes of verification behind 64 tokens each: `rows_each` rows, K + 1 or all, per sequence."""
+    """Return verifications after 64 tokens of context each, with `rows_each` rows per sequence, by default K + 1."""
     each = rows_each or min(num_rows, K + 1)
     blocks_each = -(-(64 + each) // runner.block_size)
     return [

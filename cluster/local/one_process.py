@@ -5,67 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.pair.local_pair import LocalPair
 from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
+from cluster.local.local_service import in_one_process, local_settings, running_service
 from cluster.local.serve_environment import tls_variables
-from cluster.placement.placement import NodeResources, plan_pair
-from cluster.placement.topology import read_topology
 from cluster.proxy.haproxy_config import ProxySettings
-from cluster.replica_settings import ingress_config, pair_settings, placement_request
-from cluster.schema.models import DraftProcess
-from cluster.schema.speculation import DraftMode
-from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_GRPC_CONNECTIONS
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
-from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.openai.request_id import AddRequestId
-from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 30  # for running requests, after the first Ctrl-C
-
-
-def in_one_process(config: DeployConfig) -> DeployConfig:
-    """Return the deployment with its draft models in the target's process.
-
-    Raises:
-        ConfigError: it asks for more than one process.
-    """
-    if obstacles := list(_obstacles(config)):
-        raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
-    if not config.draft_models:
-        return config
-    return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
-
-
-def _obstacles(config: DeployConfig) -> Iterator[str]:
-    if config.pair.max_replicas > 1:
-        yield f"pair asks for {config.pair.max_replicas} replicas"
-    if config.prefill.max_replicas > 0:
-        yield f"prefill asks for {config.prefill.max_replicas} replicas"
-    if config.target.tensor_parallel_size > 1:
-        yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
-    if config.draft.process is DraftProcess.OWN:
-        yield "draft.process is 'own'"
-    if config.tune.auto:
-        yield "tune.auto is true"
-    if config.speculation.mode is DraftMode.ASYNC:
-        yield "speculation.mode is 'async'"
 
 
 def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
@@ -82,35 +46,11 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     asyncio.run(_serve(file, config, settings, on_ready))
 
 
-def local_settings(config: DeployConfig) -> PairSettings:
-    """Return the settings of the one pair, placed on this machine."""
-    topology = read_topology()
-    node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
-    return pair_settings(config, plan_pair(placement_request(config), [node], topology))
-
-
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
     async with running_service(config, settings) as service:
         api_keys = ApiKeys(service.config.api_keys_file, is_open_admin=service.config.open_admin)
         async with _grpc(service, api_keys, file):
             await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
-
-
-@asynccontextmanager
-async def running_service(config: DeployConfig, settings: PairSettings) -> AsyncIterator[GenerationService]:
-    """Yield the frontends' service over one pair in this process.
-
-    Raises:
-        ServingError: the pair could not start.
-    """
-    pair = LocalPair(settings)
-    try:
-        await pair.start()
-        ingress = ingress_config(config)
-        tokenizer = load_tokenizer_files(ingress.model_path, ingress.chat_template)
-        yield GenerationService(pair, tokenizer, ingress, IngressMetrics())
-    finally:
-        await pair.close()
 
 
 @asynccontextmanager

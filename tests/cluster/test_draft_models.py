@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.config import DeployConfig, parse_config
-from cluster.local.one_process import in_one_process
+from cluster.local.local_service import in_one_process
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import pair_settings, placement_request

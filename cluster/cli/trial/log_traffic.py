@@ -17,7 +17,7 @@ from cluster.cli.console import report
 from cluster.cli.trial.replay_traffic import Replay
 from cluster.cli.trial.traffic import LoggedRequest
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import in_one_process, local_settings, running_service
+from cluster.local.local_service import in_one_process, local_settings, running_service
 from protos.errors import ConfigError
 
 _NUM_STREAMS = 8

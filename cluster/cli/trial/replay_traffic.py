@@ -18,7 +18,7 @@ from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_b
 from cluster.cli.trial.traffic import LoggedRequest
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import in_one_process, local_settings, running_service
+from cluster.local.local_service import in_one_process, local_settings, running_service
 from protos.errors import RequestError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService

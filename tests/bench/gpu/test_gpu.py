@@ -1,16 +1,24 @@
 """The GPU bench where there is none: its floors and tables, and the whole of it once on a tiny pair."""
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.gpu import look, serve
 from bench.gpu.__main__ import main
 from bench.gpu.floor import DeviceSpeed, ModelCost, most_tokens
 from bench.gpu.table import EngineLine, KernelLine, Missing, Results
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
 
+ROOT = Path(__file__).parents[3]
+GIVEN = ("torch", "transformers", "pytest")  # on the machine with the card, with all that they need
 COST = ModelCost(LLAMA_3_8B, itemsize=2, kv_itemsize=2)
 H100 = DeviceSpeed(bytes_per_s=3.0e12, flops_per_s=7.0e14)
 
@@ -81,3 +89,60 @@ def test_the_whole_bench_runs_on_a_tiny_pair(tmp_path: Path) -> None:
     ]
     assert all(line["tokens_per_s"] > 0 and line["step_ms"] > 0 and line["device_ms"] > 0 for line in lines)
     assert lines[2]["tokens_per_pass"] > 1.2  # the draft is the demo's, and as often right
+
+
+def test_a_look_compares_texts_before_all_else_and_by_one_engine(tmp_path: Path) -> None:
+    assert next(iter(look.PARTS)) == "texts"
+    look.main(["--device", "cpu", "--smoke", "--parts", "texts", "syncs", "sampling", "--out", str(tmp_path)])
+    lines = json.loads((tmp_path / "look.json").read_text())
+    texts = [line for line in lines if line["part"] == "texts" and "mode" in line]
+    assert [line["mode"] for line in texts] == list(look.MODES)
+    assert all(line["equal"] == line["tokens"] > 0 for line in texts)  # float32, where no rounding parts them
+    assert not [line for line in lines if "failed" in line]
+
+
+def test_a_pair_is_served_without_ray_and_its_texts_are_those_without_drafts(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--smoke", "--streams", "2", "--max-tokens", "8", "--out", str(tmp_path)]
+    serve.main(arguments)
+    plain, drafted = json.loads((tmp_path / "serve.json").read_text())
+    assert (plain["streams"], plain["drafts"], drafted["drafts"], drafted["equal_texts"]) == (2, False, True, 2)
+    assert plain["tokens_per_s"] > 0
+    assert drafted["tokens_per_s"] > 0
+
+
+def test_a_served_pair_imports_nothing_that_the_kit_lacks(tmp_path: Path) -> None:
+    """A machine with a card may have no registry: what the kit forgets cannot be had there."""
+    kit = re.search(r"^GPU_KIT := (.*?)\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE)
+    assert kit is not None
+    names = {*kit[1].replace("\\", " ").split(), *_with_needs(GIVEN)}
+    for path in {path for name in names for path in _top_level(name)}:
+        (tmp_path / path.name).symlink_to(path)
+    program = f"import sys; sys.path += [{str(ROOT)!r}, {str(tmp_path)!r}]; import bench.gpu.serve, bench.gpu.look"
+    ended = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def _with_needs(names: Sequence[str]) -> set[str]:
+    """Return the names of these packages and of all that they need."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        found.add(name)
+        try:
+            needs = requires(name) or []
+        except PackageNotFoundError:  # for another platform
+            continue
+        waiting += [re.split(r"[ ;<>=!~\[(]", need)[0] for need in needs if "extra ==" not in need]
+    return found
+
+
+def _top_level(name: str) -> set[Path]:
+    """Return the files and folders of a package that lie in site-packages."""
+    try:
+        files = distribution(name).files or []
+    except PackageNotFoundError:
+        return set()
+    site = Path(str(distribution(name).locate_file("")))
+    return {site / file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}

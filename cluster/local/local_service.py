@@ -1,0 +1,72 @@
+"""One pair and the frontends' service in this process: no Ray, no socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from actors.pair.local_pair import LocalPair
+from actors.settings import PairSettings
+from cluster.config import DeployConfig
+from cluster.placement.placement import NodeResources, plan_pair
+from cluster.placement.topology import read_topology
+from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.schema.models import DraftProcess
+from cluster.schema.speculation import DraftMode
+from protos.errors import ConfigError
+from router.generation.generation_service import GenerationService
+from router.metrics.ingress_metrics import IngressMetrics
+from router.tokenizer.tokenizer_files import load_tokenizer_files
+
+
+def in_one_process(config: DeployConfig) -> DeployConfig:
+    """Return the deployment with its draft models in the target's process.
+
+    Raises:
+        ConfigError: it asks for more than one process.
+    """
+    if obstacles := list(_obstacles(config)):
+        raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
+    if not config.draft_models:
+        return config
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
+
+
+def _obstacles(config: DeployConfig) -> Iterator[str]:
+    if config.pair.max_replicas > 1:
+        yield f"pair asks for {config.pair.max_replicas} replicas"
+    if config.prefill.max_replicas > 0:
+        yield f"prefill asks for {config.prefill.max_replicas} replicas"
+    if config.target.tensor_parallel_size > 1:
+        yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
+    if config.draft.process is DraftProcess.OWN:
+        yield "draft.process is 'own'"
+    if config.tune.auto:
+        yield "tune.auto is true"
+    if config.speculation.mode is DraftMode.ASYNC:
+        yield "speculation.mode is 'async'"
+
+
+def local_settings(config: DeployConfig) -> PairSettings:
+    """Return the settings of the one pair, placed on this machine."""
+    topology = read_topology()
+    node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
+    return pair_settings(config, plan_pair(placement_request(config), [node], topology))
+
+
+@asynccontextmanager
+async def running_service(config: DeployConfig, settings: PairSettings) -> AsyncIterator[GenerationService]:
+    """Yield the frontends' service over one pair in this process.
+
+    Raises:
+        ServingError: the pair could not start.
+    """
+    pair = LocalPair(settings)
+    try:
+        await pair.start()
+        ingress = ingress_config(config)
+        tokenizer = load_tokenizer_files(ingress.model_path, ingress.chat_template)
+        yield GenerationService(pair, tokenizer, ingress, IngressMetrics())
+    finally:
+        await pair.close()
