@@ -49,7 +49,6 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.model.cuda_graphs.static_batch import StaticBatch
-from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
@@ -231,7 +230,7 @@ def look_at_kernels(look: Look) -> None:
     runner = look.engine.runner
     activity = ProfilerActivity.CUDA if look.has_gpu else ProfilerActivity.CPU
     for num_rows in look.row_counts:
-        spans = _spans(runner, num_rows)
+        spans = _spans(look.engine.blocks.block_size, num_rows)
         runner.forward(spans)
         look.wait()
         with profile(activities=[activity]) as profiled:
@@ -320,7 +319,7 @@ def look_at_fill(look: Look) -> None:
     with mock.patch.object(StaticBatch, "fill", _timed(StaticBatch.fill, spent)):
         cases = ((1, 1), (1, K + 1), (8, K + 1), (64, 1), (128, K + 1))
         for num_sequences, rows_each in cases[:3] if look.is_smoke else cases:
-            spans = _spans(runner, num_sequences * rows_each, rows_each)
+            spans = _spans(look.engine.blocks.block_size, num_sequences * rows_each, rows_each)
             spent.clear()
             for _ in range(10):
                 runner.forward(spans)
@@ -365,10 +364,10 @@ def main(arguments: list[str] | None = None) -> None:
         look.add(name, seconds=round(time.monotonic() - began_s, 1))
 
 
-def _spans(runner: ModelRunner, num_rows: int, rows_each: int | None = None) -> list[Span]:
+def _spans(block_size: int, num_rows: int, rows_each: int | None = None) -> list[Span]:
     """Return verifications after 64 tokens of context each, with `rows_each` rows per sequence, by default K + 1."""
     each = rows_each or min(num_rows, K + 1)
-    blocks_each = -(-(64 + each) // runner.block_size)
+    blocks_each = -(-(64 + each) // block_size)
     return [
         Span([1] * each, 64, list(range(index * blocks_each, (index + 1) * blocks_each)), each)
         for index in range(num_rows // each)
